@@ -2,12 +2,12 @@
 """Train a tiny model with random weights to name colors, with the complete training system.
 
 The questions ask for the color of a shape in an image or in a sentence (`--text`), or of the one of two
-squares that moves in a video (`--video`).
+squares that moves in a video (`--video`); or whether a tone is high or low (`--audio`).
 
 Creates the model and the questions, trains with `verl.trainer.main`, plots the curves, exports the last
 checkpoint, and asks the exported model one question. The last line of the output is JSON.
 
-    python3 examples/quickstart/demo.py [--text | --video] [--folder FOLDER] [--seed 0] [a.b=c ...]
+    python3 examples/quickstart/demo.py [--text | --video | --audio] [--folder FOLDER] [--seed 0] [a.b=c ...]
 """
 
 import argparse
@@ -26,7 +26,7 @@ from verl.utils.cuda_builds import repair_cuda_builds
 
 repair_cuda_builds()  # before transformers is imported
 if __name__ == "__main__":
-    sys.stdout.write("making a tiny model and questions about colors\n")  # importing torch takes seconds
+    sys.stdout.write("making a tiny model and its questions\n")  # importing torch takes seconds
     sys.stdout.flush()
 
 # isort: split
@@ -36,7 +36,9 @@ import torch
 from moving import NUM_SAMPLED, write_video_questions
 from PIL import Image
 from shapes import IMAGE_SIZE, write_questions
+from tones import PITCHES, RATE, write_tone_questions
 
+from verl.data.media.audio import AudioOptions, read_audio
 from verl.data.media.video import VideoOptions, read_video
 from verl.logger.file import read_log
 from verl.models.families.interface import KINDS as MEDIA
@@ -64,6 +66,11 @@ def read_frames(path: Path) -> dict[str, Any]:
     return {"videos": [frames], "video_metadata": [facts], "do_sample_frames": False}
 
 
+def read_sound(path: Path) -> dict[str, Any]:
+    """Return the samples of a sound as arguments of a processor."""
+    return {"audio": [read_audio(str(path), AudioOptions(RATE, longest_s=30))], "sampling_rate": RATE}
+
+
 @dataclass(frozen=True)
 class Kind:
     """One of the demos."""
@@ -75,6 +82,7 @@ class Kind:
     read: Callable[[Path], dict[str, Any]]  # reads a media file for a processor
     guesses: dict[str, float]  # accuracy of strategies that ignore part of the question
     options: tuple[str, ...] = ()  # overrides of `demo.yaml`
+    words: tuple[str, ...] = ()  # tokens of the model; without any, it knows those of the other questions
 
 
 VL_CLASS = "AutoModelForImageTextToText"
@@ -109,12 +117,22 @@ KINDS = {
             "worker.reward.reward_function_kwargs={format_weight: 0.5}",
         ),
     ),
+    "audio": Kind(
+        "qwen2_5_omni",
+        "Qwen2_5OmniThinkerForConditionalGeneration",
+        write_tone_questions,
+        "audios",
+        read_sound,
+        {"one answer for all": 0.5},
+        ("worker.reward.reward_function_kwargs={words: [high, low]}",),
+        (*PITCHES, "Is", "the", "tone", "or", "?"),
+    ),
 }
 
 
 def prepare(folder: Path, kind: Kind, seed: int) -> None:
     """Write the random model, 256 training questions and 64 held-out ones."""
-    save_tiny_model(folder / "model", kind.family, seed=seed)
+    save_tiny_model(folder / "model", kind.family, seed=seed, words=kind.words)
     kind.write(folder, "train", 256, 2 * seed + 1)
     kind.write(folder, "val", 64, 2 * seed + 2)
 
@@ -199,7 +217,7 @@ def ask(model_path: Path, folder: Path, kind: Kind) -> tuple[str, str, str]:
     reader = transformers.AutoProcessor.from_pretrained(model_path)  # a tokenizer, for a text model
     with no_weight_bars():
         model = getattr(transformers, kind.model_class).from_pretrained(model_path, dtype=torch.float32)
-    question = re.sub("<(image|video)>", "", row["problem"])
+    question = re.sub("<(image|video|audio)>", "", row["problem"])
     content, media = [{"type": "text", "text": question}], {}
     if kind.media in row:
         content.insert(0, {"type": kind.media.removesuffix("s")})
@@ -223,7 +241,8 @@ def find_positions(config: Any, inputs: dict[str, Any]) -> dict[str, torch.Tenso
         return {}
     grids = {kind: torch.as_tensor(inputs.get(f"{kind}_grid_thw", ())).tolist() for kind in MEDIA}
     seconds = inputs.get("second_per_grid_ts", [1.0] * len(grids["video"]))
-    facts = {
+    facts: dict[str, list[dict[str, Any]]] = {
+        "audio": [],  # it has positions like text
         "image": [{"grid_thw": grid} for grid in grids["image"]],
         "video": [
             {"grid_thw": grid, "second_per_grid_ts": float(value)}
@@ -243,6 +262,7 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     kinds = parser.add_mutually_exclusive_group()
     kinds.add_argument("--text", dest="name", action="store_const", const="text", help="ask about sentences")
     kinds.add_argument("--video", dest="name", action="store_const", const="video", help="ask about videos")
+    kinds.add_argument("--audio", dest="name", action="store_const", const="audio", help="ask about tones")
     parser.set_defaults(name="image")
     parser.add_argument("--folder", type=Path, default=None, help="output folder")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights, questions and sampling")

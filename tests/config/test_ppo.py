@@ -229,7 +229,7 @@ def test_broken_rules_and_wrong_values_are_reported_together(minimal):
     ("argument", "supported"),
     [
         ("worker.actor.vila_model=true", "false"),
-        ("worker.is_omni=true", "false"),
+        ("worker.vila_model=true", "false"),
         ("trainer.diffusion=true", "false"),
     ],
 )

@@ -76,20 +76,22 @@ def test_a_name_alone_is_not_enough(name, values):
     assert not holds(IMAGES, name, rows(name, values))
 
 
-KEYS = {"prompt_key": "prompt", "answer_key": "answer", "image_key": "images", "video_key": "videos"}
+KEYS = {
+    "prompt_key": "prompt", "answer_key": "answer", "image_key": "images", "video_key": "videos",
+    "audio_key": "audios",
+}  # fmt: skip
+SEES, HEARS = ("image", "video"), ("image", "video", "audio")
 
 
 def prompts(**changes):
     return SimpleNamespace(**(KEYS | changes))
 
 
-def notes(columns, has_media, template=(), **keys):
+def notes(columns, kinds, template=(), **keys):
     values = {"prompt": ["1?"], "answer": ["1"]} | columns
     length = max(map(len, values.values()))
     table = [{name: column[idx % len(column)] for name, column in values.items()} for idx in range(length)]
-    return notes_on_columns(
-        "data.train_files", [Source("a.csv", table)], prompts(**keys), template, has_media
-    )
+    return notes_on_columns("data.train_files", [Source("a.csv", table)], prompts(**keys), template, kinds)
 
 
 def test_images_that_no_option_reads_are_an_error_for_a_model_with_eyes():
@@ -98,12 +100,12 @@ def test_images_that_no_option_reads_are_an_error_for_a_model_with_eyes():
         " `data.image_key=picture` (it is `images` now)"
     )
     with pytest.raises(ValueError, match=re.escape(message)):
-        notes({"picture": ["a.png"]}, True)
+        notes({"picture": ["a.png"]}, SEES)
     assert notes({"picture": ["a.png"]}, None) == [message]
 
 
 def test_a_text_model_learns_without_them_and_that_is_told():
-    (note,) = notes({"picture": [PNG]}, False)
+    (note,) = notes({"picture": [PNG]}, ())
 
     assert note.endswith("column `picture` of images, which the model cannot read: it learns without them")
 
@@ -119,21 +121,21 @@ def test_a_text_model_learns_without_them_and_that_is_told():
     ],
 )
 def test_columns_that_are_read_or_hold_no_media_are_not_mentioned(columns, keys):
-    assert notes(columns, True, **keys) == []
+    assert notes(columns, SEES, **keys) == []
 
 
 def test_what_the_template_reads_is_read():
-    assert notes({"picture": ["a.png"]}, True, {"picture"}) == []
+    assert notes({"picture": ["a.png"]}, SEES, {"picture"}) == []
 
 
 def test_other_media_beside_those_that_are_read_are_mentioned():
-    (note,) = notes({"videos": ["a.mp4"], "thumbnail": [PNG]}, True)
+    (note,) = notes({"videos": ["a.mp4"], "thumbnail": [PNG]}, SEES)
 
     assert "column `thumbnail` of images, which no option reads" in note
 
 
 def test_an_image_column_without_values_may_be_filled_further_on():
-    (note,) = notes({"images": [None], "picture": ["a.png"]}, True)
+    (note,) = notes({"images": [None], "picture": ["a.png"]}, SEES)
 
     assert "`picture`" in note
 
@@ -142,13 +144,22 @@ def test_several_columns_of_images_need_one_list():
     with pytest.raises(
         ValueError, match=r"columns `image_1`, `image_2` of images.*into one column, as a list"
     ):
-        notes({"image_1": ["a.png"], "image_2": ["b.png"]}, True)
+        notes({"image_1": ["a.png"], "image_2": ["b.png"]}, SEES)
 
 
 def test_sound_is_told_and_ends_nothing():
-    (note,) = notes({"audio": [{"path": "a.wav"}]}, True)
+    (note,) = notes({"audio": [{"path": "a.wav"}]}, SEES)
 
     assert "column `audio` of audio, which the model cannot read" in note
+
+
+def test_sound_that_no_option_reads_is_an_error_for_a_model_with_ears():
+    message = (
+        "column `audio` of audio, which no option reads: set `data.audio_key=audio` (it is `audios` now)"
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        notes({"audio": [{"path": "a.wav"}]}, HEARS)
+    assert notes({"audios": [["a.wav"]]}, HEARS) == []
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Comparisons of a model family's file with the family's own processor and model.
 
-A row is a list of parts in the order of the prompt: texts, `Image.Image`s and `Clip`s. For example::
+A row is a list of parts in the order of the prompt: texts, `Image.Image`s, `Clip`s and `Sound`s::
 
     tiny = load_tiny("internvl")
     row = ["look:\\n", random_image(rng, 30, 50), " and\\n", random_clip(rng, 3, 32, 48), "?"]
@@ -23,11 +23,13 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from transformers import AutoModelForImageTextToText, AutoProcessor
+from transformers import AutoProcessor
 
 from tests.helpers.closeness import assert_values_close
 from verl.models.families.interface import KINDS, MediaShape, Medium, MediumShape, VisionFamily
-from verl.models.families.registry import vision_family_of
+from verl.models.families.qwen_vl import sampled_fps
+from verl.models.families.registry import load_config, vision_family_of
+from verl.models.hub_names import auto_class
 from verl.models.tiny import save_tiny_model
 from verl.utils.quiet import no_weight_bars
 
@@ -57,7 +59,14 @@ class Clip(NamedTuple):
     meta: Mapping[str, Any]  # as `verl.data.media.video` writes it
 
 
-Part = str | Image.Image | Clip
+class Sound(NamedTuple):
+    """The samples of an audio clip, 16,000 a second."""
+
+    samples: np.ndarray  # (N,) float32
+
+
+Medial = Image.Image | Clip | Sound
+Part = str | Medial
 _folders = tempfile.TemporaryDirectory(prefix="tiny-families-")
 
 
@@ -69,11 +78,17 @@ def load_tiny(kind: str, **options: Any) -> Tiny:
 
 
 def open_tiny(folder: Path) -> Tiny:
-    with no_weight_bars():
-        model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    model = load_own(folder).eval()
     family = vision_family_of(model.config)
     family.repair(model)
     return Tiny(folder, family, AutoProcessor.from_pretrained(folder), model)
+
+
+def load_own(folder: Path, **options: Any) -> Any:
+    """Load a model in float32 with transformers alone."""
+    config = load_config(folder)
+    with no_weight_bars():
+        return auto_class(config).from_pretrained(folder, config=config, dtype=torch.float32, **options)
 
 
 # --- rows
@@ -98,6 +113,12 @@ def random_clip(
     return Clip(frames, meta)
 
 
+def random_sound(rng: np.random.Generator, seconds: float) -> Sound:
+    """Return a few tones of random pitch, one after another."""
+    pitches = np.repeat(rng.uniform(100, 2000, 5), -(-int(seconds * 16000) // 5))[: int(seconds * 16000)]
+    return Sound(np.sin(np.cumsum(pitches) * 2 * np.pi / 16000).astype(np.float32))
+
+
 def random_size(rng: np.random.Generator, low: int, high: int) -> tuple[int, int]:
     """Return height and width; some are square, some at the limits."""
     height, width = (int(2 ** rng.uniform(np.log2(low), np.log2(high))) for _ in range(2))
@@ -107,7 +128,7 @@ def random_size(rng: np.random.Generator, low: int, high: int) -> tuple[int, int
     return (low, high) if kind == 1 else (high, low) if kind == 2 else (height, width)
 
 
-def random_row(rng: np.random.Generator, low: int, high: int, kinds: Sequence[str] = KINDS) -> list[Part]:
+def random_row(rng: np.random.Generator, low: int, high: int, kinds: Sequence[str]) -> list[Part]:
     """Return one to four media with texts before, between and after them.
 
     Its videos have equally many frames, because some processors refuse others in one call.
@@ -115,8 +136,11 @@ def random_row(rng: np.random.Generator, low: int, high: int, kinds: Sequence[st
     row: list[Part] = ["What colour?\n"]
     frames = int(rng.integers(2, 6))
     for _ in range(rng.integers(1, 5)):
-        if rng.choice(list(kinds)) == "image":
+        kind = rng.choice(list(kinds))
+        if kind == "image":
             row += [random_image(rng, *random_size(rng, low, high)), "the answer\n"]
+        elif kind == "audio":
+            row += [random_sound(rng, rng.uniform(0.1, 5.0)), "\nblue\n"]
         else:
             row += [random_clip(rng, frames, *random_size(rng, low, high)), "\nred\n"]
     return [*row, "How many?"]
@@ -130,12 +154,16 @@ def clips_of(row: Iterable[Part]) -> list[Clip]:
     return [part for part in row if isinstance(part, Clip)]
 
 
+def sounds_of(row: Iterable[Part]) -> list[Sound]:
+    return [part for part in row if isinstance(part, Sound)]
+
+
 # --- a row through the family
 
 
 def render(tiny: Tiny, row: Sequence[Part]) -> str:
     """Return the row as a user's message, rendered by the chat template."""
-    names = {str: "text", Clip: "video"}
+    names = {str: "text", Clip: "video", Sound: "audio"}
     content = [
         {"type": "text", "text": part} if isinstance(part, str) else {"type": names.get(type(part), "image")}
         for part in row
@@ -145,18 +173,19 @@ def render(tiny: Tiny, row: Sequence[Part]) -> str:
     )
 
 
-def shape_of(tiny: Tiny, part: Image.Image | Clip) -> MediumShape:
+def shape_of(tiny: Tiny, part: Medial) -> MediumShape:
     """Return the shape that the family finds from what a file's header says."""
     if isinstance(part, Image.Image):
         return tiny.family.image_shape(tiny.processor, part.height, part.width)
+    if isinstance(part, Sound):
+        return tiny.family.audio_shape(tiny.processor, len(part.samples))
     num_frames, height, width, _ = part.frames.shape
     return tiny.family.video_shape(tiny.processor, num_frames, height, width, part.meta)
 
 
 def media_shape_of(tiny: Tiny, row: Sequence[Part]) -> MediaShape:
-    return MediaShape(
-        [shape_of(tiny, image) for image in images_of(row)], [shape_of(tiny, clip) for clip in clips_of(row)]
-    )
+    parts = images_of(row), clips_of(row), sounds_of(row)
+    return MediaShape(*([shape_of(tiny, part) for part in of_kind] for of_kind in parts))
 
 
 def expanded(tiny: Tiny, row: Sequence[Part]) -> Tensor:
@@ -165,11 +194,13 @@ def expanded(tiny: Tiny, row: Sequence[Part]) -> Tensor:
     return torch.tensor(tiny.family.expand(tiny.processor, prompt_ids, media_shape_of(tiny, row)))
 
 
-def medium_of(tiny: Tiny, part: Image.Image | Clip) -> Medium:
-    """Return what the tower reads of an image or a video."""
+def medium_of(tiny: Tiny, part: Medial) -> Medium:
+    """Return what the encoder reads of a medium."""
     facts = shape_of(tiny, part).facts
     if isinstance(part, Image.Image):
         return Medium("image", tiny.family.image_inputs(tiny.processor, part), facts)
+    if isinstance(part, Sound):
+        return Medium("audio", tiny.family.audio_inputs(tiny.processor, part.samples), facts)
     return Medium("video", tiny.family.video_inputs(tiny.processor, part.frames, part.meta), facts)
 
 
@@ -195,14 +226,24 @@ def own_inputs_of(tiny: Tiny, row: Sequence[Part], **options: Any) -> dict[str, 
         metas = [{k: v for k, v in clip.meta.items() if k != "do_sample_frames"} for clip in clips]
         arguments |= {"videos": [clip.frames for clip in clips], "video_metadata": metas}
         arguments["do_sample_frames"] = False
+        if "audio" in tiny.family.kinds:  # such processors have their own defaults for what the files say
+            size = dict(tiny.processor.video_processor.size)
+            arguments["videos_kwargs"] = {"fps": sampled_fps(clips[0].meta), "size": size}
+    if sounds := sounds_of(row):
+        arguments["audio"] = [sound.samples for sound in sounds]
     if not tiny.processor.tokenizer.init_kwargs.get("add_bos_token"):
         arguments["add_special_tokens"] = False
     return dict(tiny.processor(**arguments))
 
 
-def own_features_of(tiny: Tiny, part: Image.Image | Clip) -> Tensor:
+def own_features_of(tiny: Tiny, part: Medial) -> Tensor:
     """Return the features (tokens, hidden size x (1 + levels)) that the model computes for one medium."""
     owner = tiny.owner
+    if isinstance(part, Sound):
+        inputs = own_inputs_of(tiny, [part])
+        with torch.no_grad():
+            heard = {name: inputs[name] for name in ("input_features", "feature_attention_mask")}
+            return owner.get_audio_features(**heard, return_dict=True).last_hidden_state
     is_video = isinstance(part, Clip) and hasattr(owner, "get_video_features")
     function = owner.get_video_features if is_video else owner.get_image_features
     inputs = own_inputs_of(tiny, [part])
@@ -258,7 +299,7 @@ def assert_units_make_the_whole(tiny: Tiny, media: Sequence[Medium]) -> None:
         assert sum(units) == len(whole)
         for stop in range(1, len(units)):
             parts = [(0, stop), (stop, len(units))]
-            cuts = [tiny.family.cut(medium, *part) for part in parts]
+            cuts = [tiny.family.cut(tiny.config, medium, *part) for part in parts]
             assert [tiny.family.units(tiny.config, cut.facts) for cut in cuts] == [units[:stop], units[stop:]]
             assert_values_close(torch.cat(features_of(tiny, cuts)), whole)
 
@@ -271,6 +312,10 @@ def assert_positions_are_the_models(tiny: Tiny, row: Sequence[Part]) -> None:
         assert found is None
         return
     inputs = own_inputs_of(tiny, row, return_mm_token_type_ids=True)
+    if "feature_attention_mask" in inputs:
+        inputs["audio_seqlens"] = inputs["feature_attention_mask"].sum(-1)
+    if "video_second_per_grid" in inputs:
+        inputs["second_per_grids"] = torch.as_tensor(inputs["video_second_per_grid"])
     known = signature(tiny.owner.get_rope_index).parameters
     own, _ = tiny.owner.get_rope_index(**{name: inputs[name] for name in inputs if name in known})
     assert found is not None

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tests.helpers.families import Part, Tiny, clips_of, images_of, render
+from tests.helpers.families import Part, Tiny, clips_of, images_of, render, sounds_of
 from tests.workers.rollout.media import embedded, largest_media_difference, media_log_probs
 from tests.workers.rollout.reference import (
     change_weights,
@@ -26,7 +26,9 @@ def requests_of(tiny: Tiny, rows: Sequence[Sequence[Part]]) -> list[RolloutReque
     for number, row in enumerate(rows):
         prompt_ids = tiny.processor.tokenizer.encode(render(tiny, row), add_special_tokens=False)
         videos = [(clip.frames, dict(clip.meta)) for clip in clips_of(row)]
-        requests.append(RolloutRequest(f"row {number}", prompt_ids, DecodedMedia(images_of(row), videos)))
+        audios = [(sound.samples, 16000) for sound in sounds_of(row)]
+        media = DecodedMedia(images_of(row), videos, audios)
+        requests.append(RolloutRequest(f"row {number}", prompt_ids, media))
     return requests
 
 

@@ -21,7 +21,17 @@ from torch import Tensor
 
 from tests.architecture.source import ROOT
 from tests.helpers.distributed import run_distributed
-from tests.helpers.families import Clip, Part, Tiny, load_tiny, random_clip, random_image, render
+from tests.helpers.families import (
+    Clip,
+    Part,
+    Sound,
+    Tiny,
+    load_tiny,
+    random_clip,
+    random_image,
+    random_sound,
+    render,
+)
 from tests.helpers.family_engines import engine_error
 from tests.helpers.family_training import (
     LARGEST,
@@ -38,9 +48,11 @@ from tests.helpers.family_training import (
 )
 from tests.helpers.media import save_video
 from tests.workers.rollout.reference import rollout_config, setup_of
+from verl.data.media.audio import wav_bytes
 from verl.data.media.loader import MediaLoader
 from verl.data.media.sizes import MediaOptions
 from verl.distributed.sequence_parallel import SequenceParallel
+from verl.models.families.interface import KINDS as MEDIA
 from verl.models.families.interface import MediaShape, is_part
 from verl.models.families.registry import FAMILIES, encoder_of, transposed_experts
 from verl.models.hub_names import HubNames
@@ -70,9 +82,15 @@ def groups_of(kind: str) -> list[Group]:
         ([small, "How many?"], (4, 1, [2, ["closer:\n", wide], 3])),
         (["What colour is the shape?"], (6,)),
     ]
-    if load_tiny(kind).family.reads_videos:
+    if "video" in load_tiny(kind).family.kinds:
         clip = random_clip(rng, 4, 64, 64)
         groups += [([clip, "What moves?"], (3, 2)), (["first\n", clip, "then\n", wide], (4, 2))]
+    if "audio" in load_tiny(kind).family.kinds:
+        long, short = random_sound(rng, 4.3), random_sound(rng, 0.5)
+        groups += [
+            ([long, "How many?"], (3, 2)),
+            (["first\n", short, clip, small, long], (4, [2, [short], 1])),
+        ]
     return groups
 
 
@@ -113,7 +131,9 @@ def frozen(kind: str) -> Error:
     tiny = load_tiny(kind)
     batch, held = batch_of(tiny, groups_of(kind))
     plain, model = load_model(tiny, False), load_model(tiny, True)
-    select_trainable(model, TrainableOptions(freeze_vision_tower=True), "worker.actor.model")
+    hears = bool(tiny.family.audio_encoder)
+    options = TrainableOptions(freeze_vision_tower=True, freeze_audio_tower=hears)
+    select_trainable(model, options, "worker.actor.model")
     parts = encoder_of(tiny.config)
     for name, parameter in plain.named_parameters():
         parameter.requires_grad_(not is_part(name, parts))
@@ -235,9 +255,13 @@ class Files:
         wide, small = map(str, paths)
         self.rows: list[dict[str, list[str]]] = [{"images": [wide, small]}, {"images": [small]}, {}]
         self.observed = {"images": [wide]}
-        if tiny.family.reads_videos:
+        if "video" in tiny.family.kinds:
             clip = save_video(folder / "clip.mkv", 64, 64, 8)
             self.rows += [{"videos": [clip]}, {"images": [wide], "videos": [clip]}]
+        if "audio" in tiny.family.kinds:
+            sound = folder / "sound.wav"
+            sound.write_bytes(wav_bytes(random_sound(rng, 4.3).samples, 16000))
+            self.rows += [{"audios": [str(sound)]}, {"images": [wide], "audios": [str(sound)] * 2}]
 
 
 def _batch_of_files(tiny: Tiny, loader: MediaLoader, files: Files) -> DataProto:
@@ -248,7 +272,7 @@ def _batch_of_files(tiny: Tiny, loader: MediaLoader, files: Files) -> DataProto:
         prompt, shape = _read(tiny, loader, refs)
         answer = torch.randint(20, 300, (5,), generator=generator)
         talk = torch.cat([answer[:3], observation, answer[3:]])
-        both = MediaShape([*shape.images, *seen.images], shape.videos)
+        both = MediaShape([*shape.images, *seen.images], shape.videos, shape.audios)
         for response, media, observed in ((answer, shape, {}), (talk, both, files.observed)):
             ids = torch.cat([prompt, response])
             positions = tiny.family.positions(tiny.config, ids, media)
@@ -261,7 +285,8 @@ def _batch_of_files(tiny: Tiny, loader: MediaLoader, files: Files) -> DataProto:
 
 def _read(tiny: Tiny, loader: MediaLoader, refs: dict[str, list[str]]) -> tuple[Tensor, MediaShape]:
     decoded, shape = loader.decode(refs), loader.measure(refs)
-    parts: list[Part] = [*decoded.images, *(Clip(*video) for video in decoded.videos), "What colour?"]
+    videos, sounds = (Clip(*video) for video in decoded.videos), (Sound(each) for each, _ in decoded.audios)
+    parts: list[Part] = [*decoded.images, *videos, *sounds, "What colour?"]
     raw = tiny.processor.tokenizer.encode(render(tiny, parts), add_special_tokens=False)
     return torch.tensor(loader.expand(raw, shape)), shape
 
@@ -276,7 +301,7 @@ def _gradient_error(model: Any, other: Any) -> Error:
 
 def row_of(kind: str) -> str:
     """Return the line of a family in the table."""
-    cells = ["yes", "yes" if load_tiny(kind).family.reads_videos else "no"]
+    cells = ["yes" if medium in load_tiny(kind).family.kinds else "no" for medium in MEDIA]
     cells += [_cell(error_of(ability, kind)) for ability in ABILITIES]
     errors = on_two_ranks()[kind]
     cells += [_cell(errors[division]) if division in errors else "no" for division in DIVISIONS]
@@ -288,7 +313,7 @@ def _cell(error: Error) -> str:
 
 
 def table() -> str:
-    names = ["model", "image", "video", *ABILITIES, "FSDP", "Ulysses", "ring"]
+    names = ["model", *MEDIA, *ABILITIES, "FSDP", "Ulysses", "ring"]
     rule = "|".join(["---"] * len(names))
     return "\n".join([f"| {' | '.join(names)} |", f"|{rule}|", *map(row_of, KINDS)]) + "\n"
 

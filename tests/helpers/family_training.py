@@ -22,16 +22,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import pad
-from transformers import AutoModelForImageTextToText
 
-from tests.helpers.families import Part, Tiny, expanded, media_of, media_shape_of, open_tiny
+from tests.helpers.families import Part, Tiny, expanded, load_own, media_of, media_shape_of, open_tiny
 from verl.data.media.loader import references_in_order
+from verl.distributed.fsdp import fsdp_blocks
 from verl.distributed.sequence_parallel import SequenceParallel
 from verl.models.families.interface import Medium
 from verl.models.hub_names import meta_model
 from verl.models.registry import prepare_model
 from verl.protocol import DataProto, objects
-from verl.utils.quiet import no_weight_bars
 from verl.workers.packing.forward import PackedForward
 from verl.workers.packing.media_inputs import media_in_packing_order
 
@@ -51,7 +50,7 @@ class HeldMedia:
 
     def hold(self, parts: Sequence[Part]) -> dict[str, Any] | None:
         """Keep the media of a row and return their references."""
-        refs: dict[str, list[str]] = {"images": [], "videos": [], "order": []}
+        refs: dict[str, list[str]] = {"images": [], "videos": [], "audios": [], "order": []}
         for medium in media_of(self.tiny, parts):
             refs[f"{medium.kind}s"].append(str(len(self.held)))
             refs["order"].append(medium.kind)
@@ -133,10 +132,7 @@ def as_batch(rows: Sequence[Row]) -> DataProto:
 
 def load_model(tiny: Tiny, prepared: bool) -> Any:
     """Return the model on its own, with eager attention, or prepared for packing."""
-    with no_weight_bars():
-        model = AutoModelForImageTextToText.from_pretrained(
-            tiny.folder, dtype=torch.float32, attn_implementation="sdpa" if prepared else "eager"
-        )
+    model = load_own(tiny.folder, attn_implementation="sdpa" if prepared else "eager")
     if prepared:
         prepare_model(model)
     else:
@@ -222,8 +218,7 @@ def fsdp_errors(
     """Compare FSDP ranks, of which the last has no rows in its last micro batch, with one process."""
     batch, held = batch_of(tiny, groups)
     plain, model = load_model(tiny, False), load_model(tiny, True)
-    blocks = [module for module in model.modules() if type(module).__name__ in model._no_split_modules]
-    for module in [*blocks, model]:
+    for module in [*fsdp_blocks(model), model]:
         fully_shard(module)
     weights = torch.randn(batch.batch["responses"].shape, generator=torch.Generator().manual_seed(2))
     expected = own_forward(tiny, plain, batch, held)

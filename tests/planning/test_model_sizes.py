@@ -4,9 +4,9 @@
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig
 
 from verl.config.model import FSDPConfig, LoraConfig, ModelConfig
+from verl.models.families.registry import load_config
 from verl.models.hub_names import auto_class
 from verl.models.tiny import TINY_MODELS, save_tiny_model
 from verl.planning.model_sizes import read_shape
@@ -30,7 +30,7 @@ def has_equal_layers(model):
 @pytest.mark.parametrize("family", TINY_MODELS)
 def test_the_weights_are_those_of_the_files(tmp_path, family):
     folder = save_tiny_model(tmp_path, family)
-    model = auto_class(config := AutoConfig.from_pretrained(folder)).from_config(config)
+    model = auto_class(config := load_config(folder)).from_config(config)
     buffers = sum(model.get_buffer(name).numel() for name in model.state_dict().keys() - parameters_of(model))
     in_files = sum(tensor.numel() for tensor in load_file(folder / "model.safetensors").values()) - buffers
 

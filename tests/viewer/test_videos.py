@@ -7,7 +7,7 @@ from tests.helpers.media import save_video
 from tests.helpers.rollouts import rollout
 from tests.helpers.viewer import request, viewer
 from verl.viewer.rollout_store import RolloutStore
-from verl.viewer.videos import VideoFolders
+from verl.viewer.videos import MEDIA_TYPES, VideoFolders
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +32,16 @@ def test_only_videos_inside_the_folders_are_found(films):
     ):
         assert found.find(source) is None, source
     assert VideoFolders([]).find(str(films / "one.mp4")) is None
+
+
+def test_sound_is_played_as_sound_and_only_where_a_row_says_so(films):
+    (films / "one.wav").write_bytes(b"RIFF")
+    rows = [{"media": [{"kind": kind, "source": "one.wav"} for kind in ("audio", "image")]}]
+
+    (row,) = VideoFolders([films]).mark(rows)
+
+    assert [medium["is_playable"] for medium in row["media"]] == [True, False]
+    assert MEDIA_TYPES[".wav"] == "audio/wav"
 
 
 def test_a_video_is_sent_in_ranges_if_its_folder_was_given(films, tmp_path):

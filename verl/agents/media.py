@@ -27,8 +27,9 @@ class ConversationMedia:
     def __init__(self, loader: MediaLoader, position_ids: PositionIds) -> None:
         self.loader, self._position_ids = loader, position_ids
         self.placeholders = loader.family.placeholders(loader.processor)
-        # If both kinds have one token, features replace it in the order of the prompt.
-        self._has_order = len({loader.family.token_kind(kind) for kind in KINDS}) == 1
+        # If kinds share a token, features replace it in the order of the prompt.
+        kinds = loader.family.kinds
+        self._has_order = len({loader.family.token_kind(kind) for kind in kinds}) < len(kinds)
 
     def of(self, observation: Observation) -> tuple[dict[str, list[Reference]], MediaShape]:
         """Return the media of an observation, by reference and with their bytes: a tool's files may go.
@@ -88,6 +89,7 @@ def join_shapes(*shapes: MediaShape) -> MediaShape:
     return MediaShape(
         [image for shape in shapes for image in shape.images],
         [video for shape in shapes for video in shape.videos],
+        [audio for shape in shapes for audio in shape.audios],
     )
 
 

@@ -13,12 +13,12 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from verl.checkpoint.sharded import HUGGINGFACE
 from verl.checkpoint.shards import AdaptedShards, Shards, open_shards, reading
 from verl.checkpoint.unread_tensors import unread_tensors
-from verl.models.families.registry import family_of
+from verl.models.families.registry import family_of, load_config, whole_config
 from verl.models.hub_names import HubNames
 from verl.models.lora_weights import is_adapter
 from verl.utils.weight_files import save_weights
@@ -50,7 +50,7 @@ def merge_checkpoint(
     with reading(
         folder / "config.json", "it must be the config of the saved model, as its checkpoint has it"
     ):
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        config = load_config(folder, trust_remote_code=trust_remote_code)
         names = HubNames(config, trust_remote_code)
     shards = open_shards(local_dir)
     if any(map(is_adapter, shards.names())):
@@ -154,7 +154,7 @@ def _set_dtype(folder: Path, config: PreTrainedConfig, dtype: torch.dtype | None
     config.dtype = dtype  # engines choose theirs by it
     for name in config.sub_configs:
         getattr(config, name).dtype = dtype
-    config.save_pretrained(folder)
+    whole_config(config, folder).save_pretrained(folder)
 
 
 def upload(folder: Path, repository: str) -> str:

@@ -34,12 +34,15 @@ from verl.utils.typed_command import command_parser
 
 if TYPE_CHECKING:
     from verl.cli.chat_session import Conversation
+    from verl.models.families.interface import Kind
 
 ENGINES = ("hf", "vllm")
 PROMPT = "> "
+MEDIA: dict[str, "Kind"] = {"/image": "image", "/video": "video", "/audio": "audio"}
 COMMANDS = """\
 /image PATH  put an image before the next message
 /video PATH  put a video before the next message
+/audio PATH  put audio before the next message
 /reset       begin a new conversation
 /help        show these commands
 /quit        end
@@ -163,10 +166,10 @@ def run_command(conversation: "Conversation", line: str) -> None:
         "/reset": conversation.reset,
         "/help": lambda: sys.stderr.write(COMMANDS),
     }
-    if name in ("/image", "/video"):
+    if name in MEDIA:
         if not argument:
             raise ValueError(f"{name} needs the path of a file")
-        conversation.add_media(name[1:], argument)
+        conversation.add_media(MEDIA[name], argument)
     elif name in plain:
         plain[name]()
     else:

@@ -5,7 +5,6 @@ import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from transformers import AutoConfig
 from transformers.utils.logging import disable_progress_bar
 
 from verl.cli.chat_session import Conversation
@@ -15,6 +14,7 @@ from verl.data.media.sizes import MediaOptions, chosen_limits
 from verl.data.prompt_template import PromptFormat
 from verl.data.tokenizer import load_processor, load_tokenizer
 from verl.distributed.device import resolve_device
+from verl.models.families.registry import load_config
 from verl.workers.rollout.base import SamplingOptions
 from verl.workers.rollout.standalone import standalone_engine
 
@@ -33,7 +33,7 @@ def open_conversation(model: str, options: argparse.Namespace) -> Iterator[Conve
     if processor is not None:
         limits = tuple(f"--{name.replace('_', '-')}" for name in chosen_limits(options))
         media = MediaLoader(processor, MediaOptions(options.min_pixels, options.max_pixels, limits=limits))
-    config = AutoConfig.from_pretrained(model, trust_remote_code=options.trust_remote_code)
+    config = load_config(model, trust_remote_code=options.trust_remote_code)
     longest = getattr(config.get_text_config(), "max_position_embeddings", LONGEST)
     max_length = min(options.max_length or LONGEST, longest)
     sampling = SamplingOptions(

@@ -9,9 +9,9 @@ from verl.data.chat_template import ChatTemplate
 from verl.data.media.loader import DecodedMedia, MediaLoader
 from verl.data.messages import Message, references
 from verl.data.prompt_template import PromptFormat
+from verl.models.families.interface import KINDS, Kind
 from verl.workers.rollout.base import RolloutEngine, RolloutRequest, SamplingOptions
 
-Kind = str  # "image" or "video"
 UNFINISHED = "\ufffd"  # end of a text whose last character still lacks tokens
 
 
@@ -49,7 +49,7 @@ class Conversation:
     def reset(self) -> None:
         """Forget all but the system message."""
         self.messages = [] if self.system is None else [{"role": "system", "content": self.system}]
-        self.references = {"images": [], "videos": []}
+        self.references = {f"{kind}s": [] for kind in KINDS}
         self.waiting = []
 
     def add_media(self, kind: Kind, path: str) -> None:

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from verl.utils.cuda_builds import repair_cuda_builds
-from verl.utils.quiet import no_weight_bars
 from verl.utils.typed_command import command_parser
 
 KINDS = (  # the families of `verl/models/tiny.py`, which imports torch
@@ -132,7 +131,9 @@ def save_random_model(directory: Path, like: Path, *, seed: int = 0, changes: di
     import torch  # noqa: PLC0415
     from transformers import AutoConfig  # noqa: PLC0415
 
+    from verl.models.families.registry import trained_part  # noqa: PLC0415
     from verl.models.hub_names import auto_class  # noqa: PLC0415
+    from verl.models.tiny import write_model  # noqa: PLC0415
 
     if not (like / "config.json").is_file():
         raise FileNotFoundError(f"`--like`: {like} must be a folder with a model's config.json")
@@ -140,16 +141,16 @@ def save_random_model(directory: Path, like: Path, *, seed: int = 0, changes: di
         raise ValueError(f"`--out` must be another folder than `--like`, got {directory} for both")
     config = AutoConfig.from_pretrained(like)
     for key, value in changes.items():
-        _change(config, key, value)
+        _change(trained_part(config), key, value)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = auto_class(config).from_config(config)
+        part = trained_part(config)
+        model = auto_class(part).from_config(part)
     directory.mkdir(parents=True, exist_ok=True)
     for file in like.iterdir():
         if file.is_file() and not file.name.endswith(WEIGHTS):
             shutil.copy(file, directory)
-    with no_weight_bars():
-        model.save_pretrained(directory)
+    write_model(model, config, directory)
 
 
 def _change(config: Any, key: str, value: Any) -> None:

@@ -30,9 +30,13 @@ class RowsConfig:
     prompt_key: str = option("prompt", "Column of the prompt: text or chat messages.", example="problem")
     image_key: str = option("images", "Column of the images.")
     video_key: str = option("videos", "Column of the videos.")
+    audio_key: str = option("audios", "Column of the audio, for models that hear.")
     image_dir: str | None = option(None, "Base folder of image and video paths.", resolve=existing_folder)
     video_dir: str | None = option(
         None, "Base folder of video paths; null is `image_dir`.", resolve=existing_folder
+    )
+    audio_dir: str | None = option(
+        None, "Base folder of audio paths; null is `image_dir`.", resolve=existing_folder
     )
     cache_dir: str | None = option(
         None, "Folder that caches decoded video frames; null disables the cache.", resolve=writable_folder
@@ -116,4 +120,4 @@ class DataConfig(RowsConfig):
     vila_model: bool = option(False, "The model belongs to the VILA family.")
     diffusion: bool = option(False, "The model generates images or videos.")
     is_omni: bool = option(False, "The model takes audio.")
-    audio_max_length: int = option(10000, "Maximum number of audio samples.")
+    audio_max_length: int = option(10000, "Frames that audio is padded to.")

@@ -87,7 +87,8 @@ class ModelConfig:
         "Compile the blocks of the language model (torch.compile): a slower start, faster steps on GPUs.",
     )
     trust_remote_code: bool = option(False, "Allow Python code that comes with the model; off for security.")
-    freeze_vision_tower: bool = option(False, "Train only the language model.")
+    freeze_vision_tower: bool = option(False, "Do not train the vision tower and its projector.")
+    freeze_audio_tower: bool = option(False, "Do not train the encoder of audio.")
     train_modules: list[str] = option(
         list, "Regular expressions for the names of parameters: train only these; with `lora`, also these."
     )

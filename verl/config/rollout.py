@@ -83,7 +83,7 @@ class RolloutConfig:
     num_chunk_seq: int = option(
         -1, "Chunks in which ranks of a sequence gather media features; -1 is one.", minimum=1, also=(-1,)
     )
-    audio_max_length: int = option(10000, "Maximum number of audio samples.")
+    audio_max_length: int = option(10000, "Frames that audio is padded to.")
     open_ended_reward: bool = option(False, "Score responses with a language model.")
     diffusion: bool = option(False, "Generate images or videos.")
     guidance_scale: float = option(4.5, "Classifier-free guidance scale of diffusion.")

@@ -21,11 +21,15 @@ SIGNATURE = 12  # bytes at the start of a file that tell its kind
 class Kind:
     """A kind of media, and how a column of it is recognized."""
 
-    noun: str
-    key: str | None  # the option that names its column; None if nothing can read it
+    noun: str  # its name in rows
+    key: str  # the option that names its column
     names: re.Pattern[str]  # of a column whose values are references, whatever they look like
     suffixes: tuple[str, ...]
     signatures: tuple[tuple[int, bytes], ...]  # offset in the file and bytes
+
+    @property
+    def name(self) -> str:
+        return self.noun.removesuffix("s")
 
 
 def _named(words: str) -> re.Pattern[str]:
@@ -47,7 +51,7 @@ KINDS = (
         ((4, b"ftyp"), (0, b"\x1aE\xdf\xa3"), (8, b"AVI ")),
     ),
     Kind(
-        "audio", None, _named("audios?"), (".wav", ".mp3", ".flac", ".ogg", ".opus", ".m4a"),
+        "audios", "audio_key", _named("audios?"), (".wav", ".mp3", ".flac", ".ogg", ".opus", ".m4a"),
         ((8, b"WAVE"), (0, b"fLaC"), (0, b"OggS"), (0, b"ID3")),
     ),
 )  # fmt: skip
@@ -79,6 +83,7 @@ class MediaKeys(Protocol):
 
     image_key: str
     video_key: str
+    audio_key: str
 
 
 class Note(NamedTuple):
@@ -151,21 +156,21 @@ def notes_on_columns(
     sources: Iterable[FileColumns],
     config: Any,
     template_names: Collection[str],
-    has_media: bool | None,
+    kinds: Collection[str] | None,
 ) -> list[str]:
     """Say which columns of the files hold media that nothing reads.
 
     Args:
         config: The `data` section of a run.
         template_names: Names that the prompt template reads.
-        has_media: Whether the model reads images; None if that is not known yet.
+        kinds: The kinds of media that the model reads; None if that is not known yet.
 
     Raises:
         ValueError: The model reads media, and no option names the column that has them.
     """
     keys = ("prompt_key", "answer_key", "messages_key", "response_key")
     read = {getattr(config, key) for key in keys if hasattr(config, key)} | set(template_names)
-    notes = [note for source in sources for note in unread_media(option, source, config, read, has_media)]
+    notes = [note for source in sources for note in unread_media(option, source, config, read, kinds)]
     if errors := [note.text for note in notes if note.is_error]:
         raise ValueError("\n".join(errors))
     return [note.text for note in notes]
@@ -176,16 +181,17 @@ def unread_media(
     source: FileColumns,
     keys: MediaKeys,
     read: Collection[str],
-    has_media: bool | None,
+    kinds: Collection[str] | None,
 ) -> list[Note]:
     """Say which columns hold media that no option reads.
 
     Args:
         read: Other columns that are read.
-        has_media: Whether the model reads images; None if that is not known yet.
+        kinds: The kinds of media that the model reads; None if that is not known yet.
     """
     rows = sampled_rows(source.rows)
-    named = {"image_key": keys.image_key, "video_key": keys.video_key}
+    readable = [kind for kind in KINDS if kinds is None or kind.name in kinds] or KINDS[:2]
+    named = {kind.key: getattr(keys, kind.key) for kind in readable}
     is_any_read = any(not _is_empty(row.get(column)) for row in rows for column in named.values())
     notes = []
     for kind in KINDS:
@@ -197,9 +203,10 @@ def unread_media(
         if is_any_read:  # then a path is more likely to be kept for the record
             names = [name for name in names if not _is_text(rows, name) or kind.names.fullmatch(name)]
         if names:
-            lacks_key = kind.key is not None and named[kind.key] not in source.columns
-            text = _unread_text(option, source.name, kind, names, named, has_media)
-            notes.append(Note(text, bool(has_media) and lacks_key and not is_any_read))
+            is_readable = kinds is None or kind.name in kinds
+            text = _unread_text(option, source.name, kind, names, named if is_readable else None)
+            lacks_key = is_readable and named[kind.key] not in source.columns
+            notes.append(Note(text, bool(kinds) and lacks_key and not is_any_read))
     return notes
 
 
@@ -208,23 +215,23 @@ def _unread_text(
     file: str,
     kind: Kind,
     names: Sequence[str],
-    named: Mapping[str, str],
-    has_media: bool | None,
+    named: Mapping[str, str] | None,  # None if the model cannot read it
 ) -> str:
     columns = ", ".join(f"`{name}`" for name in names)
-    text = f"`{option}`: {file} has the column{'s' if len(names) > 1 else ''} {columns} of {kind.noun}, which"
-    if kind.key is None or has_media is False:
+    noun = "audio" if kind.name == "audio" else kind.noun
+    text = f"`{option}`: {file} has the column{'s' if len(names) > 1 else ''} {columns} of {noun}, which"
+    if named is None:
         return f"{text} the model cannot read: it learns without them"
     if len(names) == 1:
         return f"{text} no option reads: set `data.{kind.key}={names[0]}` (it is `{named[kind.key]}` now)"
     return (
         f"{text} no option reads: set `data.{kind.key}` (`{named[kind.key]}` now) to one of them, or put the"
-        f" {kind.noun} of a row into one column, as a list"
+        f" {noun} of a row into one column, as a list"
     )
 
 
 def media_column(noun: str, row: Mapping[str, Any], read: Collection[str]) -> str | None:
-    """Return another column of the row that holds such media (`images`, `videos`)."""
+    """Return another column of the row that holds such media (`images`, `videos`, `audios`)."""
     (kind,) = (kind for kind in KINDS if kind.noun == noun)
     return next((column for column in row if column not in read and holds(kind, column, [row])), None)
 

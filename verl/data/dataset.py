@@ -37,7 +37,7 @@ from verl.data.columns import FileColumns, notes_on_columns
 from verl.data.files import Rows, load_rows
 from verl.data.media.isolated_reader import ROW_TIMEOUT_S, MediaReader
 from verl.data.media.loader import MediaData, MediaLoader
-from verl.data.messages import Message
+from verl.data.messages import Message, media_columns
 from verl.data.plain_files import Row
 from verl.data.prompt_template import PromptFormat
 from verl.models.families.interface import MediaShape
@@ -60,8 +60,8 @@ class Rendered(NamedTuple):
     """Text and tokens of a row before its media are opened."""
 
     text: str
-    raw_ids: list[int]  # one token for each image and video, as the engine expects
-    media: MediaData  # None without images and videos
+    raw_ids: list[int]  # one token for each medium, as the engine expects
+    media: MediaData  # None without any
     messages: list[Message]
     is_trained: Sequence[bool] = ()  # for each of `raw_ids`; empty for a prompt
 
@@ -110,7 +110,8 @@ class RowDataset(Dataset, ABC):
     ) -> None:
         self.tokenizer, self.processor, self.config = tokenizer, processor, config
         self.media, self.position_ids, self.report = media, position_ids, report
-        self._columns = {"images": config.image_key, "videos": config.video_key}
+        self.kinds = () if processor is None or media is None else media.readable
+        self._columns = media_columns(config, self.kinds)
         self._reader = None if media is None else MediaReader(media, row_timeout_s, self._columns)
         self.prompt_format = PromptFormat(config.format_prompt)
         template = None if processor is None else processor.chat_template
@@ -147,7 +148,7 @@ class RowDataset(Dataset, ABC):
 
     @abstractmethod
     def render(self, row: Row) -> Rendered:
-        """Render and tokenize the text of a row, with one token for each image and video."""
+        """Render and tokenize the text of a row, with one token for each medium."""
 
     @abstractmethod
     def collate(self, items: Sequence[Item]) -> dict[str, Tensor | np.ndarray]:
@@ -163,9 +164,7 @@ class RowDataset(Dataset, ABC):
 
     def _check_columns(self, option: str) -> list[str]:
         self.check_columns(option, self.rows.sources, self.config)
-        return notes_on_columns(
-            option, self.rows.sources, self.config, self.prompt_format.names, self.processor is not None
-        )
+        return notes_on_columns(option, self.rows.sources, self.config, self.prompt_format.names, self.kinds)
 
     @property
     def limit(self) -> int:

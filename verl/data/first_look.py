@@ -59,7 +59,7 @@ def look_at_data(kind: RowKind, data: Any, processor: str | None, *, checks_rows
     Raises:
         ValueError: The run could not use its data.
     """
-    has_media = reads_media(processor)
+    kinds = media_kinds(processor)
     if data.override_chat_template is not None:
         read_chat_template(data.override_chat_template)
     look = FirstLook([], [])
@@ -73,9 +73,9 @@ def look_at_data(kind: RowKind, data: Any, processor: str | None, *, checks_rows
             sources = [each.source for each in seen]
             # Later rows may have columns that the first ones lack, if the file has no list of them.
             kind.check_columns(option, sources, data)
-            look.notes.extend(notes_on_columns(option, sources, data, prompt_format.names, has_media))
-            if checks_rows and has_media is not None and data.on_bad_row == "error":
-                _check_rows(option, seen, kind, data, prompt_format, has_media)
+            look.notes.extend(notes_on_columns(option, sources, data, prompt_format.names, kinds))
+            if checks_rows and kinds is not None and data.on_bad_row == "error":
+                _check_rows(option, seen, kind, data, prompt_format, kinds)
             look.rows.extend(sources[0].rows[:MAX_ROWS])
             if checks_rows and kind is PROMPT_ROWS and name == "train_files":
                 _check_number(seen, data)
@@ -106,11 +106,18 @@ def _check_number(seen: Sequence[FirstRows], data: DataConfig) -> None:
             raise too_few_rows(option, size, number, f"{number} rows")
 
 
-def reads_media(folder: str | None) -> bool | None:
-    """Return whether the model has a processor of images or videos; None if its files are not here."""
+def media_kinds(folder: str | None) -> tuple[str, ...] | None:
+    """Return the kinds of media that the model has a processor for; None if its files are not here."""
     if folder is None or not os.path.isdir(folder):
         return None
-    return any(Path(folder).glob("*processor_config.json"))
+    files = [file.read_text() for file in Path(folder).glob("*processor_config.json")]
+    if not files:
+        return ()
+    return (
+        ("image", "video", "audio")
+        if any("feature_extractor" in text for text in files)
+        else ("image", "video")
+    )
 
 
 def first_of_sources(files: str | Sequence[str], option: str) -> list[FirstRows]:
@@ -145,7 +152,7 @@ def _check_rows(
     kind: RowKind,
     data: Any,
     prompt_format: PromptFormat,
-    has_media: bool,
+    kinds: tuple[str, ...],
 ) -> None:
     """Raise a ValueError that lists the rows that cannot be used."""
     from verl.data import messages  # noqa: PLC0415 (Pillow: a run without files has no need of it)
@@ -155,7 +162,7 @@ def _check_rows(
     bad, looked = [], 0
 
     def check(row: Row) -> None:
-        media = messages.media_of(row, read(row, data, prompt_format, has_media), data, has_media) or {}
+        media = messages.media_of(row, read(row, data, prompt_format, kinds), data, kinds) or {}
         for noun, refs in media.items():
             for ref in refs:
                 if isinstance(source := payload(ref), str) and not is_url(source):

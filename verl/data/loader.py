@@ -20,7 +20,6 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch.utils.data import DataLoader
-from transformers import AutoConfig
 
 from verl.batch_keys import BATCH_KEYS
 from verl.config.data import DataConfig, RowsConfig
@@ -38,7 +37,7 @@ from verl.data.rl_dataset import RLHFDataset
 from verl.data.sft_dataset import SFTDataset
 from verl.data.tokenizer import load_processor, load_tokenizer
 from verl.models.families.interface import VisionFamily
-from verl.models.families.registry import family_of, register_family
+from verl.models.families.registry import family_of, load_config, register_family
 from verl.protocol import DataProto
 from verl.utils.rank_logger import get_logger
 from verl.utils.registry import Registry
@@ -241,7 +240,7 @@ def load_readers(
     tokenizer, processor = load_tokenizer(*arguments), load_processor(*arguments)
     if processor is None:
         return Readers(tokenizer, None, None, None, tools)
-    model_config = AutoConfig.from_pretrained(model.model_path, trust_remote_code=model.trust_remote_code)
+    model_config = load_config(model.model_path, trust_remote_code=model.trust_remote_code)
     family = family_of(model_config)
     if not isinstance(family, VisionFamily):
         return Readers(tokenizer, None, None, None, tools)

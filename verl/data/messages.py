@@ -1,25 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """Turn a data row into the chat messages of a prompt and references to its media.
 
-A prompt is a string (one user message) or a list of chat messages. `<image>` and `<video>` in a text mark the
-row's images and videos, in order. A template (`PromptFormat`) may rewrite the text.
+A prompt is a string (one user message) or a list of chat messages. `<image>`, `<video>` and `<audio>` in a
+text mark the row's media, in order. A template (`PromptFormat`) may rewrite the text.
 """
 
 import io
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from PIL import Image
 
 from verl.config.data import DataConfig, RowsConfig
 from verl.config.sft import SFTDataConfig
 from verl.data.bad_rows import BadRowError
 from verl.data.columns import media_column
+from verl.data.media.audio import wav_bytes
 from verl.data.media.item_options import read_item_options
 from verl.data.media.references import Reference, is_url
 from verl.data.media.sizes import to_8_bits
@@ -27,21 +29,20 @@ from verl.data.plain_files import Row
 from verl.data.prompt_template import PromptFormat
 
 Message = dict[str, Any]
-MARKERS = {"<image>": "image", "<video>": "video"}
-MARKER = re.compile(f"({'|'.join(MARKERS)})")
+MARKERS = {"<image>": "image", "<video>": "video", "<audio>": "audio"}
 PNG_MODES = ("1", "L", "LA", "I;16", "P", "RGB", "RGBA")
 ROLES = ("system", "user", "assistant", "tool", "developer")
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
 
 
 def build_messages(
-    prompt: Any, row: dict[str, Any], prompt_format: PromptFormat, has_media: bool
+    prompt: Any, row: dict[str, Any], prompt_format: PromptFormat, kinds: Collection[str]
 ) -> list[Message]:
     """Return the chat messages of a row; content becomes a list of parts where it has media.
 
     `prompt` is a string, or a list of messages with `role` and `content` (or ShareGPT's `from` and `value`);
-    content is a string or a list of parts (`{"type": "text", "text": ...}`, `{"type": "image"}`). Without
-    `has_media`, `<image>` and `<video>` are plain text.
+    content is a string or a list of parts (`{"type": "text", "text": ...}`, `{"type": "image"}`). Markers of
+    other kinds of media than `kinds`, which the model reads, are plain text.
     """
     messages = _check_messages([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
     if messages[-1]["role"] == "assistant":
@@ -51,17 +52,17 @@ def build_messages(
         last_user["content"] = prompt_format(last_user["content"], row)
     elif prompt_format.path is not None:
         raise BadRowError("`data.format_prompt` needs a user message whose content is a string")
-    return [message | {"content": _parts(message["content"], has_media)} for message in messages]
+    return [message | {"content": _parts(message["content"], kinds)} for message in messages]
 
 
-def build_conversation(conversation: Any, has_media: bool) -> list[Message]:
+def build_conversation(conversation: Any, kinds: Collection[str]) -> list[Message]:
     """Like `build_messages`, for a list of messages that includes the assistant's turns."""
     messages = _check_messages(conversation)
     if all(message["role"] != "assistant" for message in messages):
         raise BadRowError("no message has the role `assistant`: there is nothing to train on")
     if not any(map(is_learned, messages)):
         raise BadRowError("all messages of the assistant have `weight` 0: there is nothing to train on")
-    return [message | {"content": _parts(message["content"], has_media)} for message in messages]
+    return [message | {"content": _parts(message["content"], kinds)} for message in messages]
 
 
 def is_learned(message: Message) -> bool:
@@ -69,20 +70,22 @@ def is_learned(message: Message) -> bool:
     return message["role"] == "assistant" and message.get("weight") != 0
 
 
-def prompt_of(row: Row, config: DataConfig, prompt_format: PromptFormat, has_media: bool) -> list[Message]:
+def prompt_of(
+    row: Row, config: DataConfig, prompt_format: PromptFormat, kinds: Collection[str]
+) -> list[Message]:
     """Return the chat messages of the prompt of a row."""
     for key in ("prompt_key", "answer_key"):
         if (name := getattr(config, key)) not in row:
             raise BadRowError(f"column `{name}` (`data.{key}`) is missing; the row has {sorted(row)}")
-    return build_messages(row[config.prompt_key], row, prompt_format, has_media)
+    return build_messages(row[config.prompt_key], row, prompt_format, kinds)
 
 
 def conversation_of(
-    row: Row, config: SFTDataConfig, prompt_format: PromptFormat, has_media: bool
+    row: Row, config: SFTDataConfig, prompt_format: PromptFormat, kinds: Collection[str]
 ) -> list[Message]:
     """Return the conversation of a row, or its formatted prompt followed by the response."""
     if row.get(config.messages_key) is not None:
-        return build_conversation(row[config.messages_key], has_media)
+        return build_conversation(row[config.messages_key], kinds)
     response = row.get(config.response_key)
     if row.get(config.prompt_key) is None or not isinstance(response, str):
         raise BadRowError(
@@ -90,8 +93,8 @@ def conversation_of(
             f" in `{config.prompt_key}` (`data.prompt_key`) and its response, a text, in"
             f" `{config.response_key}` (`data.response_key`); the row has {sorted(row)}"
         )
-    prompt = build_messages(row[config.prompt_key], row, prompt_format, has_media)
-    return [*prompt, *build_conversation([{"role": "assistant", "content": response}], has_media)]
+    prompt = build_messages(row[config.prompt_key], row, prompt_format, kinds)
+    return [*prompt, *build_conversation([{"role": "assistant", "content": response}], kinds)]
 
 
 def tools_of(row: Row, key: str) -> list[dict[str, Any]]:
@@ -110,19 +113,31 @@ def tools_of(row: Row, key: str) -> list[dict[str, Any]]:
 
 
 def media_of(
-    row: Row, messages: list[Message], config: RowsConfig, has_media: bool
+    row: Row, messages: list[Message], config: RowsConfig, kinds: Collection[str]
 ) -> dict[str, list[Reference]] | None:
-    """Return references to the media of a row, of which the messages have a marker for each; None without."""
+    """Return references to the media of a row, of which the messages have a marker for each; None without.
+
+    Audio that the model does not read is a column like any other.
+    """
     read = partial(references, allow_urls=config.allow_media_urls)
     media = {
         "images": read(row.get(config.image_key), "image", config.image_dir),
         "videos": read(row.get(config.video_key), "video", config.video_dir or config.image_dir),
     }
-    if has_media:
-        check_counts(messages, media, {"images": config.image_key, "videos": config.video_key}, row)
+    if "audio" in kinds:
+        media["audios"] = read(row.get(config.audio_key), "audio", config.audio_dir or config.image_dir)
+    if kinds:
+        check_counts(messages, media, media_columns(config, kinds), row)
     elif any(media.values()):
         raise BadRowError("the row has images or videos, which the model cannot read")
     return media if any(media.values()) else None
+
+
+def media_columns(config: RowsConfig, kinds: Collection[str]) -> dict[str, str]:
+    """Return the columns of `images`, `videos` and, for models that read it, audio."""
+    return {
+        f"{kind}s": getattr(config, f"{kind}_key") for kind in ("image", "video", "audio") if kind in kinds
+    }
 
 
 def _check_messages(prompt: Any) -> list[Message]:
@@ -193,21 +208,22 @@ def _as_message(message: Any) -> Any:
     return {"role": SHAREGPT_ROLES.get(speaker, speaker), "content": message["value"]}
 
 
-def _parts(content: str | list[Any], has_media: bool) -> str | list[dict[str, str]]:
+def _parts(content: str | list[Any], kinds: Collection[str]) -> str | list[dict[str, str]]:
     """Split texts at the markers; a content without media stays (or becomes) one string."""
-    if not has_media and isinstance(content, str):
+    if not kinds and isinstance(content, str):
         return content
+    marker = re.compile(f"({'|'.join(mark for mark, kind in MARKERS.items() if kind in kinds)})")
     parts: list[dict[str, str]] = []
     for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
         kind = str(part.get("type")) if isinstance(part, dict) else ""
         if kind == "text" and isinstance(part.get("text"), str):
-            pieces = filter(None, MARKER.split(part["text"])) if has_media else [part["text"]]
+            pieces = filter(None, marker.split(part["text"])) if kinds else [part["text"]]
             parts += [{"type": MARKERS[p]} if p in MARKERS else {"type": "text", "text": p} for p in pieces]
         elif kind in MARKERS.values() and not any(part.get(key) for key in (kind, "url", "path")):
             parts.append({"type": kind})
         else:
             raise BadRowError(
-                "a part of a message must be a text, or an image or a video without payload (media go into"
+                "a part of a message must be a text, or a medium without payload (media go into"
                 f" their columns), got {part!r:.80}"
             )
     if all(part["type"] == "text" for part in parts):
@@ -218,11 +234,13 @@ def _parts(content: str | list[Any], has_media: bool) -> str | list[dict[str, st
 def check_counts(
     messages: list[Message], media: Mapping[str, Sequence[Any]], columns: Mapping[str, str], row: Row
 ) -> None:
-    """Raise a BadRowError unless the numbers of markers and media (`images`, `videos`) are equal."""
+    """Raise a BadRowError unless the numbers of markers and media (`images`, `videos`, ...) are equal."""
     contents = [message["content"] for message in messages if isinstance(message["content"], list)]
     kinds = [part["type"] for content in contents for part in content]
     for marker, kind in MARKERS.items():
         noun = f"{kind}s"
+        if noun not in media:
+            continue
         found, given, column = kinds.count(kind), len(media[noun]), columns[noun]
         if found == given:
             continue
@@ -265,6 +283,8 @@ def _as_list(value: Any) -> list[Any]:
 
 def _reference(item: Any, kind: str, folder: str | None, allow_urls: bool) -> str | bytes:
     """Return a path, a URL or bytes; an image in memory becomes a PNG."""
+    if isinstance(item, dict) and kind == "audio" and item.get("array") is not None:  # of `datasets`
+        return wav_bytes(np.asarray(item["array"], dtype=np.float32), int(item["sampling_rate"]))
     if isinstance(item, dict):
         item = item.get("bytes") or item.get("path") or item.get(kind)
     if isinstance(item, str) and is_url(item):

@@ -48,9 +48,8 @@ class RLHFDataset(RowDataset):
         self._names = self._column_names(reserved)
 
     def render(self, row: Row) -> Rendered:
-        has_media = self.processor is not None
-        messages = prompt_of(row, self.config, self.prompt_format, has_media)
-        media = media_of(row, messages, self.config, has_media)
+        messages = prompt_of(row, self.config, self.prompt_format, self.kinds)
+        media = media_of(row, messages, self.config, self.kinds)
         text = self.chat_template(messages, True, "the prompt")
         prompt_ids = self.tokenizer.encode(text, add_special_tokens=False)
         return Rendered(text, prompt_ids, self._with_order(media, prompt_ids), messages)
@@ -80,7 +79,8 @@ class RLHFDataset(RowDataset):
     def _column_names(self, reserved: Container[str]) -> dict[str, str]:
         """Map the columns that travel with the prompt to their names in the batch."""
         config, names = self.config, {}
-        media, read = {config.image_key, config.video_key}, {config.prompt_key, config.answer_key}
+        media = {config.image_key, config.video_key, *self._columns.values()}
+        read = {config.prompt_key, config.answer_key}
         for column in dict.fromkeys(column for source in self.rows.sources for column in source.columns):
             is_taken = column in TENSORS + COLUMNS or column in reserved
             if column in media or (is_taken and column in read):

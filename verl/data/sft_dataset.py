@@ -53,9 +53,8 @@ class SFTDataset(RowDataset):
         return ConversationTokenizer(self.tokenizer, self.chat_template, self.config.train_turns)
 
     def render(self, row: Row) -> Rendered:
-        has_media = self.processor is not None
-        messages = conversation_of(row, self.config, self.prompt_format, has_media)
-        media = media_of(row, messages, self.config, has_media)
+        messages = conversation_of(row, self.config, self.prompt_format, self.kinds)
+        media = media_of(row, messages, self.config, self.kinds)
         text, ids, is_trained = self._tokenize(messages, tools_of(row, self.config.tools_key))
         if self.processor is not None:
             learned = set(compress(ids, is_trained))

@@ -89,7 +89,14 @@ def shard_model(model: PreTrainedModel, mesh: DeviceMesh, config: ShardOptions) 
 def fsdp_blocks(model: PreTrainedModel) -> list[nn.Module]:
     """Return the modules that FSDP gathers one at a time: language model and vision blocks."""
     names = set(model._no_split_modules or ())
-    return [module for module in model.modules() if type(module).__name__ in names]
+
+    def is_block(module: nn.Module) -> bool:
+        return type(module).__name__ in names
+
+    # Some models name a whole encoder besides its blocks.
+    return [
+        module for module in model.modules() if is_block(module) and sum(map(is_block, module.modules())) == 1
+    ]
 
 
 def offload_policy(config: ShardOptions, mesh: DeviceMesh) -> OffloadPolicy:

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreT
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
-from verl.models.families.registry import transposed_experts
+from verl.models.families.registry import family_of, transposed_experts
 from verl.models.scalar_head import ScalarModels, is_scalar
 
 PREFIX_CHANGE = "PrefixChange"  # of transformers 5.17 and later
@@ -148,7 +148,9 @@ def _find_groups(
 
 def _to_hub(model: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Undo transformers' conversion on loading."""
+    prefix = "" if is_scalar(model.config) else family_of(model.config).hub_prefix
     converted = revert_weight_conversion(model, dict(tensors))
+    converted = {prefix + name: tensor for name, tensor in converted.items()}
     # Square experts are not transposed: transformers detects the layout by the shape.
     suffixes = transposed_experts(model.config)
     for name, tensor in converted.items():

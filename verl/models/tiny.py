@@ -11,15 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerFast
 
 from verl.models.families.interface import TinyModel
-from verl.models.families.registry import FAMILIES
+from verl.models.families.registry import FAMILIES, family_of, trained_part, wholes
 from verl.models.families.tiny_sizes import MOE, TEXT
 from verl.models.hub_names import auto_class, keep_tower_prefixes
 from verl.models.tiny_words import word_tokenizer
 from verl.utils.quiet import no_weight_bars
+from verl.utils.weight_files import save_weights
 
 SPECIAL_TOKENS = [
     "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>",
@@ -34,6 +36,7 @@ TEMPLATE = """{%- for message in messages -%}
 {%- for part in message.content -%}
 {%- if part.type == 'image' -%}IMAGE
 {%- elif part.type == 'video' -%}VIDEO
+{%- elif part.type == 'audio' -%}AUDIO
 {%- else -%}{{ part.text }}
 {%- endif -%}
 {%- endfor -%}
@@ -44,7 +47,6 @@ TEMPLATE = """{%- for message in messages -%}
 {% endif -%}
 """
 
-CHAT_TEMPLATE = TEMPLATE.replace("IMAGE", TinyModel.image).replace("VIDEO", TinyModel.video)
 ROLES = ("system", "user", "assistant")  # in the chat template
 
 CORPUS = [
@@ -101,9 +103,10 @@ def _with_template(
         if recipe is None or not recipe.named_tokens
         else {"extra_special_tokens": dict(recipe.named_tokens)}
     )
-    template = CHAT_TEMPLATE
-    if recipe is not None:
-        template = TEMPLATE.replace("IMAGE", recipe.image).replace("VIDEO", recipe.video)
+    marks = TinyModel if recipe is None else recipe
+    template = (
+        TEMPLATE.replace("IMAGE", marks.image).replace("VIDEO", marks.video).replace("AUDIO", marks.sound)
+    )
     tokenizer.add_tokens(list(recipe.added_tokens) if recipe else [])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -135,13 +138,13 @@ def build_config(recipe: TinyModel, tokenizer: PreTrainedTokenizerFast, **overri
     if recipe.vision is None:
         return AutoConfig.for_model(recipe.model_type, **text)
     ids = {name: tokenizer.vocab[token] for name, token in recipe.token_ids.items()}
+    config = {"text_config": text, "vision_config": dict(recipe.vision), "tie_word_embeddings": tied}
+    if recipe.audio is not None:
+        config["audio_config"] = dict(recipe.audio)
+    config |= {**recipe.options, **ids}
+    part = wholes().get(recipe.model_type)
     return AutoConfig.for_model(
-        recipe.model_type,
-        text_config=text,
-        vision_config=dict(recipe.vision),
-        tie_word_embeddings=tied,
-        **recipe.options,
-        **ids,
+        recipe.model_type, **(config if part is None else {part: config, **recipe.whole})
     )
 
 
@@ -155,6 +158,17 @@ def _fill_constants(model: torch.nn.Module, recipe: TinyModel) -> None:
         for end, value in recipe.filled.items():
             if name.endswith(end):
                 tensor.fill_(value)
+
+
+def write_model(model: Any, config: Any, directory: Path) -> None:
+    """Write a model as the hub has it; `config` is its config, or that of a model of which it is a part."""
+    keep_tower_prefixes(model)
+    with no_weight_bars():
+        model.save_pretrained(directory)
+    if trained_part(config) is not config:
+        prefix, file = family_of(model.config).hub_prefix, directory / "model.safetensors"
+        save_weights({prefix + name: tensor for name, tensor in load_file(file).items()}, file)
+        config.save_pretrained(directory)
 
 
 def save_tiny_model(
@@ -184,7 +198,8 @@ def save_tiny_model(
     config = build_config(chosen, tokenizer, **overrides)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = auto_class(config).from_config(config, dtype=torch.float32)
+        part = trained_part(config)
+        model = auto_class(part).from_config(part, dtype=torch.float32)
         _fill_constants(model, chosen)
     media = [*SPECIAL_TOKENS[SPECIAL_TOKENS.index("<|vision_start|>") :], *chosen.special_tokens]
     model.generation_config = GenerationConfig(
@@ -193,9 +208,7 @@ def save_tiny_model(
         # As rollouts do. Random weights may prefer media placeholder tokens.
         suppress_tokens=None if chosen.vision is None else [tokenizer.vocab[token] for token in media],
     )
-    keep_tower_prefixes(model)
-    with no_weight_bars():
-        model.save_pretrained(directory)
+    write_model(model, config, directory)
     tokenizer.save_pretrained(directory)
     if chosen.processor:
         build_processor(chosen, tokenizer).save_pretrained(directory)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from verl.models.families.interface import is_part
-from verl.models.families.registry import encoder_of
+from verl.models.families.interface import VisionFamily, is_part
+from verl.models.families.registry import family_of
 from verl.models.lora import adapted_parameters, attach_adapters, compile_pattern
 from verl.models.lora_weights import AdapterConfig, is_adapter, plain_name
 from verl.models.routing import is_router_alone, routers_of
@@ -26,6 +26,7 @@ class TrainableOptions:
     train: Sequence[str] = ()  # without an adapter, empty trains everything
     freeze: Sequence[str] = ()  # overrides `train`
     freeze_vision_tower: bool = False  # which then has no adapters either
+    freeze_audio_tower: bool = False
     freeze_router: bool = False  # of a mixture of experts; no adapters either
     balances_router: bool = False  # the loss reads router logits
 
@@ -35,13 +36,7 @@ def select_trainable(model: PreTrainedModel, options: TrainableOptions, option: 
 
     `option` is the config section named in errors.
     """
-    encoder = encoder_of(model.config)
-    if options.freeze_vision_tower and not encoder:
-        logger.warning(
-            "`%s.freeze_vision_tower` has no effect: %s has no vision tower", option, type(model).__name__
-        )
-    frozen = list(encoder) if options.freeze_vision_tower else []
-    frozen += _frozen_routers(model, options, option)
+    frozen = [*_frozen_encoders(model, options, option), *_frozen_routers(model, options, option)]
     names = list(dict(model.named_parameters()))
     trained = set(_matching(names, options.train, f"{option}.train_modules"))
     if options.adapter is None:
@@ -63,6 +58,20 @@ def select_trainable(model: PreTrainedModel, options: TrainableOptions, option: 
         # With LoRA everything trained is float32.
         if options.adapter is not None and (name in trained or is_adapter(name)):
             param.data = param.data.to(torch.float32)
+
+
+def _frozen_encoders(model: PreTrainedModel, options: TrainableOptions, option: str) -> list[str]:
+    family = family_of(model.config)
+    encoders = (family.vision_encoder, family.audio_encoder) if isinstance(family, VisionFamily) else ((), ())
+    frozen: list[str] = []
+    for kind, is_frozen, encoder in zip(
+        ("vision", "audio"), (options.freeze_vision_tower, options.freeze_audio_tower), encoders, strict=True
+    ):
+        if is_frozen and not encoder:
+            name = type(model).__name__
+            logger.warning("`%s.freeze_%s_tower` has no effect: %s has no %s tower", option, kind, name, kind)
+        frozen += encoder if is_frozen else ()
+    return frozen
 
 
 def _frozen_routers(model: PreTrainedModel, options: TrainableOptions, option: str) -> list[str]:

@@ -78,7 +78,7 @@ def share_media(
     for medium, sizes in zip(media, units, strict=True):
         stop = start + len(sizes)
         if max(start, first) < min(stop, last):
-            own.append(family.cut(medium, max(start, first) - start, min(stop, last) - start))
+            own.append(family.cut(config, medium, max(start, first) - start, min(stop, last) - start))
         start = stop
     return own or list(blank), share
 

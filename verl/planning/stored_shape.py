@@ -34,7 +34,13 @@ def stored_shape(model: ModelConfig, fsdp: FSDPConfig, *, is_trained: bool, head
     folder = Path(model.model_path or "")
     changes = (
         *(model.override_config, model.train_modules, model.freeze_modules, model.family),
-        *(model.lora.is_used, model.freeze_vision_tower, model.freeze_router, model.router_aux_loss_coef),
+        *(
+            model.lora.is_used,
+            model.freeze_vision_tower,
+            model.freeze_audio_tower,
+            model.freeze_router,
+            model.router_aux_loss_coef,
+        ),
     )
     number = BYTES.get(fsdp.torch_dtype or ("fp32" if is_trained else "bf16"))
     if any(changes) or head != "causal" or number is None or not (folder / "config.json").is_file():

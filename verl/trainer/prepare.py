@@ -65,7 +65,9 @@ def prepared_run(
         if viewer_port is not None:
             from verl.viewer.process import viewer_process  # noqa: PLC0415 - a web server, for those who want it
 
-            videos = [Path(one) for one in {config.data.image_dir, config.data.video_dir} if one is not None]
+            data = config.data
+            named = {data.image_dir, data.video_dir, data.audio_dir}
+            videos = [Path(one) for one in named if one is not None]
             folder = Path(config.trainer.checkpoint_folder)
             stack.enter_context(viewer_process(folder, viewer_port, videos))
         with phase("Ray and libraries"):

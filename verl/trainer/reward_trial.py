@@ -58,7 +58,7 @@ class PlainRows:
 
     def _columns(self, number: int) -> dict[str, Any]:
         row, data = self._rows[number], self._data
-        others = {name: row[name] for name in row.keys() - {data.image_key, data.video_key}}
+        others = {name: row[name] for name in row.keys() - {data.image_key, data.video_key, data.audio_key}}
         own = {"ground_truth": row[data.answer_key], "prompt": str(row[data.prompt_key])}
         return others | own | {"uid": f"row-{number}", "multi_modal_data": None}
 

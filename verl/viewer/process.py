@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument(
         "--videos", type=Path, action="append", default=[], metavar="DIR",
-        help="folder with videos that the page may play, besides the frames that a run keeps; repeatable",
+        help="folder with videos and audio that the page may play; repeatable",
     )  # fmt: skip
     parser.add_argument("--text", action="store_true", help="print a summary instead of serving a page")
     parser.add_argument("--read-only", action="store_true", help="notes cannot be changed on the page")

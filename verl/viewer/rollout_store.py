@@ -43,9 +43,10 @@ _TEXT, _FLOAT, _INT, _BOOL = pa.string(), pa.float32(), pa.int32(), pa.bool_()
 _FLOATS = pa.list_(pa.float32())
 _MEDIUM = pa.struct(
     [
-        pa.field("kind", pa.string()),  # "image" or "video"
+        pa.field("kind", pa.string()),  # "image", "video" or "audio"
         pa.field("source", pa.string()),  # path or URL in the row, or its number of bytes
-        pa.field("files", pa.list_(pa.string())),  # in the media folder: the image, or frames of the video
+        # in the media folder: the image, frames of the video, or a drawing of the audio
+        pa.field("files", pa.list_(pa.string())),
         pa.field("problem", pa.string()),  # reason if there are none
         pa.field("times", pa.list_(pa.float32())),  # of the frames of a video, in seconds
         pa.field("whole", pa.string()),  # file in the media folder with the bytes of an image, if it was kept

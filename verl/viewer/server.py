@@ -50,7 +50,7 @@ from verl.viewer.queries import (
 from verl.viewer.rollout_export import FORMATS, exported
 from verl.viewer.rollout_store import FILE_PREFIXES, FOLDER, MEDIA, MEDIA_FILE, is_inside
 from verl.viewer.runs import RunFolder
-from verl.viewer.videos import VIDEO_TYPES, VideoFolders
+from verl.viewer.videos import MEDIA_TYPES, VideoFolders
 from verl.viewer.writing import WriteGuard, limited_body
 
 LOOPBACK = "127.0.0.1"
@@ -129,7 +129,9 @@ def make_app(
         Route("/api/distributions", views.distributions),  # histograms of the same rows
         Route("/api/export", views.export),  # the same rows as a file: `?format=csv&run=0`
         Route("/media/{run}/{file}", views.media),  # an image, or a frame of a video
-        Route("/videos/{run}/{kind}/{step}/{number}/{group:path}", views.video),  # a prompt's video file
+        Route(
+            "/videos/{run}/{kind}/{step}/{number}/{group:path}", views.video
+        ),  # a prompt's video or audio file
         Mount("/", StaticFiles(directory=STATIC, html=True)),
     ]
     parts = (add_headers, check_host, TokenGate(token))
@@ -229,7 +231,7 @@ class _Views:
         path = self._videos.find(media[number] and media[number]["source"])
         if path is None:
             raise HTTPException(404, "no such video in the given folders")
-        return FileResponse(path, media_type=VIDEO_TYPES[path.suffix.lower()])
+        return FileResponse(path, media_type=MEDIA_TYPES[path.suffix.lower()])
 
     def prompt(self, request: Request) -> Response:
         try:

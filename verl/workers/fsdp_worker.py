@@ -81,9 +81,9 @@ class FSDPWorker(SamplingWorker, TrainingWorker):
 
         Yields nothing; it is a stream because prompts need not divide evenly over the ranks.
         """
-        assert self.policy.tower is not None, "only called with a frozen vision tower"
-        with self.policy.loaded():
-            self.policy.tower.encode(prompts.non_tensor_batch["multi_modal_data"])
+        if self.policy.tower is not None:  # an encoder of audio that is trained may keep it from being used
+            with self.policy.loaded():
+                self.policy.tower.encode(prompts.non_tensor_batch["multi_modal_data"])
         yield from ()
 
     def _extra_state(self, model: ShardedModel) -> dict[str, Any]:

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from verl.config.model import FSDPConfig, ModelConfig
 from verl.distributed.fsdp import offload_policy, shard_model, sharded_parameters, torch_dtype
-from verl.models.families.registry import register_family
+from verl.models.families.registry import load_config, register_family
 from verl.models.hub_names import HubNames, auto_class, meta_model
 from verl.models.lora import set_adapter
 from verl.models.lora_weights import AdapterConfig, read_adapter, read_adapter_config
@@ -108,7 +108,7 @@ def read_config(
 ) -> PreTrainedConfig:
     """Load the transformers config of a folder or hub model, with overrides applied."""
     try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        config = load_config(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise FileNotFoundError(
             f"`{option}.model_path` ({path}): no model config can be read there: {error}"
@@ -196,6 +196,7 @@ def trainable_options(model: ModelConfig, option: str) -> TrainableOptions:
         model.train_modules,
         model.freeze_modules,
         model.freeze_vision_tower,
+        model.freeze_audio_tower,
         model.freeze_router,
         model.router_aux_loss_coef > 0,
     )

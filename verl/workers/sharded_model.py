@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from verl.checkpoint.sharded import Restored, Snapshot, load_shards, take_snapshot
 from verl.config.model import FSDPConfig, ModelConfig, OffloadConfig, OptimConfig
@@ -21,12 +21,13 @@ from verl.distributed.device import is_gpu
 from verl.distributed.fsdp import full_named_tensors, make_mesh, torch_dtype
 from verl.distributed.offload import Offloader
 from verl.distributed.sequence_parallel import SequenceParallel
-from verl.models.families.interface import is_part
-from verl.models.families.registry import encoder_of
+from verl.models.families.interface import VisionFamily, is_part
+from verl.models.families.registry import encoder_of, family_of, whole_config
 from verl.models.flops import FlopsCounter
 from verl.models.lora import adapted_layers, adapted_parameters
 from verl.models.lora_weights import AdapterFiles, fold, is_adapter
 from verl.models.registry import check_model
+from verl.models.scalar_head import is_scalar
 from verl.optim.build import build_optimizer
 from verl.optim.schedules import build_scheduler
 from verl.workers.model_builder import adapter_config, build_model
@@ -64,7 +65,7 @@ class ShardedModel:
         head: str = "causal",  # `causal`, or `scalar` for values and scores
     ) -> None:
         """Build, shard, load and check the model; collective over all ranks."""
-        self.role, self.fsdp, self.setup = role, fsdp, setup
+        self.role, self.options, self.fsdp, self.setup = role, model, fsdp, setup
         option = f"worker.{role}.model"
         self.model: PreTrainedModel = build_model(
             model,
@@ -90,7 +91,7 @@ class ShardedModel:
             offloads_weights=moves and offload.offload_params,
             offloads_state=moves and offload.offload_optimizer,
         )
-        self.tower = self._frozen_tower() if model.freeze_vision_tower else None
+        self.tower = self._frozen_tower()
         self.forward = self._forward(PackedForward)
         self.flops = FlopsCounter(self.model.config, device=setup.device)
         with self.loaded():
@@ -102,8 +103,11 @@ class ShardedModel:
         return self.optimizer, self.scheduler
 
     def _frozen_tower(self) -> FrozenTower | None:
-        config, setup = self.model.config, self.setup
-        if not encoder_of(config) or setup.media is None:
+        config, options, setup = self.model.config, self.options, self.setup
+        family = family_of(config)
+        if setup.media is None or not isinstance(family, VisionFamily) or not options.freeze_vision_tower:
+            return None
+        if family.audio_encoder and not options.freeze_audio_tower:
             return None
         dtype = torch_dtype(self.fsdp.mp_param_dtype)
         return FrozenTower(self.model, config, setup.media, setup.device, dtype, setup.sp, setup.embeds_dir)
@@ -164,13 +168,19 @@ class ShardedModel:
         `extra` is further state of this rank; `files` are tokenizer and processor, None after the first rank.
         """
         optimizer, scheduler = (None, None) if model_only else (self.optimizer, self.scheduler)
-        savable = () if files is None else (self.model.config, self.model.generation_config, *files)
+        savable = () if files is None else (self._config_on_hub(), self.model.generation_config, *files)
         adapter = None
         if self.adapter is not None:
             tensors = {name: tensor.to("cpu", copy=True) for name, tensor in self.adapter_tensors().items()}
             parameters = [each.name for each in adapted_parameters(self.model)]
             adapter = AdapterFiles(self.adapter, adapted_layers(self.model), tensors, parameters)
         return take_snapshot(self.model, optimizer, scheduler, extra, savable, adapter, copies=copies)
+
+    def _config_on_hub(self) -> PreTrainedConfig:
+        config, options = self.model.config, self.options
+        if is_scalar(config) or options.model_path is None:
+            return config
+        return whole_config(config, options.model_path, trust_remote_code=options.trust_remote_code)
 
     def load(self, folder: Path) -> Restored:
         """Resume from `folder/role`, saved by any number of ranks."""

@@ -14,7 +14,7 @@ from tests.helpers.families import Part, Tiny, expanded, load_tiny, media_shape_
 from tests.helpers.family_engines import requests_of
 from tests.helpers.family_table import KINDS
 from tests.workers.rollout.reference import rollout_config, setup_of
-from verl.models.families.interface import KINDS as MEDIA
+from verl.models.families.registry import trained_part
 from verl.workers.rollout import vllm_patches
 from verl.workers.rollout.generation_rng import preserved_rng
 from verl.workers.rollout.vllm_inputs import engine_arguments, vllm_prompt
@@ -57,7 +57,10 @@ def engine_of(kind: str) -> Engine:
     architecture, _ = get_model_architecture(config)
     model: Any = architecture.__new__(architecture)
     torch.nn.Module.__init__(model)
-    model.config, model.model = config.hf_config, tiny.owner  # the Transformers backend asks the model
+    model.config, model.model = (
+        trained_part(config.hf_config),
+        tiny.owner,
+    )  # the Transformers backend asks the model
     if hasattr(model, "_init_canvas_mrope"):
         model._init_canvas_mrope(SimpleNamespace(model_config=config))
     return Engine(config, MULTIMODAL_REGISTRY.create_processor(config), model)
@@ -65,8 +68,7 @@ def engine_of(kind: str) -> Engine:
 
 @cache
 def row_of(kind: str, seed: int) -> list[Part]:
-    media = MEDIA if load_tiny(kind).family.reads_videos else MEDIA[:1]
-    return random_row(np.random.default_rng(seed), *SIZES, kinds=media)
+    return random_row(np.random.default_rng(seed), *SIZES, kinds=load_tiny(kind).family.kinds)
 
 
 @cache

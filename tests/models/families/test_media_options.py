@@ -26,7 +26,7 @@ NAMES = [
 READ_VIDEOS = [
     name
     for family in FAMILIES
-    if isinstance(family, VisionFamily) and family.reads_videos
+    if isinstance(family, VisionFamily) and "video" in family.kinds
     for name in family.tiny
 ]
 

@@ -76,14 +76,10 @@ def row(tiny, kind, seed):
     return row_of(tiny, kind, seed)
 
 
-def media_kinds(tiny: Tiny) -> tuple[Kind, ...]:
-    return IMAGE + VIDEO if tiny.family.reads_videos else IMAGE
-
-
 def row_of(tiny: Tiny, kind: str, seed: int, media: tuple[Kind, ...] | None = None):
     limits = LIMITS.get(kind, Limits())
     rng = np.random.default_rng(seed)
-    return random_row(rng, limits.low, limits.high, kinds=media or media_kinds(tiny))
+    return random_row(rng, limits.low, limits.high, kinds=media or tiny.family.kinds)
 
 
 def test_tokens_counted_from_sizes_are_the_processors(tiny, row):
@@ -121,5 +117,5 @@ def test_units_encoded_apart_make_the_medium(tiny, kind):
 
 
 def test_rows_run_through_the_models_own_forward(tiny, kind, seed):
-    for media in LIMITS.get(kind, Limits()).forward or (media_kinds(tiny),):
+    for media in LIMITS.get(kind, Limits()).forward or (tiny.family.kinds,):
         assert_inputs_are_the_processors(tiny, row_of(tiny, kind, seed, media))

@@ -10,7 +10,7 @@ from PIL import Image
 
 from tests.workers.rollout.reference import reference_log_probs
 from verl.data.media.loader import DecodedMedia, media_in_order, shape_of
-from verl.models.families.interface import EncodedMedium, TinyModel
+from verl.models.families.interface import KINDS, EncodedMedium, TinyModel
 from verl.models.families.mrope import continue_positions
 from verl.models.families.registry import family_of
 from verl.workers.rollout.base import EmbeddedMedia, RolloutRequest
@@ -48,12 +48,12 @@ def embedded(model, processor, request):
     family = family_of(model.config)
     shape = shape_of(family, processor, request.media)
     media = media_in_order(family, processor, request.prompt_token_ids, request.media, shape)
-    facts = {"image": iter(shape.images), "video": iter(shape.videos)}
-    found = {"image": [], "video": []}
+    facts = {kind: iter(shape.of(kind)) for kind in KINDS}
+    found = {kind: [] for kind in KINDS}
     for medium in media:
         (features,) = family.encode(model.get_submodule(family.media_owner), [medium])
         found[medium.kind].append(EncodedMedium(features, next(facts[medium.kind]).facts))
-    return replace(request, media=EmbeddedMedia(found["image"], found["video"]))
+    return replace(request, media=EmbeddedMedia(*found.values()))
 
 
 def media_log_probs(model, processor, request, response_ids, temperature=1.0):

@@ -6,6 +6,7 @@ from dataclasses import replace
 import torch
 
 from verl.config.rollout import RolloutConfig
+from verl.models.families.registry import load_config
 from verl.models.hub_names import HubNames, auto_class
 from verl.workers.rollout.base import EngineSetup, RolloutRequest, SamplingOptions
 
@@ -26,10 +27,8 @@ def text_requests():
 
 
 def load_model(path):
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(path)
-    return auto_class(config).from_pretrained(path, dtype=torch.float32).eval()
+    config = load_config(path)
+    return auto_class(config).from_pretrained(path, config=config, dtype=torch.float32).eval()
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.helpers.families import load_tiny, random_clip, random_image
+from tests.helpers.families import load_tiny, random_clip, random_image, random_sound
 from tests.helpers.family_engines import engine_error, requests_of, rounding_ratio
 from tests.workers.rollout.media import largest_media_difference, media_requests
 from tests.workers.rollout.reference import (
@@ -119,3 +119,20 @@ def test_recurrent_text_models_have_the_noise_of_bfloat16_after_each_sync(kind, 
     engine.close()
 
     assert max(ratios) < 1.5
+
+
+def test_a_model_that_hears_has_its_own_log_probs_for_every_kind_of_media(single_process):
+    tiny = load_tiny("qwen2_5_omni")
+    rng = np.random.default_rng(0)
+    sounds = [random_sound(rng, seconds) for seconds in (0.4, 4.3)]
+    rows = [
+        *ROWS,
+        [sounds[1], "How many?"],
+        ["first ", sounds[0], " then ", IMAGES[0], sounds[1], "?"],
+        [random_clip(rng, 4, 64, 64), sounds[0], random_clip(rng, 6, 64, 64, fps=3.0), "What moves?"],
+    ]
+
+    engine = build_rollout_engine(rollout_config(limit_images=2), setup_of(tiny.folder))
+
+    assert engine_error(tiny, engine, rows, seeds=(1,)) < 1e-4
+    engine.close()

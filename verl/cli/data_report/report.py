@@ -30,6 +30,7 @@ from verl.data.dataset import Item, RowDataset
 from verl.data.loader import Loaders, PromptLoader
 from verl.data.media.loader import DecodedMedia
 from verl.data.media.references import shown_name
+from verl.data.media.waveform import draw_waveform
 from verl.data.rl_dataset import RLHFDataset
 from verl.data.sft_dataset import SFTDataset
 from verl.planning.step_plan import StepPlan, make_plan, make_sft_plan
@@ -231,18 +232,18 @@ def _marked(text: str, mark: str) -> list[str]:
 
 
 def _token_counts(ids: Tensor, dataset: RowDataset) -> str:
-    """Count the tokens of text, images and videos."""
+    """Count the tokens of text and of each kind of media."""
     counts = {"text": len(ids)}
-    for kind in ("image", "video") if dataset.processor is not None else ():
-        count = int((ids == getattr(dataset.processor, f"{kind}_token_id")).sum())
-        if count:
-            counts[f"{kind}s"] = count
+    kinds = {} if dataset.media is None else dataset.media.family.placeholders(dataset.processor)
+    for token, kind in kinds.items():
+        if count := int((ids == token).sum()):
+            counts["audio" if kind == "audio" else f"{kind}s"] = count
             counts["text"] -= count
     return f"{len(ids)} tokens ({', '.join(f'{count} of {kind}' for kind, count in counts.items())})"
 
 
 def _show_media(item: Item, dataset: RowDataset, sheet: Path) -> Iterator[str]:
-    """Yield a line for each image and video of a row, and put them on a contact sheet."""
+    """Yield a line for each medium of a row, and put them on a contact sheet."""
     media = item["multi_modal_data"]
     if not media:
         return
@@ -256,6 +257,8 @@ def _show_media(item: Item, dataset: RowDataset, sheet: Path) -> Iterator[str]:
             f"video {shown_name(ref)}: {num_frames} of {meta['total_num_frames']} frames, {width} x {height},"
             f" from {_seconds(meta, 0):.2f} to {_seconds(meta, -1):.2f} s"
         )
+    for ref, (samples, rate) in zip(media.get("audios", ()), decoded.audios, strict=True):
+        yield f"audio {shown_name(ref)}: {len(samples) / rate:.2f} s"
     save_sheet(list(_tiles(decoded)), sheet)
     yield f"contact sheet: {sheet}"
 
@@ -266,6 +269,8 @@ def _tiles(decoded: DecodedMedia) -> Iterator[Tile]:
     for number, (frames, meta) in enumerate(decoded.videos):
         for position in evenly(len(frames), MAX_FRAMES):
             yield Image.fromarray(frames[position]), f"video {number}: {_seconds(meta, position):.2f} s"
+    for number, (samples, rate) in enumerate(decoded.audios):
+        yield draw_waveform(samples), f"audio {number}: {len(samples) / rate:.2f} s"
 
 
 def _seconds(meta: dict[str, Any], position: int) -> float:

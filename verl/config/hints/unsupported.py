@@ -12,7 +12,6 @@ _DIFFUSION = (
 REFUSED = {  # accept only the default; completes "this version has no ..."
     **dict.fromkeys(_DIFFUSION, "diffusion models"),
     **dict.fromkeys(("vila_model", "group_frames", "max_frames_vllm"), "VILA models"),
-    **dict.fromkeys(("is_omni", "audio_max_length"), "audio"),
     "open_ended_reward": (
         "judge in the rollout; set `worker.reward.reward_function` to"
         " `examples/reward_function/llm_judge.py:compute_score`, which asks a language model"
@@ -20,6 +19,8 @@ REFUSED = {  # accept only the default; completes "this version has no ..."
 }
 _ONE_DIVISION = "the actor's `ulysses_size` and `ring_size` apply to every model"
 INERT = {  # accept every value; completes "no effect: ..."
+    "is_omni": "the files of a model say whether it takes audio",
+    "audio_max_length": "audio is not padded, and `data.max_prompt_length` counts its tokens",
     "enable_rank0_init": "rank 0 always reads the weights and sends them to the others",
     "use_orig_params": "FSDP2 always keeps the model's own parameters",
     "padding_free": "sequences are always packed, with the same result",

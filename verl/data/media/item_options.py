@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of single images and videos, as rows for qwen-vl-utils have them: `{"video": "a.mp4", "fps": 1.0}`.
+"""Options of single media, as rows for qwen-vl-utils have them: `{"video": "a.mp4", "fps": 1.0}`.
 
 They replace those of the run for one item. `worker.rollout.tokens_per_frame` and the model's own limits still
 apply. Where a model has as many tokens for an image of any size, limits of its pixels are refused.
@@ -12,15 +12,23 @@ from numbers import Real
 from typing import Any, TypeVar
 
 from verl.data.bad_rows import BadRowError
+from verl.data.media.audio import AudioOptions
 from verl.data.media.references import Reference
-from verl.data.media.video import SizeOptions
+from verl.data.media.video import SizeOptions, VideoOptions
 
-Options = TypeVar("Options", bound=SizeOptions)
-SOURCES = ("bytes", "path", "type")
+Options = TypeVar("Options", SizeOptions, VideoOptions, AudioOptions)
+SOURCES = ("bytes", "path", "type", "array", "sampling_rate")
 SIZES = ("min_pixels", "max_pixels", "resized_height", "resized_width")
 COUNTS = (*SIZES, "nframes", "min_frames", "max_frames")
-NAMES = {"image": SIZES, "video": (*COUNTS, "fps", "video_start", "video_end")}
-ORDERED = (("min_pixels", "max_pixels"), ("min_frames", "max_frames"), ("video_start", "video_end"))
+NAMES = {
+    "image": SIZES,
+    "video": (*COUNTS, "fps", "video_start", "video_end"),
+    "audio": ("audio_start", "audio_end"),
+}
+ORDERED = (
+    ("min_pixels", "max_pixels"), ("min_frames", "max_frames"), ("video_start", "video_end"),
+    ("audio_start", "audio_end"),
+)  # fmt: skip
 EXCLUSIVE = (
     ("resized_height", ("min_pixels", "max_pixels")),
     ("nframes", ("fps", "min_frames", "max_frames")),
@@ -28,7 +36,7 @@ EXCLUSIVE = (
 
 
 def read_item_options(item: Mapping[str, Any], kind: str) -> dict[str, int | float]:
-    """Return the checked options of an image or a video; a BadRowError names what cannot be honored."""
+    """Return the checked options of a medium; a BadRowError names what cannot be honored."""
     given = {key: value for key, value in item.items() if value is not None and key not in (*SOURCES, kind)}
     unknown = sorted(map(str, given.keys() - set(NAMES[kind])))
     if unknown:
@@ -81,11 +89,14 @@ def _number(kind: str, name: str, value: Any) -> int | float:
 
 
 def with_item_options(options: Options, ref: Reference) -> Options:
-    """Return the options of the run with those of an image or a video instead."""
+    """Return the options of the run with those of a medium instead."""
     named = ref if isinstance(ref, dict) else {}
-    item: dict[str, Any] = {name: named[name] for name in NAMES["video"] if name in named}
+    kind = "audio" if isinstance(options, AudioOptions) else "video"
+    item: dict[str, Any] = {name: named[name] for name in NAMES[kind] if name in named}
     if not item:
         return options
+    if isinstance(options, AudioOptions):
+        return replace(options, **item)
     height, width, num_frames = (
         item.pop(key, None) for key in ("resized_height", "resized_width", "nframes")
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Load images and videos: sizes from file headers, pixels, and model inputs.
+"""Load images, videos and audio: sizes from file headers, pixels and samples, and model inputs.
 
 Rows carry references (paths, URLs or bytes). `MediaLoader` turns them into inputs of the rollout engine
 (`decode`) and of the model (`media`). Both are cached, so that all processes of a node and all passes over
@@ -20,6 +20,7 @@ from PIL import Image
 from torch import Tensor
 
 from verl.data.bad_rows import BadRowError
+from verl.data.media.audio import AudioOptions, read_audio
 from verl.data.media.cache import Entry, MediaCache, MediaFolder
 from verl.data.media.download import DownloadFolder
 from verl.data.media.item_options import size_options, with_item_options, without_effect
@@ -40,15 +41,20 @@ from verl.models.families.registry import family_of_processor
 
 MediaData = Mapping[str, Sequence[Reference]] | None
 BUDGET_VARIABLE = "MODEL_SEQ_LEN"  # read by qwen-vl-utils, whose limits frame sizes follow
-FORMAT = {"image": "3", "video": "1"}  # change one when the content of its cached entries changes
+FORMAT = {
+    "image": "3",
+    "video": "1",
+    "audio": "1",
+}  # change one when the content of its cached entries changes
 
 
 @dataclass(frozen=True)
 class DecodedMedia:
-    """Pixels of one prompt's media, in the order of their markers."""
+    """Pixels and samples of one prompt's media, in the order of their markers."""
 
     images: list[Image.Image] = field(default_factory=list)  # RGB
     videos: list[tuple[np.ndarray, dict[str, Any]]] = field(default_factory=list)  # (T, H, W, 3) uint8, meta
+    audios: list[tuple[np.ndarray, int]] = field(default_factory=list)  # (N,) float32, samples per second
 
 
 class MediaLoader:
@@ -78,15 +84,23 @@ class MediaLoader:
         self._urls = None if options.urls is None else DownloadFolder(options.urls, self.cache.run_id)
         self._images = options.of_images()
         self._videos = options.of_videos(self.family.frame_factor(processor))
+        self._audio = self._audio_options()
         self._sized_by: dict[Kind, tuple[str, ...]] = {}
         options.check_budget(self.family.smallest_frame(processor))
-        if options.tokens_per_frame is not None and self.family.reads_videos:
+        if options.tokens_per_frame is not None and "video" in self.family.kinds:
             self._check_effect(["tokens_per_frame"], ["video"])
         if options.limits:
             self._check_effect(options.limits, self.family.kinds)
-        parts = (processor.image_processor, getattr(processor, "video_processor", None))
+        names = ("image_processor", "video_processor", "feature_extractor")
+        parts = (getattr(processor, name, None) for name in names)
         settings = "".join(part.to_json_string() for part in parts if part is not None)
         self._processor_options = hashlib.sha256((type(processor).__name__ + settings).encode()).hexdigest()
+
+    def _audio_options(self) -> AudioOptions | None:
+        if "audio" not in self.family.kinds:
+            return None
+        extractor = self.processor.feature_extractor
+        return AudioOptions(extractor.sampling_rate, extractor.chunk_length)
 
     def _check_effect(self, names: Sequence[str], kinds: Sequence[Kind]) -> None:
         """Raise a ValueError if options that limit pixels change the tokens of none of these kinds."""
@@ -98,6 +112,11 @@ class MediaLoader:
         if kind not in self._sized_by:
             self._sized_by[kind] = self.family.sized_by(self.processor, kind)
         return self._sized_by[kind]
+
+    @property
+    def readable(self) -> tuple[str, ...]:
+        """The kinds of media whose markers in a prompt are not plain text."""
+        return ("image", "video", "audio") if "audio" in self.family.kinds else ("image", "video")
 
     # --- files
 
@@ -120,25 +139,27 @@ class MediaLoader:
         return MediaShape(
             [self._measured("image", ref) for ref in self._local(media, "images")],
             [self._measured("video", ref) for ref in self._local(media, "videos")],
+            [self._measured("audio", ref) for ref in self._local(media, "audios")],
         )
 
     def _measured(self, kind: Kind, ref: Reference) -> MediumShape:
         if kind == "image":
             return self.family.image_shape(self.processor, *self._header_size(ref))
+        if kind == "audio":  # headers do not say how many samples there are
+            return self._heard_shape(len(self._samples(ref)))
         return self.family.video_shape(self.processor, *self._header_video(ref))
 
     def shape_of(self, decoded: DecodedMedia) -> MediaShape:
         return shape_of(self.family, self.processor, decoded)
 
     def expand(self, prompt_ids: list[int], shape: MediaShape) -> list[int]:
-        """Replace the placeholder of each image and video by its tokens."""
+        """Replace the placeholder of each medium by its tokens."""
         return self.family.expand(self.processor, prompt_ids, shape)
 
     def with_order(self, media: MediaData, prompt_ids: Sequence[int]) -> MediaData:
         """Add to a row the `order` of its kinds of media in the prompt, if features depend on it."""
-        if not media or not all(media.get(f"{kind}s") for kind in KINDS):
-            return media
-        if len({self.family.token_kind(kind) for kind in KINDS}) > 1:
+        present: list[Kind] = [kind for kind in KINDS if (media or {}).get(f"{kind}s")]
+        if not media or len({self.family.token_kind(kind) for kind in present}) == len(present):
             return media
         kinds = self.family.placeholders(self.processor)
         return {**media, "order": [kinds[token] for token in prompt_ids if token in kinds]}
@@ -193,21 +214,22 @@ class MediaLoader:
         return DecodedMedia(
             [Image.fromarray(self._image(ref).numpy()) for ref in self._local(media, "images")],
             [(video.tensors["frames"].numpy(), video.meta) for video in videos],
+            [(self._samples(ref), self._hearing.rate) for ref in self._local(media, "audios")],
         )
 
     def media(self, media: MediaData) -> list[Medium]:
-        """Return a row's images and videos in the order of the prompt, as the model's tower reads them."""
+        """Return a row's media in the order of the prompt, as the model's encoders read them."""
         return [self.medium(kind, ref) for kind, ref in references_in_order(media)]
 
     def feature_key(self, kind: str, ref: Reference) -> str:
-        """Return the cache key of the features of an image or a video, from its content and every option."""
+        """Return the cache key of the features of a medium, from its content and every option."""
         ref = self.on_disk(ref)
         return self._key(kind, ref, content_id(kind, ref), self._processor_options)
 
     def medium(self, kind: Kind, ref: Reference) -> Medium:
-        """Return an image or a video as the model's tower reads it."""
+        """Return a medium as the model's encoder reads it."""
         ref = self.on_disk(ref)
-        make = self._image_entry if kind == "image" else self._video_entry
+        make = {"image": self._image_entry, "video": self._video_entry, "audio": self._audio_entry}[kind]
         entry = self.cache.get_or_make(self.feature_key(kind, ref), lambda: make(ref))
         return Medium(kind, entry.tensors, entry.meta)
 
@@ -233,6 +255,29 @@ class MediaLoader:
 
         return self.cache.get_or_make(key, lambda: self._keep(key, make))
 
+    @property
+    def _hearing(self) -> AudioOptions:
+        if self._audio is None:
+            raise BadRowError("the row has audio, which the model cannot read")
+        return self._audio
+
+    def _samples(self, ref: Reference) -> np.ndarray:
+        options = with_item_options(self._hearing, ref)
+
+        def make() -> Entry:
+            with reading("audio", ref):
+                samples = read_audio(payload(ref), options)
+            return Entry({"samples": torch.from_numpy(samples)}, {})
+
+        key = self._key("audio", ref, content_id("audio", ref))
+        return self.cache.get_or_make(key, make).tensors["samples"].numpy()
+
+    def _heard_shape(self, num_samples: int) -> MediumShape:
+        shape = self.family.audio_shape(self.processor, num_samples)
+        if not shape.tokens:
+            raise BadRowError(f"the audio has {num_samples} samples, too few for a token: leave the row out")
+        return shape
+
     def _keep(self, key: str, make: Callable[[], Entry]) -> Entry:
         return make() if self._folder is None else self._folder.get_or_make(key, make)
 
@@ -247,22 +292,28 @@ class MediaLoader:
         facts = _video_shape(self.family, self.processor, frames, video.meta).facts
         return Entry(self.family.video_inputs(self.processor, frames, video.meta), facts)
 
+    def _audio_entry(self, ref: Reference) -> Entry:
+        samples = self._samples(ref)
+        return Entry(self.family.audio_inputs(self.processor, samples), self._heard_shape(len(samples)).facts)
+
     def _key(self, kind: str, ref: Reference, content: bytes, more: str = "") -> str:
         options: list[Any] = [FORMAT[kind.removesuffix(" info")]]
         if kind == "image":
             options.append(astuple(self._image_options(ref)))
         elif kind == "video":
             options += [astuple(self._video_options(ref)), os.environ.get(BUDGET_VARIABLE)]
+        elif kind == "audio":
+            options.append(astuple(with_item_options(self._hearing, ref)))
         digest = hashlib.blake2b(f"{kind} {json.dumps(options)} {more} ".encode(), digest_size=20)
         digest.update(content)
         return digest.hexdigest()
 
 
 def references_in_order(media: MediaData) -> Iterator[tuple[Kind, Reference]]:
-    """Yield a row's images and videos in the order of the prompt, images first unless it has an `order`."""
+    """Yield a row's media in the order of the prompt: that of its `order`, or by kind."""
     refs = {kind: list((media or {}).get(f"{kind}s") or ()) for kind in KINDS}
     order = (media or {}).get("order") or [kind for kind in KINDS for _ in refs[kind]]
-    assert len(order) == sum(map(len, refs.values())), "`order` names the kind of each image and video"
+    assert len(order) == sum(map(len, refs.values())), "`order` names the kind of each medium"
     remaining = {kind: iter(refs[kind]) for kind in KINDS}
     for name in order:
         kind = KINDS[KINDS.index(name)]
@@ -274,18 +325,21 @@ def shape_of(family: VisionFamily, processor: Any, decoded: DecodedMedia) -> Med
     return MediaShape(
         [family.image_shape(processor, image.height, image.width) for image in decoded.images],
         [_video_shape(family, processor, *video) for video in decoded.videos],
+        [family.audio_shape(processor, len(samples)) for samples, _ in decoded.audios],
     )
 
 
 def media_in_order(
     family: VisionFamily, processor: Any, prompt_ids: list[int], decoded: DecodedMedia, shape: MediaShape
 ) -> list[Medium]:
-    """Return decoded media as the model's tower reads them, in the order of their placeholders."""
+    """Return decoded media as the model's encoders read them, in the order of their placeholders."""
     images = [family.image_inputs(processor, image) for image in decoded.images]
     videos = [family.video_inputs(processor, *video) for video in decoded.videos]
+    audios = [family.audio_inputs(processor, samples) for samples, _ in decoded.audios]
     media = {
         "image": (Medium("image", *each) for each in _with_facts(images, shape.images)),
         "video": (Medium("video", *each) for each in _with_facts(videos, shape.videos)),
+        "audio": (Medium("audio", *each) for each in _with_facts(audios, shape.audios)),
     }
     kinds = family.placeholders(processor)
     return [next(media[kinds[token]]) for token in prompt_ids if token in kinds]

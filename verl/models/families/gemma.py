@@ -164,7 +164,7 @@ class Gemma4(VisionFamily):
     model_types = ("gemma4",)
     processors = ("Gemma4Processor",)
     hub_names = ("google/gemma-4-e2b-it", "google/gemma-4-e4b-it", "google/gemma-4-26B-A4B-it")
-    reads_videos = True
+    kinds = ("image", "video")
     projector = "model.embed_vision"
     tiny: ClassVar = {
         name: TinyModel(
@@ -286,7 +286,7 @@ class Gemma4(VisionFamily):
         frames = facts["grid"][0]
         return [facts["features"] // frames] * frames
 
-    def cut(self, medium: Medium, first: int, stop: int) -> Medium:
+    def cut(self, config: Any, medium: Medium, first: int, stop: int) -> Medium:
         frames, rows, columns = medium.facts["grid"]
         features = medium.facts["features"] // frames * (stop - first)
         tensors = {name: value[first:stop] for name, value in medium.tensors.items()}

@@ -88,7 +88,7 @@ class GenericFamily(VisionFamily):
         return next(iter(self.structure.encoder[1:]), None)
 
     @property
-    def encoder(self) -> tuple[str, ...]:
+    def vision_encoder(self) -> tuple[str, ...]:
         return self.structure.encoder
 
     # --- tokens

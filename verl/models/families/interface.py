@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Model families: all that training has to know of a type of model beyond its transformers class.
 
-`Family` describes text models, `VisionFamily` models that read images or videos. Each family has a file,
-which `registry.py` lists; `GenericFamily` reads a model that has none through its own processor and
-`get_image_features`.
+`Family` describes text models, `VisionFamily` models that read images, and perhaps videos and audio. Each
+family has a file, which `registry.py` lists; `GenericFamily` reads a model that has none through its own
+processor and `get_image_features`.
 """
 
 from abc import ABC, abstractmethod
@@ -16,8 +16,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-Kind = Literal["image", "video"]
-KINDS: tuple[Kind, ...] = ("image", "video")
+Kind = Literal["image", "video", "audio"]
+KINDS: tuple[Kind, ...] = ("image", "video", "audio")
 DEFAULT_PATCHES = 4  # of a token
 # Of configs, for the token whose embeddings are replaced by features.
 IMAGE_TOKENS = ("image_token_id", "image_token_index", "media_placeholder_token_id")
@@ -40,7 +40,7 @@ SIZE_OPTIONS = (
 
 
 class Medium(NamedTuple):
-    """An image or a video as a model's tower reads it."""
+    """An image, a video or an audio clip as a model's encoder reads it."""
 
     kind: Kind
     tensors: dict[str, Tensor]  # by the processor's names; they go to the device
@@ -49,7 +49,7 @@ class Medium(NamedTuple):
 
 @dataclass(frozen=True)
 class MediumShape:
-    """Properties of an image or a video that are known without its pixels."""
+    """Properties of a medium that are known without its pixels or samples."""
 
     tokens: list[int]  # that replace its placeholder in the prompt
     # Plain numbers that features, positions and the rollout engine depend on: {"grid_thw": [1, 4, 6]}
@@ -62,17 +62,21 @@ class MediaShape:
 
     images: list[MediumShape] = field(default_factory=list)
     videos: list[MediumShape] = field(default_factory=list)
+    audios: list[MediumShape] = field(default_factory=list)
+
+    def of(self, kind: Kind) -> list[MediumShape]:
+        return getattr(self, f"{kind}s")
 
 
 class EncodedMedium(NamedTuple):
-    """The features of an image or a video, and its facts."""
+    """The features of a medium, and its facts."""
 
     features: Tensor  # (tokens, hidden size x (1 + deepstack levels))
     facts: Mapping[str, Any]
 
 
 class ExampleRow(NamedTuple):
-    """Tokens that contain a small image, and the image."""
+    """Tokens that contain a small medium of each encoder, and these media."""
 
     input_ids: Tensor  # (L,) int64
     media: list[Medium]
@@ -95,6 +99,9 @@ class TinyModel:
     keeps_words: bool = True  # False: transformers loads the model's own splitting of text instead
     added_tokens: Sequence[str] = ()  # tokens of text in addition to the trained ones
     filled: Mapping[str, float] = field(default_factory=dict)  # weights and buffers by ends of their names
+    sound: str = ""  # audio in a rendered prompt
+    audio: Mapping[str, Any] | None = None  # options of the config of the encoder of audio
+    whole: Mapping[str, Any] = field(default_factory=dict)  # options of the config of which this is a part
 
 
 class Family:
@@ -109,6 +116,11 @@ class Family:
 
     # Starts of the names of tensors on the hub that transformers does not load; merged models keep them.
     unread: ClassVar[tuple[str, ...]] = ()
+
+    # Where the hub has these models as parts of larger ones: the names of their configs in those of the whole
+    # models, by the types of these; and the start of their tensors' names.
+    wholes: ClassVar[Mapping[str, str]] = {}
+    hub_prefix: ClassVar[str] = ""
 
     # Functions of `verl.workers.rollout.vllm_patches` that vLLM needs for these models.
     engine_patches: ClassVar[tuple[str, ...]] = ()
@@ -128,9 +140,9 @@ class Family:
 
 
 class VisionFamily(Family, ABC):
-    """A family of models that read images, and videos if `reads_videos`."""
+    """A family of models that read images, and perhaps videos and audio."""
 
-    reads_videos: ClassVar[bool] = False
+    kinds: ClassVar[tuple[Kind, ...]] = ("image",)  # of media that the models read
     processors: ClassVar[tuple[str, ...]] = ()  # names of classes
 
     # --- modules
@@ -138,28 +150,35 @@ class VisionFamily(Family, ABC):
     media_owner: ClassVar[str] = "model"  # the module with `get_image_features`
     tower: ClassVar[str] = "model.vision_tower"
     projector: ClassVar[str | None] = "model.multi_modal_projector"  # None if the tower contains it
+    audio_tower: ClassVar[str | None] = None
 
     # transformers' name of the tower's attention; with lengths of packed patches `VISION_ATTENTION`
     tower_attention: ClassVar[str] = "sdpa"
 
     @property
-    def encoder(self) -> tuple[str, ...]:
+    def vision_encoder(self) -> tuple[str, ...]:
         """The modules and parameters that turn pixels into features, which `freeze_vision_tower` freezes."""
         return (self.tower,) if self.projector is None else (self.tower, self.projector)
 
+    @property
+    def audio_encoder(self) -> tuple[str, ...]:
+        """The modules that turn audio into features, which `freeze_audio_tower` freezes."""
+        return () if self.audio_tower is None else (self.audio_tower,)
+
+    @property
+    def encoder(self) -> tuple[str, ...]:
+        """The modules and parameters that turn media into features."""
+        return (*self.vision_encoder, *self.audio_encoder)
+
     # --- tokens and positions
+
+    def token_of(self, processor: Any, kind: Kind) -> int:
+        """Return the token that stands for a medium in a rendered prompt."""
+        return getattr(processor, f"{kind}_token_id")
 
     def placeholders(self, processor: Any) -> dict[int, Kind]:
         """Return the kinds of media by the token that stands for one in a rendered prompt."""
-        kinds: dict[int, Kind] = {processor.image_token_id: "image"}
-        if self.reads_videos:
-            kinds[processor.video_token_id] = "video"
-        return kinds
-
-    @property
-    def kinds(self) -> tuple[Kind, ...]:
-        """The kinds of media that the models read."""
-        return KINDS if self.reads_videos else ("image",)
+        return {self.token_of(processor, kind): kind for kind in self.kinds}
 
     @abstractmethod
     def image_shape(self, processor: Any, height: int, width: int) -> MediumShape:
@@ -171,19 +190,22 @@ class VisionFamily(Family, ABC):
         """Return the shape of a video of sampled frames; `meta` is that of `verl.data.media.video`."""
         raise NotImplementedError(f"{type(self).__name__} reads no videos")
 
+    def audio_shape(self, processor: Any, num_samples: int) -> MediumShape:
+        """Return the shape of an audio clip of so many samples at the processor's rate."""
+        raise NotImplementedError(f"{type(self).__name__} reads no audio")
+
     def expand(self, processor: Any, prompt_ids: list[int], shape: MediaShape) -> list[int]:
-        """Replace the placeholder of each image and video by its tokens.
+        """Replace the placeholder of each medium by its tokens.
 
         Raises:
             ValueError: There are more or fewer placeholders than media.
         """
         kinds = self.placeholders(processor)
-        media = {"image": shape.images, "video": shape.videos}
-        for kind, shapes in media.items():
-            found = sum(kinds.get(token) == kind for token in prompt_ids)
-            if found != len(shapes):
-                raise ValueError(f"the rendered prompt has {found} {kind} tokens for {len(shapes)} {kind}s")
-        remaining = {kind: iter(shapes) for kind, shapes in media.items()}
+        for kind in KINDS:
+            found, given = sum(kinds.get(token) == kind for token in prompt_ids), len(shape.of(kind))
+            if found != given:
+                raise ValueError(f"the rendered prompt has {found} {kind} tokens for {given} {kind}s")
+        remaining = {kind: iter(shape.of(kind)) for kind in KINDS}
         expanded: list[int] = []
         for token in prompt_ids:
             kind = kinds.get(token)
@@ -193,7 +215,7 @@ class VisionFamily(Family, ABC):
     def media_tokens(self, config: Any, input_ids: Tensor) -> dict[Kind, Tensor]:
         """Return where features replace the embeddings of expanded, packed ids (N,): (n,) for each kind."""
         tokens: dict[Kind, int] = {"image": image_token_id(config)}
-        if self.reads_videos and self.token_kind("video") == "video":
+        if "video" in self.kinds and self.token_kind("video") == "video":
             tokens["video"] = config.video_token_id
         return {kind: (input_ids == token).nonzero()[:, 0] for kind, token in tokens.items()}
 
@@ -225,6 +247,10 @@ class VisionFamily(Family, ABC):
         """Return the tensors of the `Medium` of a video (T, H, W, 3) uint8."""
         raise NotImplementedError(f"{type(self).__name__} reads no videos")
 
+    def audio_inputs(self, processor: Any, samples: np.ndarray) -> dict[str, Tensor]:
+        """Return the tensors of the `Medium` of an audio clip (N,) float32 at the processor's rate."""
+        raise NotImplementedError(f"{type(self).__name__} reads no audio")
+
     def own_inputs(self, media: Sequence[Medium]) -> dict[str, Tensor]:
         """Return the arguments of the model's own forward for media in the order of their tokens."""
         return join_tensors([medium.tensors for medium in media])
@@ -233,21 +259,23 @@ class VisionFamily(Family, ABC):
     def encode(self, owner: Any, media: Sequence[Medium]) -> list[Tensor]:
         """Compute the features of all media in one call of the tower, so that all ranks run it equally often.
 
+        With several encoders each runs once, and all take part in the backward pass.
+
         Returns:
             For each medium (tokens, hidden size); with deepstack (tokens, hidden size x (1 + levels)).
         """
 
     def units(self, config: Any, facts: Mapping[str, Any]) -> list[int]:
-        """Return the features of each part of a medium that the tower encodes on its own: frames, tiles."""
+        """Return the features of each part of a medium that is encoded on its own: frames, tiles, seconds."""
         return [facts["features"]]
 
-    def cut(self, medium: Medium, first: int, stop: int) -> Medium:
+    def cut(self, config: Any, medium: Medium, first: int, stop: int) -> Medium:
         """Return the medium of units `first` to `stop`, whose features are those of the whole."""
         return medium
 
     @abstractmethod
     def example(self, config: Any, processor: Any, generator: torch.Generator | None = None) -> ExampleRow:
-        """Return a row of one small image: blank, or with a generator of random pixels."""
+        """Return a row of one small medium for each encoder: blank, or with a generator of random values."""
 
     def patches_per_token(self, config: Any) -> int:
         """Return the patches of the tower that make one token, for the memory plan."""
@@ -260,7 +288,10 @@ class VisionFamily(Family, ABC):
         """Return the processor's options that alone decide the tokens of an image, or of a video's frames.
 
         None do if a larger image of some shape has other tokens: then limits of its pixels have an effect.
+        Audio has no pixels.
         """
+        if kind == "audio":
+            return ()
         for sizes in COMPARED_SIZES:
             small, large = (self._tokens_of_size(processor, kind, *size) for size in sizes)
             if small != large:
@@ -299,8 +330,11 @@ class VisionFamily(Family, ABC):
         """Return vLLM's multimodal data of a prompt's images, or videos, whose features are known."""
         return [medium.features for medium in media]
 
-    def engine_options(self, kinds: Container[Kind]) -> dict[str, Any]:
-        """Return vLLM's `mm_processor_kwargs` for a prompt with media of these kinds."""
+    def engine_options(self, kinds: Container[Kind], videos: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return vLLM's `mm_processor_kwargs` for a prompt with media of these kinds.
+
+        `videos` are the `meta` of its videos, as for `video_shape`.
+        """
         # Frames were sampled when the video was decoded.
         return {"do_sample_frames": False} if "video" in kinds else {}
 

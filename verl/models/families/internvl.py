@@ -56,7 +56,7 @@ class InternVL(VisionFamily):
     model_types = ("internvl",)
     hub_names = ("OpenGVLab/InternVL3-8B-hf", "OpenGVLab/InternVL3_5-8B-HF")
     processors = ("InternVLProcessor",)
-    reads_videos = True
+    kinds = ("image", "video")
     takes_features, takes_video_features = True, False
     engine_schemas = ("vllm.model_executor.models.interns1:InternS1ImageEmbeddingInputs",)
     tiny: ClassVar = {
@@ -120,7 +120,7 @@ class InternVL(VisionFamily):
     def units(self, config: Any, facts: Mapping[str, Any]) -> list[int]:
         return [config.image_seq_length] * facts["tiles"]
 
-    def cut(self, medium: Medium, first: int, stop: int) -> Medium:
+    def cut(self, config: Any, medium: Medium, first: int, stop: int) -> Medium:
         pixels = medium.tensors["pixel_values"][first:stop]
         return medium._replace(tensors={"pixel_values": pixels}, facts={"tiles": stop - first})
 

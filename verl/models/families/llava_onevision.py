@@ -138,7 +138,7 @@ class LlavaOnevision(VisionFamily):
         "llava-hf/llava-onevision-qwen2-7b-ov-hf",
     )
     processors = ("LlavaOnevisionProcessor",)
-    reads_videos = True
+    kinds = ("image", "video")
     takes_features, takes_video_features = True, False
     engine_schemas = ("vllm.model_executor.models.llava_onevision:LlavaOnevisionImageEmbeddingInputs",)
     tiny: ClassVar = {
@@ -159,8 +159,8 @@ class LlavaOnevision(VisionFamily):
     }  # fmt: skip
 
     @property
-    def encoder(self) -> tuple[str, ...]:
-        return (*super().encoder, "model.image_newline")
+    def vision_encoder(self) -> tuple[str, ...]:
+        return (*super().vision_encoder, "model.image_newline")
 
     # --- tokens
 
@@ -217,7 +217,7 @@ class LlavaOnevision(VisionFamily):
     def units(self, config: Any, facts: Mapping[str, Any]) -> list[int]:
         return facts["unit_features"]
 
-    def cut(self, medium: Medium, first: int, stop: int) -> Medium:
+    def cut(self, config: Any, medium: Medium, first: int, stop: int) -> Medium:
         facts = dict(medium.facts)
         before, count = sum(facts["unit_tiles"][:first]), sum(facts["unit_tiles"][first:stop])
         if medium.kind == "image":

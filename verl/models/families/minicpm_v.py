@@ -72,7 +72,7 @@ class MiniCPMV46(VisionFamily):
     model_types = ("minicpmv4_6",)
     hub_names = ("openbmb/MiniCPM-V-4.6",)
     processors = ("MiniCPMV4_6Processor",)
-    reads_videos = True
+    kinds = ("image", "video")
     projector = "model.merger"
     engine_modules = ("vpm", "vit_merger")
     numbers_videos: ClassVar[bool] = True
@@ -160,7 +160,7 @@ class MiniCPMV46(VisionFamily):
         patches = self.patches_per_token(config)
         return [height * width // patches for height, width in facts["target_sizes"]]
 
-    def cut(self, medium: Medium, first: int, stop: int) -> Medium:
+    def cut(self, config: Any, medium: Medium, first: int, stop: int) -> Medium:
         sizes = medium.facts["target_sizes"]
         name = INPUTS[medium.kind][0]
         pixels = medium.tensors[name]
@@ -184,7 +184,7 @@ class MiniCPMV46(VisionFamily):
     def smallest_frame(self, processor: Any) -> int:
         return (processor.video_processor.scale_resolution // self.frame_factor(processor)) ** 2
 
-    def engine_options(self, kinds: Container[Kind]) -> dict[str, Any]:
+    def engine_options(self, kinds: Container[Kind], videos: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         return {}  # vLLM samples no frames of this model, and passes options of videos to the image processor
 
     def frame_factor(self, processor: Any) -> int:

@@ -55,14 +55,21 @@ def tiny_processor(name: str, video_processor: str, patch_size: int, tokenizer: 
     """Return a processor of this class for images of 4 to 64 tokens."""
     import transformers  # noqa: PLC0415 - these import torchvision, which text models do without
 
+    parts = tiny_vision_processors(video_processor, patch_size)
+    return getattr(transformers, name)(**parts, tokenizer=tokenizer)
+
+
+def tiny_vision_processors(video_processor: str, patch_size: int) -> dict[str, Any]:
+    """Return the parts of a processor that read images and videos."""
+    import transformers  # noqa: PLC0415 - as above
+
     factor = 2 * patch_size
     size = dict(shortest_edge=4 * factor * factor, longest_edge=64 * factor * factor)
     options: dict[str, Any] = dict(patch_size=patch_size, size=size)
-    return getattr(transformers, name)(
-        image_processor=transformers.Qwen2VLImageProcessor(**options),
-        tokenizer=tokenizer,
-        video_processor=getattr(transformers, video_processor)(**options),
-    )
+    return {
+        "image_processor": transformers.Qwen2VLImageProcessor(**options),
+        "video_processor": getattr(transformers, video_processor)(**options),
+    }
 
 
 class PatchGridFamily(VisionFamily):
@@ -72,7 +79,7 @@ class PatchGridFamily(VisionFamily):
     seconds of a temporal patch, and `timestamps`, the time of each in seconds.
     """
 
-    reads_videos = True
+    kinds = ("image", "video")
     tower = "model.visual"
     tower_attention = VISION_ATTENTION
     projector = None
@@ -83,7 +90,7 @@ class PatchGridFamily(VisionFamily):
     def image_shape(self, processor: Any, height: int, width: int) -> MediumShape:
         grid = image_grid(processor.image_processor, height, width)
         features = math.prod(grid) // processor.image_processor.merge_size**2
-        return MediumShape([processor.image_token_id] * features, {"grid_thw": grid})
+        return MediumShape([self.token_of(processor, "image")] * features, {"grid_thw": grid})
 
     def video_shape(
         self, processor: Any, num_frames: int, height: int, width: int, meta: Mapping[str, Any]
@@ -105,7 +112,7 @@ class PatchGridFamily(VisionFamily):
 
     def video_tokens(self, processor: Any, facts: Mapping[str, Any]) -> list[int]:
         features = math.prod(facts["grid_thw"]) // processor.video_processor.merge_size**2
-        return [processor.video_token_id] * features
+        return [self.token_of(processor, "video")] * features
 
     def image_inputs(self, processor: Any, image: Image.Image) -> dict[str, Tensor]:
         return {
@@ -142,7 +149,7 @@ class PatchGridFamily(VisionFamily):
         time, height, width = facts["grid_thw"]
         return [height * width // config.vision_config.spatial_merge_size**2] * time
 
-    def cut(self, medium: Medium, first: int, stop: int) -> Medium:
+    def cut(self, config: Any, medium: Medium, first: int, stop: int) -> Medium:
         time, height, width = medium.facts["grid_thw"]
         if (first, stop) == (0, time):
             return medium
@@ -195,9 +202,13 @@ class QwenVL(PatchGridFamily):
         )
     }
 
+    def constants(self, config: Any) -> MropeConstants:
+        """Return what positions depend on in a model's config."""
+        return MropeConstants.from_config(config)
+
     def positions(self, config: Any, input_ids: Tensor, shape: MediaShape) -> Tensor:
         images, videos = grids_of(shape.images), grids_of(shape.videos)
-        return mrope_positions(input_ids, MropeConstants.from_config(config), images, videos)
+        return mrope_positions(input_ids, self.constants(config), images, videos)
 
     def engine_features(self, kind: Kind, media: Sequence[EncodedMedium]) -> dict[str, Any]:
         data: dict[str, Any] = {
@@ -230,7 +241,7 @@ class Qwen25VL(QwenVL):
     }
 
     def positions(self, config: Any, input_ids: Tensor, shape: MediaShape) -> Tensor:
-        constants = MropeConstants.from_config(config)
+        constants = self.constants(config)
         seconds = torch.tensor([video.facts["second_per_grid_ts"] for video in shape.videos])  # float32
         factors = [value * constants.tokens_per_second for value in seconds.tolist()]
         images, videos = grids_of(shape.images), grids_of(shape.videos)
@@ -280,7 +291,7 @@ class Qwen3VL(QwenVL):
 
     def positions(self, config: Any, input_ids: Tensor, shape: MediaShape) -> Tensor:
         images, videos = grids_of(shape.images), frames_of(grids_of(shape.videos))
-        return mrope_positions(input_ids, MropeConstants.from_config(config), images, videos)
+        return mrope_positions(input_ids, self.constants(config), images, videos)
 
     def expand(self, processor: Any, prompt_ids: list[int], shape: MediaShape) -> list[int]:
         expanded = super().expand(processor, prompt_ids, shape)

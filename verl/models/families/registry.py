@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The families of models by the `model_type` of their config; to add one, write its file and list it here."""
 
+from pathlib import Path
 from typing import Any
+
+from transformers import AutoConfig, PreTrainedConfig
 
 from verl.models.families.cohere import CohereVision
 from verl.models.families.gemma import Gemma3, Gemma4
@@ -13,6 +16,7 @@ from verl.models.families.llava_onevision import LlavaOnevision
 from verl.models.families.minicpm_v import MiniCPMV46, MiniCPMV47
 from verl.models.families.mistral3 import Ministral3, Mistral3
 from verl.models.families.qwen3_5 import HybridText, Qwen35
+from verl.models.families.qwen_omni import Qwen25Omni
 from verl.models.families.qwen_vl import Qwen3VL, Qwen25VL, QwenVL
 from verl.utils.registry import Registry
 
@@ -20,6 +24,7 @@ FAMILIES: tuple[Family, ...] = (
     QwenVL(),
     Qwen25VL(),
     Qwen3VL(),
+    Qwen25Omni(),
     HybridText(),
     Qwen35(),
     Ministral3(),
@@ -42,6 +47,38 @@ _by_processor = {
 TYPES: dict[str, Family] = {  # those of users' files are added
     name: family for family in FAMILIES for name in family.model_types
 }
+
+
+def load_config(path: str | Path, **options: Any) -> PreTrainedConfig:
+    """Load the transformers config of a model's files, or of the part of it that is trained."""
+    return trained_part(AutoConfig.from_pretrained(path, **options))
+
+
+def trained_part(config: Any) -> Any:
+    """Return the config of the part that is trained: the thinker of an omni model, others as they are."""
+    name = wholes().get(config.model_type)
+    if name is None:
+        return config
+    part = getattr(config, name)
+    part.name_or_path = config.name_or_path  # checkpoints name the model that training started from
+    return part
+
+
+def wholes() -> dict[str, str]:
+    """Return the types of models of which a part is trained, with the names of its config in theirs."""
+    return {whole: part for family in TYPES.values() for whole, part in family.wholes.items()}
+
+
+def whole_config(config: Any, path: str | Path, **options: Any) -> Any:
+    """Return the config of the model that a trained part belongs to, as the files of `path` have the rest."""
+    wholes = family_of(config).wholes
+    if not wholes:
+        return config
+    whole = AutoConfig.from_pretrained(path, **options)
+    if whole.model_type not in wholes:  # files of the part alone
+        return config
+    setattr(whole, wholes[whole.model_type], config)
+    return whole
 
 
 def family_of(config: Any) -> Family:

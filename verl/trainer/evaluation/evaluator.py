@@ -165,7 +165,7 @@ def correct_key(asked: str | None, scored: ScoredResponses) -> str:
 
 def check_column(name: str, data: DataConfig, columns: Sequence[Sequence[str]]) -> None:
     """Raise unless one of the files has a column that can be a category."""
-    not_kept = {data.prompt_key, data.image_key, data.video_key}
+    not_kept = {data.prompt_key, data.image_key, data.video_key, data.audio_key}
     known = sorted({column for each in columns for column in each} - not_kept)
     if name not in known:
         raise ValueError(

@@ -13,6 +13,8 @@ from PIL import Image
 
 from verl.data.media.loader import MediaData, MediaLoader
 from verl.data.media.references import Reference, payload, shown_name
+from verl.data.media.waveform import draw_waveform
+from verl.models.families.interface import KINDS
 from verl.protocol import DataProto
 from verl.trainer.rollouts.conversation_log import conversation_columns
 from verl.viewer.rollout_store import TRAIN, RolloutStore
@@ -116,9 +118,9 @@ class RolloutLog:
         return {token: self.tokenizer.decode([token], skip_special_tokens=False) for token in tokens}
 
     def _media(self, media: MediaData) -> Iterator[dict[str, Any]]:
-        for kind, plural in (("image", "images"), ("video", "videos")):
-            for ref in (media or {}).get(plural) or []:
-                yield {"kind": kind, "source": shown_name(ref), **self._copies(plural, ref)}
+        for kind in KINDS:
+            for ref in (media or {}).get(f"{kind}s") or []:
+                yield {"kind": kind, "source": shown_name(ref), **self._copies(f"{kind}s", ref)}
 
     def _copies(self, plural: str, ref: Reference) -> dict[str, Any]:
         assert self.media is not None, "a prompt has media only with a model that reads them"
@@ -131,6 +133,7 @@ class RolloutLog:
             chosen = _spread(len(frames))
             pictures = [Image.fromarray(frames[number]) for number in chosen]
             times = [float(meta["frames_indices"][number] / meta["fps"]) for number in chosen]
+        pictures = [*pictures, *(draw_waveform(samples) for samples, _ in decoded.audios)]
         files = [file for file in map(self.store.add_image, pictures) if file is not None]
         if len(files) < len(pictures):
             return {"files": files, "problem": "the disk is full"}

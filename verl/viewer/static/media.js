@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Images and frames of a prompt, and a viewer over the page for one of them.
+// Images, frames and sounds of a prompt, and a viewer over the page for one of them.
 
 import { html, useEffect, useLayoutEffect, useState } from "./vendor/htm-preact-3.1.1.min.js";
 import { Dialog } from "./keys.js";
@@ -40,7 +40,9 @@ function Medium({ medium, run, video, open }) {
             ${isVideo && html`<span>${times[index] === undefined ? index + 1 : `${times[index].toFixed(2)} s`}</span>`}
           </button>`)}
       </div>
-      ${video && html`<video controls preload="metadata" src=${video}></video>`}
+      ${video && (medium.kind === "audio"
+        ? html`<audio controls preload="metadata" src=${video}></audio>`
+        : html`<video controls preload="metadata" src=${video}></video>`)}
       <figcaption>
         ${isVideo && !video && files.length > 1 && html`
           <button class="quiet" onClick=${() => setTime(time === null ? 0 : null)}>

@@ -23,7 +23,7 @@ from verl.data.media.references import Reference
 from verl.distributed.device import to_device
 from verl.distributed.fsdp import full_named_tensors
 from verl.distributed.sequence_parallel import SequenceParallel
-from verl.models.families.interface import EncodedMedium, Kind, is_part
+from verl.models.families.interface import KINDS, EncodedMedium, Kind, is_part
 from verl.models.families.registry import vision_family_of
 from verl.models.monkey_patch import evaluating
 from verl.models.vision import Features, share_media
@@ -106,7 +106,7 @@ class FrozenTower:
         """Find the features of a row's media without computing any; None if one is missing."""
         if self._weights is None:
             return None  # nothing is encoded yet
-        entries: dict[Kind, list[EncodedMedium]] = {"image": [], "video": []}
+        entries: dict[Kind, list[EncodedMedium]] = {kind: [] for kind in KINDS}
         for kind, ref in references_in_order(row):
             entry = self._find(self._key(self._weights, kind, ref))
             if entry is None:
@@ -183,13 +183,14 @@ class FrozenTower:
 
     def _facts(self, kind: Kind, ref: Reference) -> dict[str, Any]:
         # what the rollout engine reads in addition to the features
-        shape = self.media.measure({f"{kind}s": [ref]})
-        return [*shape.images, *shape.videos][0].facts
+        [shape] = self.media.measure({f"{kind}s": [ref]}).of(kind)
+        return shape.facts
 
     def _encode(self, ranges: list[UnitRange], media: Mapping[str, tuple[Kind, Reference]]) -> list[Tensor]:
         # without units, an unused blank image: all ranks must run the tower
         inputs = [
-            self.family.cut(self.media.medium(*media[part.key]), part.first, part.stop) for part in ranges
+            self.family.cut(self.config, self.media.medium(*media[part.key]), part.first, part.stop)
+            for part in ranges
         ] or self._blank
         share = None
         if self.sp.size > 1:

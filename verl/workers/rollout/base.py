@@ -61,6 +61,7 @@ class EmbeddedMedia:
 
     images: list[EncodedMedium]
     videos: list[EncodedMedium]
+    audios: list[EncodedMedium]
 
 
 @dataclass(frozen=True)
@@ -68,8 +69,10 @@ class RolloutRequest:
     """One prompt."""
 
     uid: Any  # returned with each response
-    prompt_token_ids: list[int]  # one pad token for each image or video, not expanded
-    media: Any = None  # decoded `images` and `videos`; `EmbeddedMedia` if the engine takes embeddings
+    prompt_token_ids: list[int]  # one pad token for each medium, not expanded
+    media: Any = (
+        None  # decoded `images`, `videos` and `audios`; `EmbeddedMedia` if the engine takes embeddings
+    )
     max_tokens: int | None = None  # longest response; None: that of the sampling options
     seed_offset: int = 0  # added to `SamplingOptions.seed`: another turn draws other random numbers
 

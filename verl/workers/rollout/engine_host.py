@@ -136,7 +136,7 @@ class EngineHost:
             assert self.tower is not None
             known = self.tower.known(media)  # None if the cache had no room for it
             if known is not None:
-                return EmbeddedMedia(known["image"], known["video"])
+                return EmbeddedMedia(known["image"], known["video"], known["audio"])
         assert self.media is not None, "the loader rejects media for a model without a processor"
         return self.media.decode(media)
 

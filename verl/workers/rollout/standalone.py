@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from transformers import AutoConfig
-
 from verl.config.rollout import RolloutConfig
 from verl.distributed.fsdp import torch_dtype
+from verl.models.families.registry import load_config
 from verl.models.hub_names import HubNames, auto_class
 from verl.workers.rollout.base import EngineSetup, RolloutEngine
 from verl.workers.rollout.engines import build_rollout_engine
@@ -50,8 +49,8 @@ def standalone_engine(
 
 def _hub_weights(path: str, dtype: str, trust_remote_code: bool) -> Iterator[tuple[str, Any]]:
     trust: Any = {"trust_remote_code": trust_remote_code}
-    config = AutoConfig.from_pretrained(path, **trust)
-    model = auto_class(config).from_pretrained(path, dtype=torch_dtype(dtype), **trust)
+    config = load_config(path, **trust)
+    model = auto_class(config).from_pretrained(path, config=config, dtype=torch_dtype(dtype), **trust)
     return HubNames(model.config, trust_remote_code).convert(model.state_dict().items())
 
 

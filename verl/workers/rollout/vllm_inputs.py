@@ -8,8 +8,8 @@ from transformers import PreTrainedConfig
 
 from verl.distributed.device import is_gpu
 from verl.distributed.fsdp import torch_dtype
-from verl.models.families.interface import EncodedMedium, Kind, VisionFamily
-from verl.models.families.registry import family_of, vision_family_of
+from verl.models.families.interface import KINDS, EncodedMedium, Kind, VisionFamily
+from verl.models.families.registry import family_of, trained_part, vision_family_of
 from verl.models.layer_configs import experts_per_token, layer_heads
 from verl.utils.rank_logger import get_logger
 from verl.workers.model_builder import apply_overrides
@@ -101,7 +101,7 @@ def _overridden(
 ) -> Any:
     if type(hf_config) is PreTrainedConfig:  # an empty one, by which vLLM asks for another `model_type`
         return hf_config
-    apply_overrides(hf_config, overrides)
+    apply_overrides(trained_part(hf_config), overrides)
     for name, value in ours.items():
         for part in (hf_config, hf_config.get_text_config()):
             setattr(part, name, value)
@@ -145,17 +145,17 @@ def vllm_prompt(request: RolloutRequest, hf_config: Any) -> dict[str, Any]:
     family = vision_family_of(hf_config)
     if isinstance(request.media, EmbeddedMedia):
         return prompt | {"multi_modal_data": embedded_data(request.media, family)}
-    data = {"image": list(request.media.images), "video": list(request.media.videos)}
+    data = {kind: list(getattr(request.media, f"{kind}s")) for kind in KINDS}
     data = {modality: items for modality, items in data.items() if items}
     if data:
         prompt["multi_modal_data"] = data
-    options = family.engine_options(data.keys())
+    options = family.engine_options(data.keys(), [meta for _, meta in request.media.videos])
     return prompt | {"mm_processor_kwargs": options} if options else prompt
 
 
 def embedded_data(media: EmbeddedMedia, family: VisionFamily) -> dict[str, Any]:
     """Convert features to vLLM's multimodal data."""
-    kinds: dict[Kind, list[EncodedMedium]] = {"image": media.images, "video": media.videos}
+    kinds: dict[Kind, list[EncodedMedium]] = {kind: getattr(media, f"{kind}s") for kind in KINDS}
     return {kind: family.engine_features(kind, items) for kind, items in kinds.items() if items}
 
 

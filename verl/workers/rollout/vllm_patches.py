@@ -158,6 +158,33 @@ def keep_times_of_frames() -> None:
     info._get_video_second_idx_glm46v = _times_of_frames
 
 
+def take_times_of_videos() -> None:
+    """Have vLLM take the seconds of a temporal patch of Qwen2.5-Omni's videos from the prompt's options."""
+    # its processor supposes two frames a second for all videos, whatever was sampled
+    processor = _replaceable(
+        "vllm.model_executor.models.qwen2_5_omni_thinker:Qwen2_5OmniThinkerMultiModalProcessor",
+        "_postprocess_hf_mm_data",
+    )
+    theirs = processor._postprocess_hf_mm_data
+
+    @functools.wraps(theirs)
+    def with_times(self: Any, hf_data: Any, hf_kwargs: Any, processed_data: Any) -> Any:
+        processed = theirs(self, hf_data, hf_kwargs, processed_data)
+        if hf_kwargs.get("second_per_grid_ts"):
+            processed["second_per_grid_ts"] = torch.tensor(hf_kwargs["second_per_grid_ts"])
+        return processed
+
+    if not hasattr(theirs, "__wrapped__"):
+        processor._postprocess_hf_mm_data = with_times
+
+
+def size_frames_as_the_files_say() -> None:
+    """Have Qwen2.5-Omni's processor limit the pixels of frames as its video processor's files say."""
+    # it has limits of its own for them, so that the engine would enlarge frames that training does not
+    module = importlib.import_module("transformers.models.qwen2_5_omni.processing_qwen2_5_omni")
+    module.Qwen2_5OmniProcessorKwargs._defaults["videos_kwargs"].pop("size", None)
+
+
 def take_several_videos() -> None:
     """Have vLLM take prompts with several videos for GLM-4.xV, of which it allows one."""
     # its code for these models handles any number of them

@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The thinker of Qwen2.5-Omni: Qwen2.5-VL with a second encoder, for audio.
+
+Only the thinker is trained. Checkpoints on the hub also have a talker and a vocoder, which speak.
+"""
+
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import replace
+from importlib import import_module
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from verl.distributed.device import to_device
+from verl.models.families.interface import (
+    ExampleRow,
+    Kind,
+    Medium,
+    MediumShape,
+    TinyModel,
+    example_pixels,
+)
+from verl.models.families.mrope import MropeConstants
+from verl.models.families.qwen_vl import (
+    TINY_TOWER,
+    Qwen25VL,
+    sampled_fps,
+    tiny_vision_processors,
+)
+from verl.models.families.tiny_sizes import TEXT, mrope
+
+AUDIO = "input_features"  # (mel frames, mel bins) of a clip
+BLANK_FRAMES, EXAMPLE_FRAMES = 4, 30  # of mel features: 1 and 7 tokens
+PATCH_FRAMES = 2  # frames of a temporal patch
+TALKER_TOKENS = (
+    "tts_text_start_token_id", "tts_text_end_token_id", "tts_text_pad_token_id", "vision_start_token_id",
+    "vision_end_token_id", "audio_start_token_id", "audio_end_token_id",
+)  # fmt: skip
+SPEECH_TOKENS = ("<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>")
+
+
+def tiny_processor(tokenizer: Any) -> Any:
+    """Return a processor for images of 4 to 64 tokens and audio of at most 30 seconds."""
+    import transformers  # noqa: PLC0415 - these import torchvision, which text models do without
+
+    return transformers.Qwen2_5OmniProcessor(
+        **tiny_vision_processors("Qwen2VLVideoProcessor", 14),
+        feature_extractor=transformers.WhisperFeatureExtractor(
+            feature_size=32, chunk_length=30, return_attention_mask=True
+        ),
+        tokenizer=tokenizer,
+    )
+
+
+class Qwen25Omni(Qwen25VL):
+    """Qwen2.5-Omni (https://arxiv.org/abs/2503.20215), section 2.2.
+
+    Audio has a token for each 40 ms, and positions like text. Times of videos count 25 positions a second.
+
+    Facts of an audio clip: `frames`, the number of its mel frames, one for each 10 ms.
+    """
+
+    model_types = ("qwen2_5_omni_thinker",)
+    processors = ("Qwen2_5OmniProcessor",)
+    hub_names = ("Qwen/Qwen2.5-Omni-3B", "Qwen/Qwen2.5-Omni-7B")
+    wholes: ClassVar = {"qwen2_5_omni": "thinker_config"}
+    hub_prefix = "thinker."
+    unread = ("talker.", "token2wav.")
+    kinds = ("image", "video", "audio")
+    media_owner = ""
+    tower = "visual"
+    audio_tower = "audio_tower"
+    takes_features = False
+    engine_patches = ("take_times_of_videos", "size_frames_as_the_files_say")
+    tiny: ClassVar = {
+        "qwen2_5_omni": TinyModel(
+            "qwen2_5_omni",
+            TEXT | mrope([4, 6, 6]) | {"tie_word_embeddings": False},
+            TINY_TOWER | dict(window_size=56, fullatt_block_indexes=[1], patch_size=14),
+            audio=dict(
+                num_mel_bins=32, d_model=64, encoder_layers=2, encoder_attention_heads=4, encoder_ffn_dim=128,
+                output_dim=128, max_source_positions=200,
+            ),
+            whole={
+                "architectures": ["Qwen2_5OmniForConditionalGeneration"],
+                "enable_audio_output": False,
+                "talker_config": dict.fromkeys(TALKER_TOKENS, 0),
+            },
+            special_tokens=SPEECH_TOKENS,
+            named_tokens={
+                "image_token": "<|image_pad|>", "video_token": "<|video_pad|>", "audio_token": "<|AUDIO|>",
+                "vision_bos_token": "<|vision_start|>", "vision_eos_token": "<|vision_end|>",
+                "audio_bos_token": "<|audio_bos|>", "audio_eos_token": "<|audio_eos|>",
+            },
+            token_ids={
+                "image_token_index": "<|image_pad|>", "video_token_index": "<|video_pad|>",
+                "audio_token_index": "<|AUDIO|>", "vision_start_token_id": "<|vision_start|>",
+                "vision_end_token_id": "<|vision_end|>", "audio_start_token_id": "<|audio_bos|>",
+                "audio_end_token_id": "<|audio_eos|>",
+            },
+            sound="<|audio_bos|><|AUDIO|><|audio_eos|>",
+            processor=tiny_processor,
+        )
+    }  # fmt: skip
+
+    # --- tokens and positions
+
+    def token_of(self, processor: Any, kind: Kind) -> int:
+        return processor.tokenizer.convert_tokens_to_ids(getattr(processor, f"{kind}_token"))
+
+    def token_kind(self, kind: Kind) -> Kind:
+        # All features are put in place together: a video and its audio take turns in the prompt.
+        return "image"
+
+    def media_tokens(self, config: Any, input_ids: Tensor) -> dict[Kind, Tensor]:
+        tokens = torch.tensor(
+            [config.image_token_id, config.video_token_id, config.audio_token_id], device=input_ids.device
+        )
+        return {"image": torch.isin(input_ids, tokens).nonzero()[:, 0]}
+
+    def audio_shape(self, processor: Any, num_samples: int) -> MediumShape:
+        frames = -(-num_samples // processor.feature_extractor.hop_length)
+        return MediumShape([self.token_of(processor, "audio")] * _tokens_of(frames), {"frames": frames})
+
+    def constants(self, config: Any) -> MropeConstants:
+        return replace(super().constants(config), tokens_per_second=config.position_id_per_seconds)
+
+    # --- model inputs and features
+
+    def audio_inputs(self, processor: Any, samples: np.ndarray) -> dict[str, Tensor]:
+        # The processor pads to its longest clip, 300 seconds. Zeros as wide as a window give the same frames.
+        extractor = processor.feature_extractor
+        made = extractor(
+            [samples], sampling_rate=extractor.sampling_rate, padding="max_length",
+            max_length=len(samples) + extractor.n_fft, truncation=False, return_tensors="pt",
+        )  # fmt: skip
+        frames = -(-len(samples) // extractor.hop_length)
+        return {AUDIO: made["input_features"][0, :, :frames].T.contiguous()}
+
+    def own_inputs(self, media: Sequence[Medium]) -> dict[str, Tensor]:
+        inputs: dict[str, Tensor] = {}
+        if seen := [medium for medium in media if medium.kind != "audio"]:
+            inputs |= super().own_inputs(seen)
+            seconds = inputs.pop("second_per_grid_ts", None)
+            inputs |= {} if seconds is None else {"video_second_per_grid": seconds}
+        if heard := [medium.tensors[AUDIO] for medium in media if medium.kind == "audio"]:
+            inputs[AUDIO] = nn.utils.rnn.pad_sequence(heard, batch_first=True).transpose(1, 2)
+            masks = [torch.ones(len(clip), dtype=torch.int64, device=clip.device) for clip in heard]
+            inputs["feature_attention_mask"] = nn.utils.rnn.pad_sequence(masks, batch_first=True)
+        return inputs
+
+    def encode(self, owner: Any, media: Sequence[Medium]) -> list[Tensor]:
+        seen = [medium for medium in media if medium.kind != "audio"]
+        heard = [medium for medium in media if medium.kind == "audio"]
+        device = next(iter(media[0].tensors.values())).device
+        blank = to_device(self.example(owner.config, None).media, device)
+        pictures = super().encode(owner, seen or blank[:1])
+        sounds = _encoded(owner.audio_tower, heard or blank[1:])
+        remaining = iter(pictures), iter(sounds)
+        found = [next(remaining[medium.kind == "audio"]) for medium in media]
+        if not (seen and heard):  # the other encoder's gradients are zero, not missing
+            found[0] = found[0] + 0 * (pictures if heard else sounds)[0].sum()
+        return found
+
+    def units(self, config: Any, facts: Mapping[str, Any]) -> list[int]:
+        if "frames" not in facts:
+            return super().units(config, facts)
+        size, tokens = 2 * config.audio_config.n_window, _tokens_of(facts["frames"])
+        if size % 4:  # features are made of two chunks
+            return [tokens]
+        whole, rest = divmod(tokens, size // 4)
+        return [size // 4] * whole + [rest] * (rest > 0)
+
+    def cut(self, config: Any, medium: Medium, first: int, stop: int) -> Medium:
+        if medium.kind != "audio":
+            return super().cut(config, medium, first, stop)
+        chunk = 2 * config.audio_config.n_window
+        is_last = stop == len(self.units(config, medium.facts))
+        frames = medium.tensors[AUDIO][first * chunk : None if is_last else stop * chunk]
+        return medium._replace(tensors={AUDIO: frames}, facts={"frames": len(frames)})
+
+    def example(self, config: Any, processor: Any, generator: torch.Generator | None = None) -> ExampleRow:
+        image = super().example(config, processor, generator)
+        audio = _audio(config, BLANK_FRAMES if generator is None else EXAMPLE_FRAMES, generator)
+        tokens = [config.audio_token_id] * _tokens_of(audio.facts["frames"])
+        ids = torch.tensor([config.audio_start_token_id, *tokens, config.audio_end_token_id])
+        return ExampleRow(torch.cat([image.input_ids, ids]), [*image.media, audio])
+
+    # --- the rollout engine
+
+    def engine_options(self, kinds: Container[Kind], videos: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        options = super().engine_options(kinds, videos)
+        if videos:
+            options["second_per_grid_ts"] = [PATCH_FRAMES / sampled_fps(meta) for meta in videos]
+        return options
+
+
+def _audio(config: Any, frames: int, generator: torch.Generator | None = None) -> Medium:
+    values = example_pixels((frames, config.audio_config.num_mel_bins), generator)
+    return Medium("audio", {AUDIO: values}, {"frames": frames})
+
+
+def _tokens_of(frames: int) -> int:
+    """Return the tokens of so many mel frames: a convolution halves their number, and so does pooling."""
+    return (frames + 1) // 2 // 2
+
+
+def _encoded(tower: Any, audio: Sequence[Medium]) -> list[Tensor]:
+    """Return the features (tokens, hidden size) of each clip, from one call of the encoder."""
+    frames = torch.cat([medium.tensors[AUDIO] for medium in audio])
+    lengths = torch.tensor([medium.facts["frames"] for medium in audio])
+    # Computed on CPU, so that no length is read back from the device.
+    module = import_module(type(tower).__module__)
+    chunks, sizes = module.chunk_and_pad_features(frames.T, lengths, tower.config.n_window)
+    on_device = {
+        "padded_feature": chunks,
+        "chunk_lengths": sizes,
+        "valid_indices": module.get_valid_indices(sizes),
+        "pool_indices": module.get_pool_indices(lengths),
+    }
+    encoded = tower(
+        frames.T,
+        feature_lens=lengths,
+        cu_seqlens=module.get_audio_cu_seqlens(sizes),
+        **to_device(on_device, frames.device),
+    )
+    return list(encoded.last_hidden_state.split([_tokens_of(length) for length in lengths.tolist()]))
