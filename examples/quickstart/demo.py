@@ -2,12 +2,13 @@
 """Train a tiny model with random weights to name colors, with the complete training system.
 
 The questions ask for the color of a shape in an image or in a sentence (`--text`), or of the one of two
-squares that moves in a video (`--video`); or whether a tone is high or low (`--audio`).
+squares that moves in a video (`--video`); whether a tone is high or low (`--audio`); or what happens in a
+video with sound (`--audio-video`).
 
 Creates the model and the questions, trains with `verl.trainer.main`, plots the curves, exports the last
 checkpoint, and asks the exported model one question. The last line of the output is JSON.
 
-    python3 examples/quickstart/demo.py [--text | --video | --audio] [--folder FOLDER] [--seed 0] [a.b=c ...]
+    python3 examples/quickstart/demo.py [--video] [--folder FOLDER] [--seed 0] [a.b=c ...]
 """
 
 import argparse
@@ -33,6 +34,7 @@ if __name__ == "__main__":
 import matplotlib
 import matplotlib.pyplot as plt
 import torch
+from events import ANSWERS, FPS, NUM_FRAMES, write_event_questions
 from moving import NUM_SAMPLED, write_video_questions
 from PIL import Image
 from shapes import IMAGE_SIZE, write_questions
@@ -50,6 +52,7 @@ from verl.utils.quiet import no_weight_bars
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 ACCURACY = "val/accuracy_reward"
+FRAME_LIMITS = dict(shortest_edge=IMAGE_SIZE**2, longest_edge=IMAGE_SIZE**2)  # of pixels
 
 
 def read_image(path: Path) -> dict[str, Any]:
@@ -57,10 +60,10 @@ def read_image(path: Path) -> dict[str, Any]:
     return {"images": [Image.open(path)]}
 
 
-def read_frames(path: Path) -> dict[str, Any]:
+def read_frames(path: Path, num_frames: int = NUM_SAMPLED) -> dict[str, Any]:
     """Return the frames of a video that the trainer samples, as arguments of a processor."""
     frames, meta = read_video(
-        str(path), VideoOptions(IMAGE_SIZE**2, IMAGE_SIZE**2, 28, num_frames=NUM_SAMPLED)
+        str(path), VideoOptions(IMAGE_SIZE**2, IMAGE_SIZE**2, 28, num_frames=num_frames)
     )
     facts = {key: value for key, value in meta.items() if key != "do_sample_frames"}
     return {"videos": [frames], "video_metadata": [facts], "do_sample_frames": False}
@@ -69,6 +72,12 @@ def read_frames(path: Path) -> dict[str, Any]:
 def read_sound(path: Path) -> dict[str, Any]:
     """Return the samples of a sound as arguments of a processor."""
     return {"audio": [read_audio(str(path), AudioOptions(RATE, longest_s=30))], "sampling_rate": RATE}
+
+
+def read_film(path: Path) -> dict[str, Any]:
+    """Return the frames and the sound of a video as arguments of a processor."""
+    options = {"use_audio_in_video": True, "fps": FPS, "size": FRAME_LIMITS}
+    return read_sound(path) | read_frames(path, NUM_FRAMES) | {"videos_kwargs": options}
 
 
 @dataclass(frozen=True)
@@ -126,6 +135,21 @@ KINDS = {
         {"one answer for all": 0.5},
         ("worker.reward.reward_function_kwargs={words: [high, low]}",),
         (*PITCHES, "Is", "the", "tone", "or", "?"),
+    ),
+    "audio_video": Kind(
+        "qwen2_5_omni",
+        "Qwen2_5OmniThinkerForConditionalGeneration",
+        write_event_questions,
+        "videos",
+        read_film,
+        {"one answer for all": 0.25, "frames or sound alone": 0.5},
+        (
+            "data.use_audio_in_video=true",
+            "data.max_prompt_length=96",
+            f"worker.rollout.num_video_frames={NUM_FRAMES}",
+            f"worker.reward.reward_function_kwargs={{words: [{', '.join(ANSWERS)}]}}",
+        ),
+        (*ANSWERS, "What", "happens", "?"),
     ),
 }
 
@@ -225,7 +249,10 @@ def ask(model_path: Path, folder: Path, kind: Kind) -> tuple[str, str, str]:
     messages = [{"role": "user", "content": content}]
     text = reader.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     inputs = reader(text=[text], return_tensors="pt", **media)
-    inputs |= find_positions(model.config, inputs)
+    if media.get("videos_kwargs"):
+        inputs["use_audio_in_video"] = True  # the model computes its positions itself
+    else:
+        inputs |= find_positions(model.config, inputs)
     output = model.generate(**inputs, max_new_tokens=1, do_sample=False)
     response = reader.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     return question, response, row["answer"]
@@ -263,6 +290,13 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     kinds.add_argument("--text", dest="name", action="store_const", const="text", help="ask about sentences")
     kinds.add_argument("--video", dest="name", action="store_const", const="video", help="ask about videos")
     kinds.add_argument("--audio", dest="name", action="store_const", const="audio", help="ask about tones")
+    kinds.add_argument(
+        "--audio-video",
+        dest="name",
+        action="store_const",
+        const="audio_video",
+        help="ask about videos with sound",
+    )
     parser.set_defaults(name="image")
     parser.add_argument("--folder", type=Path, default=None, help="output folder")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights, questions and sampling")

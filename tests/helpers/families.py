@@ -57,6 +57,7 @@ class Clip(NamedTuple):
 
     frames: np.ndarray  # (T, H, W, 3) uint8
     meta: Mapping[str, Any]  # as `verl.data.media.video` writes it
+    sound: np.ndarray | None = None  # (N,) float32, if it is heard
 
 
 class Sound(NamedTuple):
@@ -180,7 +181,8 @@ def shape_of(tiny: Tiny, part: Medial) -> MediumShape:
     if isinstance(part, Sound):
         return tiny.family.audio_shape(tiny.processor, len(part.samples))
     num_frames, height, width, _ = part.frames.shape
-    return tiny.family.video_shape(tiny.processor, num_frames, height, width, part.meta)
+    meta = part.meta if part.sound is None else {**part.meta, "num_samples": len(part.sound)}
+    return tiny.family.video_shape(tiny.processor, num_frames, height, width, meta)
 
 
 def media_shape_of(tiny: Tiny, row: Sequence[Part]) -> MediaShape:
@@ -200,13 +202,24 @@ def medium_of(tiny: Tiny, part: Medial) -> Medium:
     if isinstance(part, Image.Image):
         return Medium("image", tiny.family.image_inputs(tiny.processor, part), facts)
     if isinstance(part, Sound):
-        return Medium("audio", tiny.family.audio_inputs(tiny.processor, part.samples), facts)
+        return heard(tiny, part.samples)
     return Medium("video", tiny.family.video_inputs(tiny.processor, part.frames, part.meta), facts)
 
 
 def media_of(tiny: Tiny, row: Sequence[Part]) -> list[Medium]:
-    """Return the row's media in the order of the prompt."""
-    return [medium_of(tiny, part) for part in row if not isinstance(part, str)]
+    """Return the row's media in the order of the prompt, the sound of a clip after it."""
+    media = []
+    for part in row:
+        if not isinstance(part, str):
+            media.append(medium_of(tiny, part))
+        if isinstance(part, Clip) and part.sound is not None:
+            media.append(heard(tiny, part.sound))
+    return media
+
+
+def heard(tiny: Tiny, samples: np.ndarray) -> Medium:
+    facts = tiny.family.audio_shape(tiny.processor, len(samples)).facts
+    return Medium("audio", tiny.family.audio_inputs(tiny.processor, samples), facts)
 
 
 def features_of(tiny: Tiny, media: Sequence[Medium]) -> list[Tensor]:
@@ -229,8 +242,12 @@ def own_inputs_of(tiny: Tiny, row: Sequence[Part], **options: Any) -> dict[str, 
         if "audio" in tiny.family.kinds:  # such processors have their own defaults for what the files say
             size = dict(tiny.processor.video_processor.size)
             arguments["videos_kwargs"] = {"fps": sampled_fps(clips[0].meta), "size": size}
-    if sounds := sounds_of(row):
-        arguments["audio"] = [sound.samples for sound in sounds]
+    sounds = [sound.samples for sound in sounds_of(row)]
+    sounds += [clip.sound for clip in clips if clip.sound is not None]
+    if sounds:
+        arguments["audio"] = sounds
+    if any(clip.sound is not None for clip in clips):
+        arguments["videos_kwargs"]["use_audio_in_video"] = True
     if not tiny.processor.tokenizer.init_kwargs.get("add_bos_token"):
         arguments["add_special_tokens"] = False
     return dict(tiny.processor(**arguments))
@@ -316,6 +333,7 @@ def assert_positions_are_the_models(tiny: Tiny, row: Sequence[Part]) -> None:
         inputs["audio_seqlens"] = inputs["feature_attention_mask"].sum(-1)
     if "video_second_per_grid" in inputs:
         inputs["second_per_grids"] = torch.as_tensor(inputs["video_second_per_grid"])
+    inputs["use_audio_in_video"] = any(clip.sound is not None for clip in clips_of(row))
     known = signature(tiny.owner.get_rope_index).parameters
     own, _ = tiny.owner.get_rope_index(**{name: inputs[name] for name in inputs if name in known})
     assert found is not None
@@ -338,6 +356,7 @@ def assert_inputs_are_the_processors(tiny: Tiny, row: Sequence[Part]) -> None:
     ours |= tiny.family.own_arguments(tiny.config, ours["input_ids"])
     if positions is not None:
         ours["position_ids"] = positions[:, None]
+    theirs["use_audio_in_video"] = any(clip.sound is not None for clip in clips_of(row))
     known = signature(tiny.model.forward).parameters
     with torch.no_grad():
         found, expected = (

@@ -27,7 +27,9 @@ def requests_of(tiny: Tiny, rows: Sequence[Sequence[Part]]) -> list[RolloutReque
         prompt_ids = tiny.processor.tokenizer.encode(render(tiny, row), add_special_tokens=False)
         videos = [(clip.frames, dict(clip.meta)) for clip in clips_of(row)]
         audios = [(sound.samples, 16000) for sound in sounds_of(row)]
-        media = DecodedMedia(images_of(row), videos, audios)
+        clips = [clip.sound for clip in clips_of(row)]
+        heard = [(sound, 16000) for sound in clips if sound is not None]
+        media = DecodedMedia(images_of(row), videos, audios, heard)
         requests.append(RolloutRequest(f"row {number}", prompt_ids, media))
     return requests
 

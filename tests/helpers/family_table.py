@@ -87,9 +87,11 @@ def groups_of(kind: str) -> list[Group]:
         groups += [([clip, "What moves?"], (3, 2)), (["first\n", clip, "then\n", wide], (4, 2))]
     if "audio" in load_tiny(kind).family.kinds:
         long, short = random_sound(rng, 4.3), random_sound(rng, 0.5)
+        film = clip._replace(sound=random_sound(rng, 2.7).samples)
         groups += [
             ([long, "How many?"], (3, 2)),
             (["first\n", short, clip, small, long], (4, [2, [short], 1])),
+            (["What is heard in\n", film, " and\n", small, film, "?"], (4, 2)),
         ]
     return groups
 

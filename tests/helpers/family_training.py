@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import pad
 
-from tests.helpers.families import Part, Tiny, expanded, load_own, media_of, media_shape_of, open_tiny
+from tests.helpers.families import Clip, Part, Tiny, expanded, load_own, media_of, media_shape_of, open_tiny
 from verl.data.media.loader import references_in_order
 from verl.distributed.fsdp import fsdp_blocks
 from verl.distributed.sequence_parallel import SequenceParallel
@@ -50,10 +50,13 @@ class HeldMedia:
 
     def hold(self, parts: Sequence[Part]) -> dict[str, Any] | None:
         """Keep the media of a row and return their references."""
-        refs: dict[str, list[str]] = {"images": [], "videos": [], "audios": [], "order": []}
+        refs: dict[str, list[str]] = {"images": [], "videos": [], "audios": [], "sounds": [], "order": []}
+        has_sound = any(isinstance(part, Clip) and part.sound is not None for part in parts)
         for medium in media_of(self.tiny, parts):
-            refs[f"{medium.kind}s"].append(str(len(self.held)))
-            refs["order"].append(medium.kind)
+            name = "sounds" if has_sound and medium.kind == "audio" else f"{medium.kind}s"
+            refs[name].append(str(len(self.held)))
+            if name != "sounds":
+                refs["order"].append(medium.kind)
             self.held.append(medium)
         return refs if refs["order"] else None
 

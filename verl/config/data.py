@@ -38,6 +38,9 @@ class RowsConfig:
     audio_dir: str | None = option(
         None, "Base folder of audio paths; null is `image_dir`.", resolve=existing_folder
     )
+    use_audio_in_video: bool = option(
+        False, "Hear the sound of videos along with their frames, for models that hear."
+    )
     cache_dir: str | None = option(
         None, "Folder that caches decoded video frames; null disables the cache.", resolve=writable_folder
     )

@@ -23,7 +23,7 @@ from verl.data.bad_rows import BadRowError
 from verl.data.columns import media_column
 from verl.data.media.audio import wav_bytes
 from verl.data.media.item_options import read_item_options
-from verl.data.media.references import Reference, is_url
+from verl.data.media.references import Reference, is_url, sound_of
 from verl.data.media.sizes import to_8_bits
 from verl.data.plain_files import Row
 from verl.data.prompt_template import PromptFormat
@@ -126,6 +126,13 @@ def media_of(
     }
     if "audio" in kinds:
         media["audios"] = read(row.get(config.audio_key), "audio", config.audio_dir or config.image_dir)
+        if config.use_audio_in_video and media["videos"]:
+            if media["audios"]:
+                raise BadRowError(
+                    "the row has audio besides videos whose sound is heard (`data.use_audio_in_video`), which"
+                    " the rollout engine cannot tell apart: leave out one of the two"
+                )
+            media["sounds"] = [sound_of(video) for video in media["videos"]]
     if kinds:
         check_counts(messages, media, media_columns(config, kinds), row)
     elif any(media.values()):

@@ -41,6 +41,7 @@ class FlopsCounter:
     `N_active` counts the weight matrices that a token uses: no embeddings, and k of E experts. A sequence of
     L tokens has L (L + 1) / 2 pairs, fewer with a sliding window. Layers without attention have none; those
     with a state, such as linear attention, cost every token the same, see `linear_attention/operations.py`.
+    Encoders of audio are not counted.
 
     Source: "Scaling Laws for Neural Language Models", section 2.1 (https://arxiv.org/abs/2001.08361); MFU:
     PaLM, appendix B (https://arxiv.org/abs/2204.02311), which counts attention without the causal mask.
@@ -99,9 +100,12 @@ class TextShape:
 
     def __init__(self, model: PreTrainedModel) -> None:
         config = model.config.get_text_config()
-        vision = {id(weight) for tower in vision_towers(model) for weight in tower.parameters()}
+        encoders = [*vision_towers(model), *submodels(model, "audio_config")]
+        in_encoders = {id(weight) for encoder in encoders for weight in encoder.parameters()}
         head = model.get_output_embeddings().weight  # type: ignore[union-attr] (a causal model has one)
-        weights = [weight for weight in matrices(model) if id(weight) not in vision and weight is not head]
+        weights = [
+            weight for weight in matrices(model) if id(weight) not in in_encoders and weight is not head
+        ]
         chosen = experts_per_token(config)
         convolved = {id(module.weight) for module in model.modules() if isinstance(module, nn.Conv1d)}
         # A stack of experts is one weight (experts, in, out).
@@ -170,10 +174,14 @@ class VisionShape:
 
 
 def vision_towers(model: PreTrainedModel) -> list[PreTrainedModel]:
-    """Return the submodels that are built from the model's `vision_config`."""
-    vision = getattr(model.config, "vision_config", None)
+    return submodels(model, "vision_config")
+
+
+def submodels(model: PreTrainedModel, name: str) -> list[PreTrainedModel]:
+    """Return the submodels that are built from the part of this name of the model's config."""
+    config = getattr(model.config, name, None)
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
-    return [part for part in parts if vision is not None and type(part.config) is type(vision)]
+    return [part for part in parts if config is not None and type(part.config) is type(config)]
 
 
 def matrices(model: nn.Module) -> list[nn.Parameter]:

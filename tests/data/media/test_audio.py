@@ -3,6 +3,7 @@
 
 import io
 import re
+import sys
 
 import av
 import numpy as np
@@ -10,16 +11,22 @@ import pytest
 import torch
 
 from tests.helpers.media import save_video
+from tests.helpers.training import QUICKSTART
+from verl.config.data import DataConfig
 from verl.data.bad_rows import BadRowError
 from verl.data.media.audio import AudioOptions, read_audio, wav_bytes
 from verl.data.media.cache import MediaCache
 from verl.data.media.loader import MediaLoader
 from verl.data.media.sizes import MediaOptions
-from verl.data.messages import references
+from verl.data.messages import media_of, references
 from verl.data.tokenizer import load_processor
 from verl.models.tiny import save_tiny_model
 
+sys.path.insert(0, str(QUICKSTART))
+from events import NUM_FRAMES, save_film
+
 RATE = 16000
+HEARD = DataConfig(use_audio_in_video=True)
 OPTIONS = AudioOptions(RATE, longest_s=30)
 TONES = {"left": (440, 0.5), "right": (1000, 0.25)}  # Hz and amplitude
 
@@ -146,3 +153,63 @@ def test_an_item_may_name_the_part_to_read(loader):
     assert np.array_equal(samples, wave[4000:8000]) and rate == RATE
     with pytest.raises(BadRowError, match=re.escape("a `audio_start` (2.0) above its `audio_end` (1.0)")):
         references({"path": "a.wav", "audio_start": 2.0, "audio_end": 1.0}, "audio", None)
+
+
+@pytest.fixture(scope="module")
+def film(tmp_path_factory):
+    path = tmp_path_factory.mktemp("films") / "one.mp4"
+    frames = [np.full((56, 56, 3), 20 * number, dtype=np.uint8) for number in range(NUM_FRAMES)]
+    save_film(frames, tone("left", RATE).astype(np.float32), path)
+    return str(path)
+
+
+def row_of(videos, **others):
+    return {"videos": videos} | others
+
+
+def messages_of(row):
+    parts = [{"type": kind} for kind in ("video", "audio") for _ in row.get(f"{kind}s", ())]
+    return [{"role": "user", "content": parts}]
+
+
+def heard_media(row):
+    return media_of(row, messages_of(row), HEARD, ("image", "video", "audio"))
+
+
+def test_a_film_is_seen_and_heard_in_turns(loader, film):
+    media = heard_media(row_of([film]))
+
+    (shape,) = loader.measure(media).videos
+    seen, heard = loader.media(media)
+
+    kinds = dict(zip(loader.family.placeholders(loader.processor), ("image", "video", "audio"), strict=True))
+    inside = [kinds[token] for token in shape.tokens[1:-1]]
+    assert shape.facts["turns"] == [["video", 2], ["audio", inside.count("audio")]]
+    assert inside == sorted(inside, reverse=True) and 25 <= inside.count("audio") <= 27  # AAC adds a little
+    assert (seen.kind, heard.kind) == ("video", "audio") and "input_features" not in seen.tensors
+    assert len(heard.tensors["input_features"]) == heard.facts["frames"]
+    assert loader.shape_of(loader.decode(media)).videos == [shape]
+
+
+def test_a_part_of_a_film_is_heard_as_it_is_seen(loader, film):
+    media = heard_media(row_of([{"video": film, "video_start": 0.25, "video_end": 0.75}]))
+
+    ((samples, _),) = loader.decode(media).sounds
+    whole = read_audio(film, OPTIONS)
+
+    assert np.array_equal(samples, whole[RATE // 4 : 3 * RATE // 4])
+
+
+def test_a_film_without_sound_is_heard_as_silence(loader, tmp_path):
+    path = save_video(tmp_path / "a.mkv", 56, 56, 16, fps=8)
+
+    media = heard_media(row_of([path]))
+
+    ((samples, rate),) = loader.decode(media).sounds
+    assert not samples.any() and len(samples) == 2 * rate
+    assert loader.measure(media).videos[0].facts["turns"][1] == ["audio", 50]
+
+
+def test_sound_of_films_beside_other_audio_is_a_bad_row(film):
+    with pytest.raises(BadRowError, match="audio besides videos whose sound is heard"):
+        heard_media(row_of([film], audios=["a.wav"]))

@@ -88,7 +88,8 @@ def prompt_of(kind: str, seed: int) -> Prompt:
     ]
     takes = torch.zeros(len(made["prompt_token_ids"]), dtype=torch.bool)
     for place in (medium.mm_position for medium in media):
-        takes[place.offset : place.offset + place.length] = True if place.is_embed is None else place.is_embed
+        taken = slice(place.offset, place.offset + place.length)  # a video and its sound have the same
+        takes[taken] |= True if place.is_embed is None else place.is_embed
     media.sort(key=lambda medium: medium.mm_position.offset)
     return Prompt(torch.tensor(made["prompt_token_ids"]), takes, media)
 

@@ -131,8 +131,19 @@ def test_a_model_that_hears_has_its_own_log_probs_for_every_kind_of_media(single
         ["first ", sounds[0], " then ", IMAGES[0], sounds[1], "?"],
         [random_clip(rng, 4, 64, 64), sounds[0], random_clip(rng, 6, 64, 64, fps=3.0), "What moves?"],
     ]
+    # Frames close together, half a second apart, and one in seven seconds; more sound than frames and less.
+    films = [
+        random_clip(rng, *size, fps=fps)
+        for size, fps in (((6, 64, 64), 8.0), ((4, 64, 96), 6.0), ((6, 64, 64), 0.857))
+    ]
+    lengths = (2.5, 0.4, 21.0)
+    heard = [
+        clip._replace(sound=random_sound(rng, each).samples)
+        for clip, each in zip(films, lengths, strict=True)
+    ]
+    rows += [[heard[0], "What is heard?"], ["a", heard[1], IMAGES[0], heard[2], " or ", heard[0], "?"]]
 
-    engine = build_rollout_engine(rollout_config(limit_images=2), setup_of(tiny.folder))
+    engine = build_rollout_engine(rollout_config(limit_images=2, max_model_len=1024), setup_of(tiny.folder))
 
     assert engine_error(tiny, engine, rows, seeds=(1,)) < 1e-4
     engine.close()

@@ -30,6 +30,12 @@ class AudioOptions:
     audio_end: float | None = None
 
 
+def has_audio(source: str | bytes) -> bool:
+    """Return whether a file has an audio stream, without decoding."""
+    with av.open(openable(source), "r", container_options=SAFE) as container:
+        return bool(container.streams.audio)
+
+
 def read_audio(source: str | bytes, options: AudioOptions) -> np.ndarray:
     """Return the samples (N,) float32 of the first audio stream: the mean of its channels.
 

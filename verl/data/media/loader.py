@@ -9,6 +9,7 @@ a batch share one decoding.
 import hashlib
 import itertools
 import json
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
@@ -20,7 +21,7 @@ from PIL import Image
 from torch import Tensor
 
 from verl.data.bad_rows import BadRowError
-from verl.data.media.audio import AudioOptions, read_audio
+from verl.data.media.audio import AudioOptions, has_audio, read_audio
 from verl.data.media.cache import Entry, MediaCache, MediaFolder
 from verl.data.media.download import DownloadFolder
 from verl.data.media.item_options import size_options, with_item_options, without_effect
@@ -55,6 +56,7 @@ class DecodedMedia:
     images: list[Image.Image] = field(default_factory=list)  # RGB
     videos: list[tuple[np.ndarray, dict[str, Any]]] = field(default_factory=list)  # (T, H, W, 3) uint8, meta
     audios: list[tuple[np.ndarray, int]] = field(default_factory=list)  # (N,) float32, samples per second
+    sounds: list[tuple[np.ndarray, int]] = field(default_factory=list)  # of each video, if they are heard
 
 
 class MediaLoader:
@@ -136,18 +138,21 @@ class MediaLoader:
 
     def measure(self, media: MediaData) -> MediaShape:
         """Read the shapes of a row's media from file headers, without decoding."""
+        sounds = self._local(media, "sounds") or itertools.repeat(None)
         return MediaShape(
-            [self._measured("image", ref) for ref in self._local(media, "images")],
-            [self._measured("video", ref) for ref in self._local(media, "videos")],
-            [self._measured("audio", ref) for ref in self._local(media, "audios")],
+            [
+                self.family.image_shape(self.processor, *self._header_size(ref))
+                for ref in self._local(media, "images")
+            ],
+            [self._watched(*each) for each in zip(self._local(media, "videos"), sounds, strict=False)],
+            # headers do not say how many samples there are
+            [self._heard(len(self._samples(ref))) for ref in self._local(media, "audios")],
         )
 
-    def _measured(self, kind: Kind, ref: Reference) -> MediumShape:
-        if kind == "image":
-            return self.family.image_shape(self.processor, *self._header_size(ref))
-        if kind == "audio":  # headers do not say how many samples there are
-            return self._heard_shape(len(self._samples(ref)))
-        return self.family.video_shape(self.processor, *self._header_video(ref))
+    def _watched(self, video: Reference, sound: Reference | None) -> MediumShape:
+        *size, meta = self._header_video(video)
+        samples = None if sound is None else self._samples(sound)
+        return self.family.video_shape(self.processor, *size, _with_sound(meta, samples))
 
     def shape_of(self, decoded: DecodedMedia) -> MediaShape:
         return shape_of(self.family, self.processor, decoded)
@@ -214,7 +219,10 @@ class MediaLoader:
         return DecodedMedia(
             [Image.fromarray(self._image(ref).numpy()) for ref in self._local(media, "images")],
             [(video.tensors["frames"].numpy(), video.meta) for video in videos],
-            [(self._samples(ref), self._hearing.rate) for ref in self._local(media, "audios")],
+            *(
+                [(self._samples(ref), self._hearing.rate) for ref in self._local(media, kind)]
+                for kind in ("audios", "sounds")
+            ),
         )
 
     def media(self, media: MediaData) -> list[Medium]:
@@ -266,13 +274,25 @@ class MediaLoader:
 
         def make() -> Entry:
             with reading("audio", ref):
-                samples = read_audio(payload(ref), options)
+                if isinstance(ref, dict) and ref.get("is_sound") and not has_audio(payload(ref)):
+                    samples = self._silence(ref, options)
+                else:
+                    samples = read_audio(payload(ref), options)
             return Entry({"samples": torch.from_numpy(samples)}, {})
 
         key = self._key("audio", ref, content_id("audio", ref))
         return self.cache.get_or_make(key, make).tensors["samples"].numpy()
 
-    def _heard_shape(self, num_samples: int) -> MediumShape:
+    def _silence(self, video: Reference, options: AudioOptions) -> np.ndarray:
+        """Return silence of the length of a video without sound, or of its part."""
+        info = self._video_info(video)
+        end = min(info.num_frames / info.fps, options.audio_end or math.inf)
+        seconds = end - (options.audio_start or 0.0)
+        if seconds > options.longest_s:
+            raise ValueError(f"it is longer than the {options.longest_s:g} s that the model hears")
+        return np.zeros(max(1, round(seconds * options.rate)), dtype=np.float32)
+
+    def _heard(self, num_samples: int) -> MediumShape:
         shape = self.family.audio_shape(self.processor, num_samples)
         if not shape.tokens:
             raise BadRowError(f"the audio has {num_samples} samples, too few for a token: leave the row out")
@@ -294,7 +314,7 @@ class MediaLoader:
 
     def _audio_entry(self, ref: Reference) -> Entry:
         samples = self._samples(ref)
-        return Entry(self.family.audio_inputs(self.processor, samples), self._heard_shape(len(samples)).facts)
+        return Entry(self.family.audio_inputs(self.processor, samples), self._heard(len(samples)).facts)
 
     def _key(self, kind: str, ref: Reference, content: bytes, more: str = "") -> str:
         options: list[Any] = [FORMAT[kind.removesuffix(" info")]]
@@ -310,21 +330,30 @@ class MediaLoader:
 
 
 def references_in_order(media: MediaData) -> Iterator[tuple[Kind, Reference]]:
-    """Yield a row's media in the order of the prompt: that of its `order`, or by kind."""
+    """Yield a row's media in the order of the prompt: that of its `order`, or by kind.
+
+    The sound of a video comes after it.
+    """
     refs = {kind: list((media or {}).get(f"{kind}s") or ()) for kind in KINDS}
     order = (media or {}).get("order") or [kind for kind in KINDS for _ in refs[kind]]
     assert len(order) == sum(map(len, refs.values())), "`order` names the kind of each medium"
     remaining = {kind: iter(refs[kind]) for kind in KINDS}
+    sounds = iter(media["sounds"]) if media and media.get("sounds") else None
     for name in order:
         kind = KINDS[KINDS.index(name)]
         yield kind, next(remaining[kind])
+        if kind == "video" and sounds is not None:
+            yield "audio", next(sounds)
 
 
 def shape_of(family: VisionFamily, processor: Any, decoded: DecodedMedia) -> MediaShape:
     """Return the shapes of decoded media."""
     return MediaShape(
         [family.image_shape(processor, image.height, image.width) for image in decoded.images],
-        [_video_shape(family, processor, *video) for video in decoded.videos],
+        [
+            _video_shape(family, processor, frames, _with_sound(meta, sound))
+            for (frames, meta), sound in zip(decoded.videos, _sounds_of(decoded), strict=True)
+        ],
         [family.audio_shape(processor, len(samples)) for samples, _ in decoded.audios],
     )
 
@@ -341,8 +370,31 @@ def media_in_order(
         "video": (Medium("video", *each) for each in _with_facts(videos, shape.videos)),
         "audio": (Medium("audio", *each) for each in _with_facts(audios, shape.audios)),
     }
-    kinds = family.placeholders(processor)
-    return [next(media[kinds[token]]) for token in prompt_ids if token in kinds]
+    sounds = iter(
+        None
+        if samples is None
+        else Medium(
+            "audio",
+            family.audio_inputs(processor, samples),
+            family.audio_shape(processor, len(samples)).facts,
+        )
+        for samples in _sounds_of(decoded)
+    )
+    kinds, found = family.placeholders(processor), []
+    for kind in (kinds[token] for token in prompt_ids if token in kinds):
+        found.append(next(media[kind]))
+        if kind == "video" and (sound := next(sounds)) is not None:
+            found.append(sound)
+    return found
+
+
+def _sounds_of(decoded: DecodedMedia) -> list[np.ndarray | None]:
+    """Return the samples of each video's sound; None where it is not heard."""
+    return [samples for samples, _ in decoded.sounds] or [None] * len(decoded.videos)
+
+
+def _with_sound(meta: Mapping[str, Any], samples: np.ndarray | None) -> dict[str, Any]:
+    return {**meta} if samples is None else {**meta, "num_samples": len(samples)}
 
 
 def _with_facts(

@@ -40,6 +40,14 @@ def payload(ref: Reference) -> str | bytes:
     return (ref.get("bytes") or ref["path"]) if isinstance(ref, dict) else ref
 
 
+def sound_of(video: Reference) -> Reference:
+    """Return a reference to the sound of a video, or of the part of it that is read."""
+    named = video if isinstance(video, dict) else {}
+    part = {f"audio_{edge}": named[f"video_{edge}"] for edge in ("start", "end") if f"video_{edge}" in named}
+    source = payload(video)
+    return {"path" if isinstance(source, str) else "bytes": source, "is_sound": True, **part}
+
+
 def shown_name(ref: Reference) -> str:
     """Return the name for errors: the original URL, the path, or the number of bytes."""
     source = (ref.get("url") if isinstance(ref, dict) else None) or payload(ref)

@@ -187,7 +187,11 @@ class VisionFamily(Family, ABC):
     def video_shape(
         self, processor: Any, num_frames: int, height: int, width: int, meta: Mapping[str, Any]
     ) -> MediumShape:
-        """Return the shape of a video of sampled frames; `meta` is that of `verl.data.media.video`."""
+        """Return the shape of a video of sampled frames.
+
+        Args:
+            meta: That of `verl.data.media.video`; with sound also `num_samples`, at the processor's rate.
+        """
         raise NotImplementedError(f"{type(self).__name__} reads no videos")
 
     def audio_shape(self, processor: Any, num_samples: int) -> MediumShape:
@@ -215,8 +219,9 @@ class VisionFamily(Family, ABC):
     def media_tokens(self, config: Any, input_ids: Tensor) -> dict[Kind, Tensor]:
         """Return where features replace the embeddings of expanded, packed ids (N,): (n,) for each kind."""
         tokens: dict[Kind, int] = {"image": image_token_id(config)}
-        if "video" in self.kinds and self.token_kind("video") == "video":
-            tokens["video"] = config.video_token_id
+        for kind in self.kinds[1:]:
+            if self.token_kind(kind) == kind:
+                tokens[kind] = getattr(config, f"{kind}_token_id")
         return {kind: (input_ids == token).nonzero()[:, 0] for kind, token in tokens.items()}
 
     def token_kind(self, kind: Kind) -> Kind:

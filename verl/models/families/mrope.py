@@ -18,6 +18,8 @@ from torch import Tensor
 NUM_AXES = 4  # text, time, height, width: the rows that transformers' models take
 
 Grid = tuple[int, int, int]  # patches in time, height and width, before merging
+# Whose tokens follow each other in a video with sound: kind, and number of temporal patches or audio tokens.
+Turns = Sequence[tuple[str, int]]
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,7 @@ class MropeConstants:
     video_token_id: int
     spatial_merge_size: int = 2
     tokens_per_second: float = 1.0
+    audio_token_id: int | None = None
 
     @classmethod
     def from_config(cls, config: Any) -> "MropeConstants":
@@ -36,6 +39,7 @@ class MropeConstants:
             video_token_id=config.video_token_id,
             spatial_merge_size=config.vision_config.spatial_merge_size,
             tokens_per_second=getattr(config.vision_config, "tokens_per_second", 1.0),
+            audio_token_id=getattr(config, "audio_token_id", None),
         )
 
 
@@ -45,10 +49,16 @@ def mrope_positions(
     images: Sequence[Grid] = (),
     videos: Sequence[Grid] = (),
     time_factors: Sequence[float] | None = None,  # time steps of a temporal patch of each video; None is one
+    turns: Sequence[Turns | None] | None = None,  # of each video; None for one without sound
 ) -> Tensor:
     """Return positions (4, L) int64: text, time, height and width; a video is one grid.
 
-    Source: Qwen2-VL, section 2.1 (https://arxiv.org/abs/2409.12191).
+    In a video with sound, audio tokens have positions like text, from the video's first one on. The tokens
+    that open and close the sound share positions with those around them, which open and close the video. The
+    text continues after the last turn.
+
+    Sources: Qwen2-VL, section 2.1 (https://arxiv.org/abs/2409.12191); Qwen2.5-Omni, section 2.2
+    (https://arxiv.org/abs/2503.20215), and `get_rope_index` of its model in transformers.
 
     Raises:
         ValueError: The tokens do not fit the grids.
@@ -56,6 +66,7 @@ def mrope_positions(
     tokens = torch.as_tensor(input_ids).tolist()
     grids = {constants.image_token_id: iter(images), constants.video_token_id: iter(videos)}
     factors = iter(time_factors or [1.0] * len(videos))
+    sounds = iter(turns or [None] * len(videos))
     parts: list[np.ndarray] = []  # of (3, tokens)
     start, position = 0, 0  # first token of the pending text; its position
     at = 0
@@ -66,16 +77,28 @@ def mrope_positions(
         token, grid = tokens[at], next(grids[tokens[at]], None)
         if grid is None:
             raise ValueError(f"media token {at} belongs to no image or video")
-        parts.append(_text(at - start, position))
-        block = _grid(grid, constants.spatial_merge_size)
-        size = block.shape[1]
-        if tokens[at : at + size] != [token] * size:
-            raise ValueError(f"the image or video at token {at} needs {size} media tokens")
+        block, sound = _grid(grid, constants.spatial_merge_size), None
         if token == constants.video_token_id:
             block[0] = (block[0] * next(factors)).astype(np.int64)
-        parts.append(block + position + at - start)
+            sound = next(sounds)
+        runs = [(token, block)] if sound is None else _with_sound(block, grid[0], sound, constants)
+        expected = [each for each, run in runs for _ in range(run.shape[1])]
+        size = len(expected)
+        if tokens[at : at + size] != expected:
+            raise ValueError(f"the image or video at token {at} needs {size} media tokens")
+        before = at - start  # tokens of text
+        if sound is not None:
+            before -= 1
+            parts.append(_text(before, position))
+            parts.append(_text(1, position + before - 1))
+        else:
+            parts.append(_text(before, position))
+        parts += [run + position + before for _, run in runs]
         position = int(parts[-1].max()) + 1
         at = start = at + size
+        if sound is not None:
+            parts.append(_text(1, position))
+            at = start = at + 1
     parts.append(_text(len(tokens) - start, position))
     if any(next(rest, None) for rest in grids.values()):
         raise ValueError("there are images or videos without media tokens")
@@ -95,6 +118,23 @@ def continue_positions(last: Tensor, length: int) -> Tensor:
 
 def _text(length: int, position: int) -> np.ndarray:
     return np.broadcast_to(np.arange(length) + position, (3, length))
+
+
+def _with_sound(
+    block: np.ndarray, num_patches: int, turns: Turns, constants: MropeConstants
+) -> list[tuple[int | None, np.ndarray]]:
+    """Return token and positions (3, n) of each turn, from those of a video (3, N)."""
+    patches = iter(np.split(block, num_patches, axis=1))
+    runs: list[tuple[int | None, np.ndarray]] = []
+    heard = 0
+    for kind, count in turns:
+        if kind == "audio":
+            runs.append((constants.audio_token_id, _text(count, heard)))
+            heard += count
+        else:
+            seen = np.concatenate([next(patches) for _ in range(count)], axis=1)
+            runs.append((constants.video_token_id, seen))
+    return runs
 
 
 def _grid(grid: Grid, merge: int) -> np.ndarray:

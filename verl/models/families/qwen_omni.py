@@ -17,22 +17,26 @@ from verl.distributed.device import to_device
 from verl.models.families.interface import (
     ExampleRow,
     Kind,
+    MediaShape,
     Medium,
     MediumShape,
     TinyModel,
     example_pixels,
 )
-from verl.models.families.mrope import MropeConstants
+from verl.models.families.mrope import MropeConstants, mrope_positions
 from verl.models.families.qwen_vl import (
     TINY_TOWER,
     Qwen25VL,
+    grids_of,
     sampled_fps,
+    time_factor,
     tiny_vision_processors,
 )
 from verl.models.families.tiny_sizes import TEXT, mrope
 
 AUDIO = "input_features"  # (mel frames, mel bins) of a clip
 BLANK_FRAMES, EXAMPLE_FRAMES = 4, 30  # of mel features: 1 and 7 tokens
+PER_SECOND, CHUNK_S = 25, 2  # positions in time; seconds of a turn of a video's patches and its sound
 PATCH_FRAMES = 2  # frames of a temporal patch
 TALKER_TOKENS = (
     "tts_text_start_token_id", "tts_text_end_token_id", "tts_text_pad_token_id", "vision_start_token_id",
@@ -57,9 +61,11 @@ def tiny_processor(tokenizer: Any) -> Any:
 class Qwen25Omni(Qwen25VL):
     """Qwen2.5-Omni (https://arxiv.org/abs/2503.20215), section 2.2.
 
-    Audio has a token for each 40 ms, and positions like text. Times of videos count 25 positions a second.
+    Audio has a token for each 40 ms, and positions like text. Times of videos count 25 positions a second. In
+    a video with sound, the patches of each 2 seconds come before the audio tokens of these 2 seconds.
 
-    Facts of an audio clip: `frames`, the number of its mel frames, one for each 10 ms.
+    Facts of an audio clip: `frames`, the number of its mel frames, one for each 10 ms. Of a video with sound
+    also `turns`: kind and number of the temporal patches or audio tokens that follow each other.
     """
 
     model_types = ("qwen2_5_omni_thinker",)
@@ -73,7 +79,9 @@ class Qwen25Omni(Qwen25VL):
     tower = "visual"
     audio_tower = "audio_tower"
     takes_features = False
-    engine_patches = ("take_times_of_videos", "size_frames_as_the_files_say")
+    engine_patches = (
+        "take_times_of_videos", "size_frames_as_the_files_say", "take_turns_of_videos_and_their_sound",
+    )  # fmt: skip
     tiny: ClassVar = {
         "qwen2_5_omni": TinyModel(
             "qwen2_5_omni",
@@ -110,22 +118,37 @@ class Qwen25Omni(Qwen25VL):
     def token_of(self, processor: Any, kind: Kind) -> int:
         return processor.tokenizer.convert_tokens_to_ids(getattr(processor, f"{kind}_token"))
 
-    def token_kind(self, kind: Kind) -> Kind:
-        # All features are put in place together: a video and its audio take turns in the prompt.
-        return "image"
-
-    def media_tokens(self, config: Any, input_ids: Tensor) -> dict[Kind, Tensor]:
-        tokens = torch.tensor(
-            [config.image_token_id, config.video_token_id, config.audio_token_id], device=input_ids.device
-        )
-        return {"image": torch.isin(input_ids, tokens).nonzero()[:, 0]}
+    def video_shape(
+        self, processor: Any, num_frames: int, height: int, width: int, meta: Mapping[str, Any]
+    ) -> MediumShape:
+        shape = super().video_shape(processor, num_frames, height, width, meta)
+        if "num_samples" not in meta:
+            return shape
+        seconds, patches = shape.facts["second_per_grid_ts"], shape.facts["grid_thw"][0]
+        turns = turns_of(patches, seconds, len(self.audio_shape(processor, meta["num_samples"]).tokens))
+        sizes = {"video": len(shape.tokens) // patches, "audio": 1}
+        ids = {kind: self.token_of(processor, kind) for kind in sizes}
+        tokens = [ids[kind] for kind, count in turns for _ in range(count * sizes[kind])]
+        edges = [processor.audio_bos_token, processor.audio_eos_token]
+        start, end = processor.tokenizer.convert_tokens_to_ids(edges)
+        return MediumShape([start, *tokens, end], shape.facts | {"turns": turns})
 
     def audio_shape(self, processor: Any, num_samples: int) -> MediumShape:
         frames = -(-num_samples // processor.feature_extractor.hop_length)
-        return MediumShape([self.token_of(processor, "audio")] * _tokens_of(frames), {"frames": frames})
+        return MediumShape([self.token_of(processor, "audio")] * audio_tokens(frames), {"frames": frames})
 
     def constants(self, config: Any) -> MropeConstants:
-        return replace(super().constants(config), tokens_per_second=config.position_id_per_seconds)
+        found = config.position_id_per_seconds, config.seconds_per_chunk
+        assert found == (PER_SECOND, CHUNK_S), (
+            f"positions and seconds of a chunk must be as in the paper: {found}"
+        )
+        return replace(super().constants(config), tokens_per_second=PER_SECOND)
+
+    def positions(self, config: Any, input_ids: Tensor, shape: MediaShape) -> Tensor:
+        turns = [video.facts.get("turns") for video in shape.videos]
+        factors = [time_factor(video.facts["second_per_grid_ts"], PER_SECOND) for video in shape.videos]
+        images, videos = grids_of(shape.images), grids_of(shape.videos)
+        return mrope_positions(input_ids, self.constants(config), images, videos, factors, turns)
 
     # --- model inputs and features
 
@@ -167,7 +190,7 @@ class Qwen25Omni(Qwen25VL):
     def units(self, config: Any, facts: Mapping[str, Any]) -> list[int]:
         if "frames" not in facts:
             return super().units(config, facts)
-        size, tokens = 2 * config.audio_config.n_window, _tokens_of(facts["frames"])
+        size, tokens = 2 * config.audio_config.n_window, audio_tokens(facts["frames"])
         if size % 4:  # features are made of two chunks
             return [tokens]
         whole, rest = divmod(tokens, size // 4)
@@ -184,7 +207,7 @@ class Qwen25Omni(Qwen25VL):
     def example(self, config: Any, processor: Any, generator: torch.Generator | None = None) -> ExampleRow:
         image = super().example(config, processor, generator)
         audio = _audio(config, BLANK_FRAMES if generator is None else EXAMPLE_FRAMES, generator)
-        tokens = [config.audio_token_id] * _tokens_of(audio.facts["frames"])
+        tokens = [config.audio_token_id] * audio_tokens(audio.facts["frames"])
         ids = torch.tensor([config.audio_start_token_id, *tokens, config.audio_end_token_id])
         return ExampleRow(torch.cat([image.input_ids, ids]), [*image.media, audio])
 
@@ -197,12 +220,23 @@ class Qwen25Omni(Qwen25VL):
         return options
 
 
+def turns_of(patches: int, seconds: float, sounds: int) -> list[list[Any]]:
+    """Return the turns of a video's temporal patches, `seconds` apart, and of its audio tokens."""
+    size, step = PER_SECOND * CHUNK_S, time_factor(seconds, PER_SECOND)
+    chunks = [int(number * step) // size for number in range(patches)]
+    turns: list[list[Any]] = []
+    for chunk in range(max(chunks[-1] + 1, -(-sounds // size))):
+        counts = {"video": chunks.count(chunk), "audio": max(0, min(size, sounds - chunk * size))}
+        turns += [[kind, count] for kind, count in counts.items() if count]
+    return turns
+
+
 def _audio(config: Any, frames: int, generator: torch.Generator | None = None) -> Medium:
     values = example_pixels((frames, config.audio_config.num_mel_bins), generator)
     return Medium("audio", {AUDIO: values}, {"frames": frames})
 
 
-def _tokens_of(frames: int) -> int:
+def audio_tokens(frames: int) -> int:
     """Return the tokens of so many mel frames: a convolution halves their number, and so does pooling."""
     return (frames + 1) // 2 // 2
 
@@ -226,4 +260,4 @@ def _encoded(tower: Any, audio: Sequence[Medium]) -> list[Tensor]:
         cu_seqlens=module.get_audio_cu_seqlens(sizes),
         **to_device(on_device, frames.device),
     )
-    return list(encoded.last_hidden_state.split([_tokens_of(length) for length in lengths.tolist()]))
+    return list(encoded.last_hidden_state.split([audio_tokens(length) for length in lengths.tolist()]))

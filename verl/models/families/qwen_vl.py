@@ -242,8 +242,8 @@ class Qwen25VL(QwenVL):
 
     def positions(self, config: Any, input_ids: Tensor, shape: MediaShape) -> Tensor:
         constants = self.constants(config)
-        seconds = torch.tensor([video.facts["second_per_grid_ts"] for video in shape.videos])  # float32
-        factors = [value * constants.tokens_per_second for value in seconds.tolist()]
+        per_second = constants.tokens_per_second
+        factors = [time_factor(video.facts["second_per_grid_ts"], per_second) for video in shape.videos]
         images, videos = grids_of(shape.images), grids_of(shape.videos)
         return mrope_positions(input_ids, constants, images, videos, factors)
 
@@ -300,6 +300,11 @@ class Qwen3VL(QwenVL):
         # Before transformers 5.10 processors replace the template's own vision start and end together with
         # the token of a video.
         return _without_outer_edges(expanded, processor)
+
+
+def time_factor(seconds: float, per_second: float) -> float:
+    """Return the steps in time between two temporal patches that are so many seconds apart, as in vLLM."""
+    return float(np.float32(seconds)) * per_second
 
 
 def grids_of(shapes: Sequence[MediumShape]) -> list[tuple[int, int, int]]:

@@ -50,7 +50,8 @@ def columns_of(rules: ConversationRules, key: Key, row: Columns, seed: int | Non
     columns, media = {**row, "sample": key.sample}, row["multi_modal_data"]
     if rules.media is not None and media:
         on_disk = rules.media.loader.on_disk
-        columns |= {name: list(map(on_disk, media.get(name) or ())) for name in ("images", "videos")}
+        names = ("images", "videos", *(("audios",) if "audios" in media else ()))
+        columns |= {name: list(map(on_disk, media.get(name) or ())) for name in names}
     if columns.get("seed") is None:
         columns["seed"] = _int_of(("seed", seed, key.uid)) % MAX_SEED
     return columns

@@ -146,10 +146,13 @@ def vllm_prompt(request: RolloutRequest, hf_config: Any) -> dict[str, Any]:
     if isinstance(request.media, EmbeddedMedia):
         return prompt | {"multi_modal_data": embedded_data(request.media, family)}
     data = {kind: list(getattr(request.media, f"{kind}s")) for kind in KINDS}
+    data["audio"] += request.media.sounds
     data = {modality: items for modality, items in data.items() if items}
     if data:
         prompt["multi_modal_data"] = data
     options = family.engine_options(data.keys(), [meta for _, meta in request.media.videos])
+    if request.media.sounds:
+        options = {**options, "use_audio_in_video": True}
     return prompt | {"mm_processor_kwargs": options} if options else prompt
 
 

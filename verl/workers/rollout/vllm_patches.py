@@ -21,6 +21,7 @@ from torch import Tensor
 
 from verl.distributed.device import is_gpu
 from verl.workers.rollout.vllm_image_blocks import with_image_rows
+from verl.workers.rollout.vllm_omni import positions_with_sound, tokens_with_sound
 
 SUPPORTED = ((0, 26), (0, 33))  # from, and below
 SHARED_MEMORY = Path("/dev/shm")
@@ -176,6 +177,17 @@ def take_times_of_videos() -> None:
 
     if not hasattr(theirs, "__wrapped__"):
         processor._postprocess_hf_mm_data = with_times
+
+
+def take_turns_of_videos_and_their_sound() -> None:
+    """Have vLLM give Qwen2.5-Omni's videos with sound the tokens and positions that training has."""
+    module = "vllm.model_executor.models.qwen2_5_omni_thinker"
+    processor = _replaceable(
+        f"{module}:Qwen2_5OmniThinkerMultiModalProcessor", "omni_get_updates_use_audio_in_video"
+    )
+    processor.omni_get_updates_use_audio_in_video = classmethod(tokens_with_sound)
+    model = _replaceable(f"{module}:Qwen2_5OmniThinkerForConditionalGeneration", "get_mrope_input_positions")
+    model.get_mrope_input_positions = positions_with_sound
 
 
 def size_frames_as_the_files_say() -> None:
