@@ -22,11 +22,11 @@ from tests.helpers.families import (
 from tests.helpers.family_training import assert_small, training_errors
 from verl.distributed.fsdp import full_named_tensors
 from verl.models.families.gemma import join_newlines
-from verl.models.families.interface import KINDS
 from verl.models.hub_names import HubNames
 from verl.models.tiny import TINY_MODELS, save_tiny_model
 
-KINDS_OF = {"gemma3_vl": ("image",), "gemma4": KINDS, "gemma4_moe": KINDS}
+BOTH = ("image", "video")
+KINDS_OF = {"gemma3_vl": ("image",), "gemma4": BOTH, "gemma4_moe": BOTH}
 SIZES = 30, 300
 RNG = np.random.default_rng(0)
 IMAGES = [random_image(RNG, *size) for size in [(60, 90), (30, 30)]]
