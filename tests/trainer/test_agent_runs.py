@@ -146,7 +146,7 @@ def test_conversations_are_counted_kept_and_scored(folder, unbroken):
     assert unbroken[2]["val/turns_reward"] >= 1
 
 
-@pytest.mark.slow  # one more run; those of a stream are resumed in every suite
+@pytest.mark.slow  # one more run; test_training.py resumes one in every suite
 def test_a_resumed_run_makes_the_step_that_it_would_have_made(folder, unbroken):
     checkpoint = folder / "unbroken" / "global_step_1"
 

@@ -141,7 +141,7 @@ def test_prompts_of_the_environment_are_trained_with_their_images(folder, unbrok
             assert value["users"] == ROUNDS  # the last observation is not read
 
 
-@pytest.mark.slow  # one more run; those of a stream are resumed in every suite
+@pytest.mark.slow  # one more run; test_training.py resumes one in every suite
 def test_a_resumed_run_makes_the_step_that_it_would_have_made(folder, unbroken):
     checkpoint = folder / "unbroken" / "global_step_1"
 

@@ -119,7 +119,7 @@ def test_an_agent_of_the_plain_client_is_trained_by_the_command(folder, unbroken
     assert sum(value["calls"] for value in values) > 0
 
 
-@pytest.mark.slow  # one more run; those of an environment and of a stream are resumed in every suite
+@pytest.mark.slow  # one more run; test_training.py resumes one in every suite
 def test_a_resumed_run_makes_the_step_that_it_would_have_made(folder, unbroken):
     checkpoint = folder / "unbroken" / "global_step_1"
 

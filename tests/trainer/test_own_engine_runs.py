@@ -116,12 +116,13 @@ def test_own_processes_equal_shared_ones_with_other_engines_and_adapters(
     check_equal(tmp_path / "own", own, shared, tmp_path / "shared")
 
 
+@pytest.mark.slow  # three runs each
 @pytest.mark.parametrize(
     "mode",
     [
-        pytest.param(AHEAD, marks=pytest.mark.slow, id="one_step_off"),
+        pytest.param(AHEAD, id="one_step_off"),
         pytest.param(STREAM, id="stream"),
-        pytest.param([*PARTIAL, "trainer.n_gpus_per_node=2"], marks=pytest.mark.slow, id="partial"),
+        pytest.param([*PARTIAL, "trainer.n_gpus_per_node=2"], id="partial"),
     ],
 )
 def test_a_run_that_samples_ahead_is_a_step_old_at_most_and_resumes_bit_for_bit(mode, arguments, tmp_path):

@@ -150,9 +150,10 @@ class MediaLoader:
         )
 
     def _watched(self, video: Reference, sound: Reference | None) -> MediumShape:
-        *size, meta = self._header_video(video)
+        num_frames, height, width, meta = self._header_video(video)
         samples = None if sound is None else self._samples(sound)
-        return self.family.video_shape(self.processor, *size, _with_sound(meta, samples))
+        meta = _with_sound(meta, samples)
+        return self.family.video_shape(self.processor, num_frames, height, width, meta)
 
     def shape_of(self, decoded: DecodedMedia) -> MediaShape:
         return shape_of(self.family, self.processor, decoded)

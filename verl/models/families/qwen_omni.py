@@ -126,7 +126,7 @@ class Qwen25Omni(Qwen25VL):
             return shape
         seconds, patches = shape.facts["second_per_grid_ts"], shape.facts["grid_thw"][0]
         turns = turns_of(patches, seconds, len(self.audio_shape(processor, meta["num_samples"]).tokens))
-        sizes = {"video": len(shape.tokens) // patches, "audio": 1}
+        sizes: dict[Kind, int] = {"video": len(shape.tokens) // patches, "audio": 1}
         ids = {kind: self.token_of(processor, kind) for kind in sizes}
         tokens = [ids[kind] for kind, count in turns for _ in range(count * sizes[kind])]
         edges = [processor.audio_bos_token, processor.audio_eos_token]
