@@ -19,7 +19,7 @@ from verl.models.families.registry import vision_family_of
 def tokens_with_sound(
     _cls: type, thinker_config: Any, audio_len: int, video_grid_thw: Any, video_second_per_grid_t: float
 ) -> list[int]:
-    """Return the tokens that replace a video's, in place of `omni_get_updates_use_audio_in_video`."""
+    """Return the tokens that replace a video's, instead of `omni_get_updates_use_audio_in_video`."""
     patches, height, width = map(int, video_grid_thw)
     patch = height * width // thinker_config.vision_config.spatial_merge_size**2
     tokens = [thinker_config.audio_start_token_id]
@@ -33,7 +33,7 @@ def tokens_with_sound(
 def positions_with_sound(
     model: Any, input_tokens: list[int], mm_features: Sequence[Any]
 ) -> tuple[Tensor, int]:
-    """Return positions (3, L) and what is added later on, in place of `get_mrope_input_positions`."""
+    """Return positions (3, L) and what is added later on, instead of `get_mrope_input_positions`."""
     config, ids = model.config, torch.tensor(input_tokens)
     ordered = sorted(mm_features, key=lambda feature: feature.mm_position.offset)
     sounds = iter([_value(each, "audio_feature_lengths") for each in ordered if each.modality == "audio"])
