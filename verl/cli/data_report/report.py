@@ -257,8 +257,10 @@ def _show_media(item: Item, dataset: RowDataset, sheet: Path) -> Iterator[str]:
             f"video {shown_name(ref)}: {num_frames} of {meta['total_num_frames']} frames, {width} x {height},"
             f" from {_seconds(meta, 0):.2f} to {_seconds(meta, -1):.2f} s"
         )
-    for ref, (samples, rate) in zip(media.get("audios", ()), decoded.audios, strict=True):
-        yield f"audio {shown_name(ref)}: {len(samples) / rate:.2f} s"
+    heard = {"audios": "audio", "sounds": "sound of"}
+    for (kind, noun), clips in zip(heard.items(), (decoded.audios, decoded.sounds), strict=True):
+        for ref, (samples, rate) in zip(media.get(kind, ()), clips, strict=True):
+            yield f"{noun} {shown_name(ref)}: {len(samples) / rate:.2f} s"
     save_sheet(list(_tiles(decoded)), sheet)
     yield f"contact sheet: {sheet}"
 
@@ -269,8 +271,9 @@ def _tiles(decoded: DecodedMedia) -> Iterator[Tile]:
     for number, (frames, meta) in enumerate(decoded.videos):
         for position in evenly(len(frames), MAX_FRAMES):
             yield Image.fromarray(frames[position]), f"video {number}: {_seconds(meta, position):.2f} s"
-    for number, (samples, rate) in enumerate(decoded.audios):
-        yield draw_waveform(samples), f"audio {number}: {len(samples) / rate:.2f} s"
+    for noun, clips in (("audio", decoded.audios), ("sound of video", decoded.sounds)):
+        for number, (samples, rate) in enumerate(clips):
+            yield draw_waveform(samples), f"{noun} {number}: {len(samples) / rate:.2f} s"
 
 
 def _seconds(meta: dict[str, Any], position: int) -> float:

@@ -13,7 +13,7 @@ import numpy as np
 from verl.data.media.references import openable
 
 FORMATS = (
-    "wav", "w64", "aiff", "caf", "au", "mp3", "flac", "ogg", "aac", "amr", "mov", "matroska", "avi", "mpegts",
+    "wav", "w64", "aiff", "au", "mp3", "flac", "ogg", "aac", "amr", "mov", "matroska", "avi", "mpegts",
     "asf", "flv",
 )  # fmt: skip
 SAFE = {"format_whitelist": ",".join(FORMATS), "protocol_whitelist": "file"}
