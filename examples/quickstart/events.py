@@ -9,7 +9,7 @@ from pathlib import Path
 
 import av
 import numpy as np
-from shapes import IMAGE_SIZE, save_rows
+from shapes import IMAGE_SIZE, write_rows_with_media
 
 QUESTION = "<video>What happens?"
 ANSWERS = {"both": (True, True), "clap": (True, False), "flash": (False, True), "neither": (False, False)}
@@ -55,20 +55,14 @@ def save_film(frames: list[np.ndarray], samples: np.ndarray, path: Path) -> None
         container.mux(sound.encode())
 
 
-def write_event_questions(folder: Path, name: str, count: int, seed: int) -> Path:
-    """Write `count` questions to `<name>.jsonl` and their videos to `videos/`; returns the file.
+def save_event(rng: random.Random, answer: str, path: Path) -> None:
+    has_clap, has_flash = ANSWERS[answer]
+    save_film(draw_frames(rng, has_flash), make_sound(rng, has_clap), path)
 
-    The answers are equally frequent.
-    """
-    rng = random.Random(seed)
-    videos = folder / "videos"
-    videos.mkdir(parents=True, exist_ok=True)
-    rows = []
-    for number in range(count):
-        answer = list(ANSWERS)[number % len(ANSWERS)]
-        has_clap, has_flash = ANSWERS[answer]
-        path = videos / f"{name}_{number:03d}.mp4"
-        save_film(draw_frames(rng, has_flash), make_sound(rng, has_clap), path)
-        rows.append({"problem": QUESTION, "answer": answer, "videos": [path.name]})
-    rng.shuffle(rows)
-    return save_rows(rows, folder / f"{name}.jsonl")
+
+def write_event_questions(folder: Path, name: str, count: int, seed: int) -> Path:
+    """Write `count` questions to `<name>.jsonl` and their videos to `videos/`; returns the file."""
+    return write_rows_with_media(
+        folder, name, count, seed, question=QUESTION, answers=list(ANSWERS), media="videos", suffix=".mp4",
+        save=save_event,
+    )  # fmt: skip

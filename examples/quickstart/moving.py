@@ -11,7 +11,7 @@ from pathlib import Path
 import av
 import numpy as np
 from PIL import Image, ImageDraw
-from shapes import COLORS, IMAGE_SIZE, save_rows, vary
+from shapes import COLORS, IMAGE_SIZE, vary, write_rows_with_media
 
 QUESTION = "<video>What colour is the square that moves?"
 TURN = 3  # frames from one end of the path to the other
@@ -61,17 +61,9 @@ def save_video(frames: list[Image.Image], path: Path) -> None:
 def write_video_questions(folder: Path, name: str, count: int, seed: int) -> Path:
     """Write `count` questions to `<name>.jsonl` and their videos to `videos/`; returns the file.
 
-    The colors are equally frequent: always giving the same answer is right 1 time in 4, naming one of the two
-    squares 2 times in 4.
+    Always giving the same answer is right 1 time in 4, naming one of the two squares 2 times in 4.
     """
-    rng = random.Random(seed)
-    videos = folder / "videos"
-    videos.mkdir(parents=True, exist_ok=True)
-    rows = []
-    for number in range(count):
-        color = list(COLORS)[number % len(COLORS)]
-        path = videos / f"{name}_{number:03d}.mp4"
-        save_video(draw_frames(rng, color), path)
-        rows.append({"problem": QUESTION, "answer": color, "videos": [path.name]})
-    rng.shuffle(rows)
-    return save_rows(rows, folder / f"{name}.jsonl")
+    return write_rows_with_media(
+        folder, name, count, seed, question=QUESTION, answers=list(COLORS), media="videos", suffix=".mp4",
+        save=lambda rng, color, path: save_video(draw_frames(rng, color), path),
+    )  # fmt: skip

@@ -3,6 +3,7 @@
 
 import json
 import random
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from PIL import Image, ImageDraw
@@ -55,6 +56,33 @@ def write_questions(folder: Path, name: str, count: int, seed: int, *, with_imag
             rng.shuffle(words)
             row = {"problem": f"Look: {' '.join(words)}. What colour?", "answer": color}
         rows.append(row)
+    rng.shuffle(rows)
+    return save_rows(rows, folder / f"{name}.jsonl")
+
+
+def write_rows_with_media(
+    folder: Path,
+    name: str,
+    count: int,
+    seed: int,
+    *,
+    question: str,
+    answers: Sequence[str],
+    media: str,
+    suffix: str,
+    save: Callable[[random.Random, str, Path], None],
+) -> Path:
+    """Write `count` questions to `<name>.jsonl` and their files to the folder `media`; returns the former.
+
+    The answers are equally frequent; `save` writes the file of an answer.
+    """
+    rng = random.Random(seed)
+    (folder / media).mkdir(parents=True, exist_ok=True)
+    rows = []
+    for number in range(count):
+        answer, path = answers[number % len(answers)], folder / media / f"{name}_{number:03d}{suffix}"
+        save(rng, answer, path)
+        rows.append({"problem": question, "answer": answer, media: [path.name]})
     rng.shuffle(rows)
     return save_rows(rows, folder / f"{name}.jsonl")
 

@@ -6,7 +6,7 @@ import wave
 from pathlib import Path
 
 import numpy as np
-from shapes import save_rows
+from shapes import write_rows_with_media
 
 QUESTION = "<audio>Is the tone high or low?"
 RATE = 16000  # samples per second
@@ -33,18 +33,8 @@ def save_sound(samples: np.ndarray, path: Path) -> None:
 
 
 def write_tone_questions(folder: Path, name: str, count: int, seed: int) -> Path:
-    """Write `count` questions to `<name>.jsonl` and their sounds to `audios/`; returns the file.
-
-    Both answers are equally frequent.
-    """
-    rng = random.Random(seed)
-    sounds = folder / "audios"
-    sounds.mkdir(parents=True, exist_ok=True)
-    rows = []
-    for number in range(count):
-        answer = list(PITCHES)[number % len(PITCHES)]
-        path = sounds / f"{name}_{number:03d}.wav"
-        save_sound(make_tone(rng, answer), path)
-        rows.append({"problem": QUESTION, "answer": answer, "audios": [path.name]})
-    rng.shuffle(rows)
-    return save_rows(rows, folder / f"{name}.jsonl")
+    """Write `count` questions to `<name>.jsonl` and their sounds to `audios/`; returns the file."""
+    return write_rows_with_media(
+        folder, name, count, seed, question=QUESTION, answers=list(PITCHES), media="audios", suffix=".wav",
+        save=lambda rng, answer, path: save_sound(make_tone(rng, answer), path),
+    )  # fmt: skip
