@@ -371,21 +371,14 @@ def media_in_order(
         "video": (Medium("video", *each) for each in _with_facts(videos, shape.videos)),
         "audio": (Medium("audio", *each) for each in _with_facts(audios, shape.audios)),
     }
-    sounds = iter(
-        None
-        if samples is None
-        else Medium(
-            "audio",
-            family.audio_inputs(processor, samples),
-            family.audio_shape(processor, len(samples)).facts,
-        )
-        for samples in _sounds_of(decoded)
-    )
+    sounds = iter(decoded.sounds)
     kinds, found = family.placeholders(processor), []
     for kind in (kinds[token] for token in prompt_ids if token in kinds):
         found.append(next(media[kind]))
-        if kind == "video" and (sound := next(sounds)) is not None:
-            found.append(sound)
+        if kind == "video" and decoded.sounds:
+            samples, _ = next(sounds)
+            facts = family.audio_shape(processor, len(samples)).facts
+            found.append(Medium("audio", family.audio_inputs(processor, samples), facts))
     return found
 
 

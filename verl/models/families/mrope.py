@@ -86,19 +86,13 @@ def mrope_positions(
         size = len(expected)
         if tokens[at : at + size] != expected:
             raise ValueError(f"the image or video at token {at} needs {size} media tokens")
-        before = at - start  # tokens of text
-        if sound is not None:
-            before -= 1
-            parts.append(_text(before, position))
-            parts.append(_text(1, position + before - 1))
-        else:
-            parts.append(_text(before, position))
-        parts += [run + position + before for _, run in runs]
+        shared = int(sound is not None)  # positions before the video and after it, of two tokens each
+        first = position + at - start - shared  # of the image or video
+        parts.append(np.minimum(_text(at - start, position), first - 1))
+        parts += [run + first for _, run in runs]
         position = int(parts[-1].max()) + 1
-        at = start = at + size
-        if sound is not None:
-            parts.append(_text(1, position))
-            at = start = at + 1
+        parts.append(_text(shared, position))
+        at = start = at + size + shared
     parts.append(_text(len(tokens) - start, position))
     if any(next(rest, None) for rest in grids.values()):
         raise ValueError("there are images or videos without media tokens")

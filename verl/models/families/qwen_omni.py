@@ -134,7 +134,7 @@ class Qwen25Omni(Qwen25VL):
         return MediumShape([start, *tokens, end], shape.facts | {"turns": turns})
 
     def audio_shape(self, processor: Any, num_samples: int) -> MediumShape:
-        frames = -(-num_samples // processor.feature_extractor.hop_length)
+        frames = _mel_frames(processor, num_samples)
         return MediumShape([self.token_of(processor, "audio")] * audio_tokens(frames), {"frames": frames})
 
     def constants(self, config: Any) -> MropeConstants:
@@ -159,7 +159,7 @@ class Qwen25Omni(Qwen25VL):
             [samples], sampling_rate=extractor.sampling_rate, padding="max_length",
             max_length=len(samples) + extractor.n_fft, truncation=False, return_tensors="pt",
         )  # fmt: skip
-        frames = -(-len(samples) // extractor.hop_length)
+        frames = _mel_frames(processor, len(samples))
         return {AUDIO: made["input_features"][0, :, :frames].T.contiguous()}
 
     def own_inputs(self, media: Sequence[Medium]) -> dict[str, Tensor]:
@@ -177,13 +177,15 @@ class Qwen25Omni(Qwen25VL):
     def encode(self, owner: Any, media: Sequence[Medium]) -> list[Tensor]:
         seen = [medium for medium in media if medium.kind != "audio"]
         heard = [medium for medium in media if medium.kind == "audio"]
-        device = next(iter(media[0].tensors.values())).device
-        blank = to_device(self.example(owner.config, None).media, device)
+        blank: list[Medium] = []
+        if not (seen and heard):
+            device = next(iter(media[0].tensors.values())).device
+            blank = to_device(self.example(owner.config, None).media, device)
         pictures = super().encode(owner, seen or blank[:1])
         sounds = _encoded(owner.audio_tower, heard or blank[1:])
         remaining = iter(pictures), iter(sounds)
         found = [next(remaining[medium.kind == "audio"]) for medium in media]
-        if not (seen and heard):  # the other encoder's gradients are zero, not missing
+        if blank:  # the other encoder's gradients are zero, not missing
             found[0] = found[0] + 0 * (pictures if heard else sounds)[0].sum()
         return found
 
@@ -234,6 +236,10 @@ def turns_of(patches: int, seconds: float, sounds: int) -> list[list[Any]]:
 def _audio(config: Any, frames: int, generator: torch.Generator | None = None) -> Medium:
     values = example_pixels((frames, config.audio_config.num_mel_bins), generator)
     return Medium("audio", {AUDIO: values}, {"frames": frames})
+
+
+def _mel_frames(processor: Any, num_samples: int) -> int:
+    return -(-num_samples // processor.feature_extractor.hop_length)
 
 
 def audio_tokens(frames: int) -> int:
