@@ -67,6 +67,7 @@ def printed(folder):
     return run_python(CONNECT + "\n".join(blocks(ROOT / "docs" / "python.md", "python")), folder)
 
 
+@pytest.mark.slow  # test_runs.py calls what it shows in every suite
 @pytest.mark.heavy
 def test_every_block_of_the_page_on_python_runs(printed, folder):
     lines = printed.splitlines()

@@ -168,6 +168,7 @@ def errors_on_four_ranks(rank, world_size, folder):
     return [errors(tiny, share_prompt=shared, sp=sp) for sp in groups for shared in (False, True)]
 
 
+@pytest.mark.slow  # four processes; test_conversations.py divides turns in every suite
 @pytest.mark.heavy
 def test_contexts_are_divided_by_ulysses_and_ring():
     tiny = load_tiny("qwen2_5_vl")

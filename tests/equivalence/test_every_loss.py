@@ -304,6 +304,7 @@ def choose_at_random(rank, world_size, root):
     return found
 
 
+@pytest.mark.slow  # three more groups of ranks
 def test_a_random_choice_follows_the_seed_and_not_the_ranks_or_the_order_of_the_rows(root):
     [one] = run_distributed(choose_at_random, 1, root)
     two, _ = run_distributed(choose_at_random, 2, root)

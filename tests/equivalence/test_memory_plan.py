@@ -21,6 +21,7 @@ def check(folder, name, checkpointings, world_size=1, kind=PPO):
         assert all(abs(ratio - 1) <= TOLERANCE for ratio in ratios.values()), (ratios, planned, peaks)
 
 
+@pytest.mark.slow  # tests/gpu/test_memory_cuda.py measures a model in every suite
 def test_a_model_with_a_large_vocabulary_takes_what_is_planned(tmp_path):
     check(tmp_path, "vocabulary", [True])
 

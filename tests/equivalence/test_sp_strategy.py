@@ -215,6 +215,7 @@ def two_ranks(folders):
     return run_distributed(on_two_ranks, 2, folders)
 
 
+@pytest.mark.slow  # test_sequence_parallel.py divides rows in every suite
 def test_two_ranks_equal_one_process_under_every_strategy(two_ranks, alone):
     for found in two_ranks:
         assert len(found["cases"]) == len(TWO_IN_A_GROUP)

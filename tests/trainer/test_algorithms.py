@@ -96,6 +96,7 @@ def test_filtered_prompts_are_carried_over_steps_and_over_a_stop(folder):
     assert all("reward/overlong_penalty" in unbroken[step] for step in range(1, 7))
 
 
+@pytest.mark.slow  # one more run; tests/workers/roles/test_prime.py compares it in every suite
 def test_prime_trains_its_process_rewards_along_with_the_policy(folder):
     prime = [
         "algorithm.adv_estimator=prime",

@@ -122,6 +122,7 @@ def unbroken(folder):
     return run(folder, "unbroken")
 
 
+@pytest.mark.slow  # test_environments.py leads them in every suite, test_agent_runs.py trains
 def test_prompts_of_the_environment_are_trained_with_their_images(folder, unbroken):
     for step in (1, 2):
         rows = pq.read_table(step_files(folder / "unbroken")[step]).to_pylist()

@@ -57,6 +57,7 @@ def logits(model):
     return model(torch.arange(40)[None] + 10).logits
 
 
+@pytest.mark.slow  # one more run; test_lora_sync.py compares engines in every suite
 def test_the_engine_has_the_adapters_of_each_step_and_the_reference_is_the_base(unbroken):
     for step in (1, 2, 3):
         assert unbroken[step]["rollout/log_probs_diff_max"] < 1e-4
@@ -64,6 +65,7 @@ def test_the_engine_has_the_adapters_of_each_step_and_the_reference_is_the_base(
     assert abs(unbroken[3]["actor/kl_loss"]) > 0.01, "the policy moved away from its base"
 
 
+@pytest.mark.slow  # needs that run
 def test_a_checkpoint_holds_adapters_only_and_its_export_is_base_and_adapter(unbroken, folder):
     actor = folder / "unbroken" / "global_step_3" / "actor"
     base = AutoModelForCausalLM.from_pretrained(folder / "model")

@@ -100,6 +100,7 @@ def unbroken(folder):
     return run(folder, "unbroken")
 
 
+@pytest.mark.slow  # test_agent_runs_driver.py leads such agents in every suite
 def test_an_agent_of_the_plain_client_is_trained_by_the_command(folder, unbroken):
     for step in (1, 2):
         rows = pq.read_table(step_files(folder / "unbroken")[step]).to_pylist()

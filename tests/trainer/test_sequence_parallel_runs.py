@@ -7,7 +7,7 @@ from tests.helpers.quickstart import make_folder
 from tests.helpers.training import learned, quickstart_arguments, train
 from tests.trainer.test_algorithms import REWARD
 
-pytestmark = pytest.mark.heavy
+pytestmark = [pytest.mark.heavy, pytest.mark.slow]  # tests/equivalence divides rows in every suite
 
 STEPS = 2
 
@@ -61,9 +61,9 @@ DIVIDED = "worker.actor.divide_short_sequences=true"
     ("options", "whole"),
     [
         (["worker.actor.share_prompt=true"], None),
-        pytest.param(["worker.actor.ulysses_size=2", DIVIDED], 0.0, marks=pytest.mark.slow),
-        pytest.param(["worker.actor.ring_size=2", DIVIDED], 0.0, marks=pytest.mark.slow),
-        pytest.param(["worker.actor.ring_size=2"], 1.0, marks=pytest.mark.slow),
+        (["worker.actor.ulysses_size=2", DIVIDED], 0.0),
+        (["worker.actor.ring_size=2", DIVIDED], 0.0),
+        (["worker.actor.ring_size=2"], 1.0),
     ],
     ids=["shared prompts", "ulysses", "ring", "whole sequences"],
 )
@@ -74,7 +74,6 @@ def test_the_layout_of_sequences_changes_nothing(folder, apart, options, whole):
     assert metrics[1].get("perf/sp_whole_rows_actor") == whole
 
 
-@pytest.mark.slow
 def test_a_run_continues_with_another_layout_as_if_it_had_not_changed(folder, apart):
     checkpoint = f"trainer.load_checkpoint_path={folder / 'apart' / 'global_step_1'}"
 

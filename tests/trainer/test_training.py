@@ -129,6 +129,36 @@ def test_a_profiled_step_leaves_traces_of_all_ranks_and_a_report(text_folder, un
     assert "update_actor" in report
 
 
+def test_a_run_that_was_interrupted_ends_bit_for_bit_as_the_unbroken_one(
+    text_folder, text_arguments, unbroken
+):
+    output = text_folder / "interrupted"
+    arguments = [*text_arguments, f"trainer.max_steps={STEPS}", "trainer.val_before_train=false"]
+
+    first = Run(output, arguments)
+    first.wait_for_step(2)
+    os.killpg(first.pid, signal.SIGINT)  # Ctrl-C reaches every process of the terminal
+    assert first.end() == 128 + signal.SIGINT, first.stderr
+    done = read_record(output).last_global_step
+    second = Run(output, arguments)
+    assert second.end() == 0, second.stderr
+
+    assert 2 <= done < STEPS
+    assert second.resumed_from() == done
+    assert_ends_as_unbroken(output, [*first.steps, *second.steps], unbroken)
+
+
+def assert_ends_as_unbroken(output, steps, unbroken):
+    """The metrics of every step and every tensor of the last checkpoint, bit for bit."""
+    assert_same(steps, unbroken)
+    one, other = (
+        saved_tensors(folder / f"global_step_{STEPS}") for folder in (output.parent / "unbroken", output)
+    )
+    assert one.keys() == other.keys() and len(one) > 20
+    assert all(one[key].equal(other[key]) for key in one)
+
+
+@pytest.mark.slow  # two more runs; tests/faults loses workers too
 def test_a_run_that_lost_a_worker_was_interrupted_and_was_killed_ends_bit_for_bit_as_the_unbroken_one(
     text_folder, text_arguments, unbroken
 ):
@@ -159,12 +189,7 @@ def test_a_run_that_lost_a_worker_was_interrupted_and_was_killed_ends_bit_for_bi
 
     assert 4 <= done < STEPS  # between what `trainer.save_freq` saves
     assert second.resumed_from() == third.resumed_from() == done
-    assert_same([*first.steps, *second.steps, *third.steps], unbroken)
-    one, other = (
-        saved_tensors(text_folder / name / f"global_step_{STEPS}") for name in ("unbroken", "broken")
-    )
-    assert one.keys() == other.keys() and len(one) > 20
-    assert all(one[key].equal(other[key]) for key in one)
+    assert_ends_as_unbroken(output, [*first.steps, *second.steps, *third.steps], unbroken)
 
 
 @pytest.mark.slow  # one more run; tests/faults has nodes that are lost
@@ -185,6 +210,7 @@ def test_two_nodes_with_one_process_each_log_what_one_node_with_two_logs(
     }
 
 
+@pytest.mark.slow  # two more engines; tests/checkpoint/test_merger.py exports in every suite
 def test_an_exported_checkpoint_has_the_same_log_probs_in_transformers_and_vllm(text_folder, unbroken):
     actor = text_folder / "unbroken" / f"global_step_{STEPS}" / "actor"
     merge = [sys.executable, str(ROOT / "scripts" / "model_merger.py"), "--local_dir", str(actor)]
@@ -225,6 +251,7 @@ def log_probs_of_vllm(rank, world_size, folder, tokens):
     return np.array([entry[token].logprob for entry, token in zip(entries, tokens[1:], strict=True)])
 
 
+@pytest.mark.slow  # one more run; tests/gpu/test_rollout_cuda.py trains on images in every suite
 def test_an_image_run_on_a_tensor_parallel_engine_samples_with_equal_log_probs(tmp_path):
     save_tiny_model(tmp_path / "model", "qwen2_5_vl")
     images = write_questions(tmp_path, "train", 6, seed=1, with_images=True)

@@ -29,6 +29,7 @@ def run(tmp_path, monkeypatch):
     return start
 
 
+@pytest.mark.slow  # one more run; a refused one compares in every suite
 def test_a_model_without_a_file_trains_on_the_log_probs_of_its_engine(run):
     finished, output = run("idefics3")
 

@@ -39,6 +39,7 @@ def test_moments_of_shards_that_fsdp_keeps_on_the_host_stay_with_them(cluster):
     assert loaded(phases["update_actor"]) == offloaded(phases["update_actor"]) == 0
 
 
+@pytest.mark.slow
 def test_muon_orthogonalizes_on_the_device_what_fsdp_keeps_on_the_host(cluster):
     here, away = (
         cluster.measure("tiny-moe", Setup(optimizer="muon", cpu_offload=cpu), RANKS)["update_actor"].flops

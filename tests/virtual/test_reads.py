@@ -19,13 +19,16 @@ SETUPS = {
     "images, ulysses x ring": ("tiny-vl", IMAGES | SHARDED, 6, 8),
     "LoRA, without checkpointing": ("tiny", {"lora_rank": 8, "checkpointing": False}, 2, 4),
 }
+QUICK = ("text", "images, ulysses x ring")  # the others are slow
 
 
 def assert_no_reads(phases):
     assert not {name: phase.most_reads() for name, phase in phases.items() if phase.most_reads()}
 
 
-@pytest.mark.parametrize("name", SETUPS)
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in SETUPS]
+)
 def test_a_micro_batch_of_the_policy_reads_nothing_back(cluster, name):
     shape, options, copies_of_a_pass, copies_of_an_update = SETUPS[name]
 

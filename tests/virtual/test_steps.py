@@ -22,9 +22,12 @@ STEPS = {
     "images": ("tiny-vl", Setup(images=(1, 0), image_size=(56, 56), updates=1), 8),
     "fine-tuning": ("tiny", Setup(fine_tuning=True, responses=1, response_lengths=MIXED, updates=1), 4),
 }
+QUICK = ("all roles", "ulysses and ring", "images")  # the others are slow
 
 
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in STEPS]
+)
 def test_a_step_runs_on_a_gpu_without_waiting_for_it(cluster, name):
     shape, setup, ranks = STEPS[name]
 

@@ -136,7 +136,7 @@ def tiny(tmp_path_factory):
     return open_tiny(folder)
 
 
-@pytest.fixture(scope="module", params=["hf", "vllm"])
+@pytest.fixture(scope="module", params=[pytest.param("hf", marks=pytest.mark.slow), "vllm"])
 def engine(request, tiny, single_process):
     options = dict(max_model_len=1600, max_num_batched_tokens=1600, multi_turn=MultiTurnConfig(enable=True))
     engine = build_rollout_engine(rollout_config(name=request.param, **options), setup_of(tiny.folder))
@@ -463,6 +463,7 @@ def turns_on_two_ranks(rank, world_size, folder, path):
     return turns, {(one.uid, one.sample): one.token_ids for one in found}
 
 
+@pytest.mark.slow  # two more engines; test_environments.py has them in every suite
 def test_ranks_of_one_engine_sample_the_same_calls(tiny, tmp_path):
     path = tmp_path / "agent.py"
     path.write_text(AGENT)

@@ -357,6 +357,7 @@ def responses_on_two_ranks(rank, world_size, folder, path):
     return tokens, [(one.uid, one.sample, one.token_ids) for one in continued[2]], max(*differences, error)
 
 
+@pytest.mark.slow  # two more engines; test_environments.py has them in every suite
 def test_ranks_of_one_engine_lead_the_same_conversations(tiny, tmp_path):
     path = tmp_path / "tools.py"
     path.write_text(TOOLS)

@@ -182,6 +182,7 @@ def converse_in_parallel(rank, world_size, path):
     return left, tokens, max(map(max, differences))
 
 
+@pytest.mark.slow  # two more engines; test_environments.py has them in every suite
 def test_ranks_of_a_tensor_parallel_engine_have_the_same_conversations(tmp_path):
     path = save_tiny_model(tmp_path, "qwen2_5_vl")
 

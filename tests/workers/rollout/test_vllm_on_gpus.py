@@ -216,17 +216,16 @@ def test_tensors_that_are_neither_parameters_nor_buffers_survive_discarded_weigh
     head = engine.model["head"]
     head.scale, head.kv_cache = torch.full((2,), 3.0), torch.full((2,), 4.0)
     head.register_buffer("table", torch.full((2,), 5.0))
-    copied = []
     monkeypatch.setattr(vllm_sleep, "is_gpu", lambda device: True)
-    monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: copied.append(tensor) or tensor.clone())
+    monkeypatch.setattr(torch.Tensor, "cpu", torch.Tensor.clone)
     engine.sleep()
+    assert len(engine.copies) == 1  # the cache is empty after waking, and vLLM restores buffers
     for tensor in (head.scale, head.kv_cache, head.table):
         tensor.fill_(torch.nan)  # as discarded memory may
 
     engine.wake()
 
     assert head.scale.tolist() == [3.0, 3.0]
-    assert len(copied) == 1  # the cache is empty after waking, and vLLM restores buffers
 
 
 def test_positions_of_unused_slots_are_zero_after_the_weights_were_discarded(monkeypatch):
