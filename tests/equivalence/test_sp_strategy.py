@@ -225,6 +225,7 @@ def test_two_ranks_equal_one_process_under_every_strategy(two_ranks, alone):
         assert metrics["text", "planned, none fits", "default"]["perf/sp_whole_rows_actor"] == 0
 
 
+@pytest.mark.slow
 def test_whole_rows_are_encoded_by_their_own_rank_or_spread_over_all(two_ranks):
     # A clip of 2 frames of 4 x 4 patches: both ranks encode both frames, or one each.
     assert [found["patches"] for found in two_ranks] == [[32, 16], [32, 16]]

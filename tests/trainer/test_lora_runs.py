@@ -174,6 +174,7 @@ def test_one_process_resumes_from_adapters_that_two_saved(unbroken, folder):
     assert abs(alone[3]["actor/kl_loss"]) > 0.01, "it did not start from the base"
 
 
+@pytest.mark.slow  # one more run; test_lora_rules.py has its messages
 def test_a_pattern_that_matches_nothing_ends_the_run_with_what_there_is(folder):
     lora = "worker.actor.model.lora"
     overrides = [f"{lora}.rank=8", f"{lora}.target_modules=qproj"]

@@ -33,6 +33,7 @@ def refuse(config):
     raise ValueError(f"refused, with {len(placement_group_table())} placement groups so far")
 
 
+@pytest.mark.slow  # two more clusters
 def test_a_cluster_of_others_is_left_alone_until_the_run_was_checked(config):
     connect(num_cpus=2)
     try:

@@ -41,6 +41,7 @@ def test_a_model_without_a_file_trains_on_the_log_probs_of_its_engine(run):
         assert entry["actor/grad_norm"] > 0
 
 
+@pytest.mark.slow  # one more run; tests/models/families/test_generic.py refuses it in every suite
 def test_a_model_that_computes_something_else_is_refused_before_the_first_step(run):
     finished, output = run("ovis2")
 

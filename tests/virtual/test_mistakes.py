@@ -17,6 +17,7 @@ def test_a_tensor_of_the_host_in_the_loss_is_named(cluster):
         cluster.measure("tiny", STEP, 8, mistake="host_tensor_in_loss")
 
 
+@pytest.mark.slow
 def test_moments_on_another_device_than_their_weights_are_named(cluster):
     setup = Setup(prompts=1, cpu_offload=True)
 
@@ -36,12 +37,14 @@ def test_a_read_in_a_micro_batch_is_named_with_its_place(cluster, mistake, place
     assert any("update_actor: in a micro batch the host waits" in text and place in text for text in found)
 
 
+@pytest.mark.slow
 def test_more_copies_to_the_device_in_a_micro_batch_are_named(cluster):
     found = problems(cluster.measure("tiny", STEP, 8, mistake="lengths_sent_singly"))
 
     assert any("update_actor: in a micro batch the host sends" in text for text in found)
 
 
+@pytest.mark.slow
 def test_a_collective_that_only_some_ranks_issue_is_named(cluster):
     with_images = Setup(updates=1, prompts=1, images=(1,), image_size=(56, 56))
     without = Setup(updates=1, prompts=1, rank=5)

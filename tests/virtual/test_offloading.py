@@ -33,6 +33,7 @@ def test_nothing_rests_on_the_device_and_only_updates_copy_to_the_host(cluster):
     assert offloaded(phases["update_actor"]) == 6 * weights + 2 * counters
 
 
+@pytest.mark.slow
 def test_moments_of_shards_that_fsdp_keeps_on_the_host_stay_with_them(cluster):
     phases = cluster.measure("tiny", Setup(offload=True, cpu_offload=True), RANKS)
 
@@ -49,6 +50,7 @@ def test_muon_orthogonalizes_on_the_device_what_fsdp_keeps_on_the_host(cluster):
     assert here == away
 
 
+@pytest.mark.slow
 def test_no_model_leaves_gathered_weights_on_the_device_between_phases(cluster):
     phases = cluster.measure("tiny", Setup(reference=True), RANKS)
 

@@ -19,7 +19,7 @@ SETUPS = {
     "images, ulysses x ring": ("tiny-vl", IMAGES | SHARDED, 6, 8),
     "LoRA, without checkpointing": ("tiny", {"lora_rank": 8, "checkpointing": False}, 2, 4),
 }
-QUICK = ("text", "images, ulysses x ring")  # the others are slow
+QUICK = ("images, ulysses x ring",)  # the others are slow
 
 
 def assert_no_reads(phases):
@@ -42,6 +42,7 @@ def test_a_micro_batch_of_the_policy_reads_nothing_back(cluster, name):
     assert update.total() == copies_of_an_update, update
 
 
+@pytest.mark.slow
 def test_a_micro_batch_of_the_critic_reads_nothing_back(cluster):
     phases = cluster.measure("tiny", Setup(critic=True), ranks=4)
 
@@ -50,6 +51,7 @@ def test_a_micro_batch_of_the_critic_reads_nothing_back(cluster):
     assert phases["update_critic"].most_copies().total() == 4
 
 
+@pytest.mark.slow
 def test_a_micro_batch_of_fine_tuning_reads_nothing_back(cluster):
     phases = cluster.measure("tiny", Setup(fine_tuning=True), ranks=4)
 
@@ -58,6 +60,7 @@ def test_a_micro_batch_of_fine_tuning_reads_nothing_back(cluster):
     assert phases["update_actor"].most_copies().total() == 3  # its loss reads a mask
 
 
+@pytest.mark.slow
 def test_a_micro_batch_of_reward_models_reads_nothing_back(cluster):
     phases = cluster.measure("tiny", Setup(prime=True, reward_model=True), ranks=4)
 

@@ -22,7 +22,7 @@ STEPS = {
     "images": ("tiny-vl", Setup(images=(1, 0), image_size=(56, 56), updates=1), 8),
     "fine-tuning": ("tiny", Setup(fine_tuning=True, responses=1, response_lengths=MIXED, updates=1), 4),
 }
-QUICK = ("all roles", "ulysses and ring", "images")  # the others are slow
+QUICK = ("all roles", "images")  # the others are slow
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,13 @@ PAIRS = {
 }
 
 
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "images on one rank",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("text", "ulysses and ring")),
+    ],
+)
 def test_ranks_with_other_rows_issue_the_same_collectives(cluster, name):
     shape, options, others = PAIRS[name]
 

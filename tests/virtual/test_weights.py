@@ -19,7 +19,11 @@ def copied(phase: PhaseReport, place: str) -> int:
     return phase.copies[place][1]
 
 
-@pytest.mark.parametrize("options", [{}, {"offload": True}, {"cpu_offload": True}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, *(pytest.param({name: True}, marks=pytest.mark.slow) for name in ("offload", "cpu_offload"))],
+    ids=str,
+)
 def test_a_rank_copies_its_share_to_the_host_once_and_sends_it_in_pieces(cluster, options):
     setup = Setup(own_engine=True, updates=1, override={"vocab_size": VOCABULARY}, **options)
     phases = cluster.measure("tiny", setup, ranks=2)

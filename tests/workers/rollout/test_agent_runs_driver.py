@@ -364,6 +364,7 @@ def test_each_fault_costs_its_own_conversation_only(tiny, engine, lead):
     assert len(leaves.trajectory.turns) in (2, 3)
 
 
+@pytest.mark.slow
 def test_shown_faults_count_with_their_turns_and_stopping_ones_end_the_run(tiny, engine, lead):
     one = SAMPLING.override({"n": 1})
     responses, _, _ = lead(FAULTS, 2, one, on_tool_error="show")
@@ -392,6 +393,7 @@ def run(row, policy):
 """
 
 
+@pytest.mark.slow
 def test_calls_without_room_or_turns_are_refused(tiny, engine, lead):
     one = SAMPLING.override({"n": 1})
     (full,), _, _ = lead(LONG, 1, one, max_tokens=150)
@@ -405,6 +407,7 @@ def test_calls_without_room_or_turns_are_refused(tiny, engine, lead):
     assert prompt.trajectory.is_masked and prompt.trajectory.turns[0].observations[0].failed
 
 
+@pytest.mark.slow
 def test_the_seconds_of_a_conversation_are_limited_and_what_it_has_counts(tiny, engine, lead):
     source = FAULTS.replace("time.sleep(600)", "[ask(client, max_tokens=1) for _ in range(10**6)]")
     one = SAMPLING.override({"n": 1})

@@ -109,7 +109,7 @@ def tiny(tmp_path_factory):
     return open_tiny(folder)
 
 
-@pytest.fixture(scope="module", params=["hf", "vllm"])
+@pytest.fixture(scope="module", params=[pytest.param("hf", marks=pytest.mark.slow), "vllm"])
 def engine(request, tiny, single_process):
     # fewer tokens at once than the prompts of a test have
     options = dict(max_model_len=600, max_num_batched_tokens=600, multi_turn=MultiTurnConfig(enable=True))
