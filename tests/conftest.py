@@ -5,7 +5,5 @@ import os
 
 from verl.utils.cuda_builds import repair_cuda_builds
 
-os.environ.setdefault(
-    "OMP_NUM_THREADS", "1"
-)  # before torch is imported: tests share the cores
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: tests share the cores
 repair_cuda_builds()

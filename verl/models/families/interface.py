@@ -122,6 +122,9 @@ class Family:
     wholes: ClassVar[Mapping[str, str]] = {}
     hub_prefix: ClassVar[str] = ""
 
+    # Where the hub has a model in several folders: these, which are also the first parts of tensors' names.
+    folders: ClassVar[tuple[str, ...]] = ()
+
     # Functions of `verl.workers.rollout.vllm_patches` that vLLM needs for these models.
     engine_patches: ClassVar[tuple[str, ...]] = ()
     # Its schemas of features, `module:class`, that must take images of different lengths.
@@ -328,8 +331,14 @@ class VisionFamily(Family, ABC):
     # --- the rollout engine
 
     engine_modules: ClassVar[tuple[str, ...]] = ()  # vLLM's names of those in `encoder`, if they differ
+    # vLLM runs the language model alone, which reads prompts as embeddings: those of tokens, and features
+    embeds_prompts: ClassVar[bool] = False
     takes_features: ClassVar[bool] = False  # vLLM reads features of images and videos instead of pixels
     takes_video_features: ClassVar[bool] = True  # with `takes_features`; else those of images only
+
+    def engine_name(self, name: str) -> str | None:
+        """Return vLLM's name of a tensor that is named as on the hub; None if it has none."""
+        return name
 
     def engine_features(self, kind: Kind, media: Sequence[EncodedMedium]) -> Any:
         """Return vLLM's multimodal data of a prompt's images, or videos, whose features are known."""

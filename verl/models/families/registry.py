@@ -18,6 +18,7 @@ from verl.models.families.mistral3 import Ministral3, Mistral3
 from verl.models.families.qwen3_5 import HybridText, Qwen35
 from verl.models.families.qwen_omni import Qwen25Omni
 from verl.models.families.qwen_vl import Qwen3VL, Qwen25VL, QwenVL
+from verl.models.families.vila import Vila
 from verl.utils.registry import Registry
 
 FAMILIES: tuple[Family, ...] = (
@@ -33,6 +34,7 @@ FAMILIES: tuple[Family, ...] = (
     MiniCPMV47(),
     InternVL(),
     LlavaOnevision(),
+    Vila(),
     GlmV(),
     Gemma3(),
     Gemma4(),

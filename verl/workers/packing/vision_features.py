@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A frozen vision tower: features of each image or video are computed once.
+"""A vision tower whose features are computed once: for good if it is frozen, else once for each step's prompts.
 
 They are kept in the node's media cache, and in a folder if there is one, under a name made of the medium's
 content, the options that shape the model's inputs, and the tower's weights. The rollout engine, the passes
-over the responses and every update read them; none of these runs the tower.
+over the responses and every update read those of a frozen tower; none of these runs it. Those of a tower that
+is trained are for an engine without one.
 """
 
 import hashlib
 import itertools
 import json
+import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -150,10 +152,7 @@ class FrozenTower:
                 if is_first:
                     digest.update(name.encode())
                     digest.update(tensor.reshape(-1).view(torch.uint8).cpu().numpy().tobytes())
-            names = [digest.hexdigest()]
-            if dist.is_initialized():
-                dist.broadcast_object_list(names, src=0)
-            self._weights = names[0]
+            self._weights = _agreed(digest.hexdigest())
         return self._weights
 
     def _missing(self, found: Mapping[str, Entry | None]) -> list[str]:
@@ -209,6 +208,23 @@ class FrozenTower:
         return self.media.cache.get_or_make(
             key, lambda: entry if folder is None else folder.get_or_make(key, lambda: entry)
         )
+
+
+class TrainedTower(FrozenTower):
+    """Features of media under weights that change; `forget` after each change."""
+
+    def _name_weights(self) -> str:
+        if self._weights is None:
+            self._weights = _agreed(uuid.uuid4().hex)
+        return self._weights
+
+
+def _agreed(name: str) -> str:
+    # that of the first rank; collective
+    names = [name]
+    if dist.is_initialized():
+        dist.broadcast_object_list(names, src=0)
+    return names[0]
 
 
 def _tower_calls(units: Mapping[str, list[int]], limit: int) -> list[list[UnitRange]]:

@@ -52,7 +52,7 @@ class HFRollout(StepwiseEngine):
                 f" `worker.rollout.tensor_parallel_size` must be 1, got {config.tensor_parallel_size}"
             )
         self.device, self.dtype = setup.device, torch_dtype(config.dtype)
-        self.takes_embeddings = self.takes_adapter = False
+        self.takes_embeddings = self.embeds_prompts = self.takes_adapter = False
         self.keeps_weights = False  # a sync builds the model again
         self.max_length = config.max_model_len or setup.max_length
         self.max_prompt_tokens = config.max_num_batched_tokens
