@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerFast
+from transformers import GenerationConfig, PreTrainedTokenizerFast
 
+from verl.models.auto import AutoConfig
 from verl.models.families.interface import TinyModel
 from verl.models.families.registry import FAMILIES, family_of, trained_part, wholes
 from verl.models.families.tiny_sizes import MOE, TEXT

@@ -103,16 +103,12 @@ class ShardedModel:
         return self.optimizer, self.scheduler
 
     def _frozen_tower(self) -> FrozenTower | None:
-        family, options = family_of(self.model.config), self.options
-        if (
-            self.setup.media is None
-            or not isinstance(family, VisionFamily)
-            or not options.freeze_vision_tower
-        ):
+        family, options, media = family_of(self.model.config), self.options, self.setup.media
+        if media is None or not isinstance(family, VisionFamily) or not options.freeze_vision_tower:
             return None
         if family.audio_encoder and not options.freeze_audio_tower:
             return None
-        return self._tower(FrozenTower, self.setup.media, self.setup.embeds_dir)
+        return self._tower(FrozenTower, media, self.setup.embeds_dir)
 
     def _tower(self, kind: type[FrozenTower], media: MediaLoader, folder: str | None = None) -> FrozenTower:
         setup, dtype = self.setup, torch_dtype(self.fsdp.mp_param_dtype)

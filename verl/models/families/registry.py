@@ -4,8 +4,9 @@
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 
+from verl.models.auto import AutoConfig
 from verl.models.families.cohere import CohereVision
 from verl.models.families.gemma import Gemma3, Gemma4
 from verl.models.families.generic import GenericFamily

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""VILA, NVILA and LongVILA (https://arxiv.org/abs/2412.04468): images as tiles, videos as frames.
+r"""VILA, NVILA and LongVILA (https://arxiv.org/abs/2412.04468): images as tiles, videos as frames.
 
 Each tile of an image and each frame of a video is followed by a newline, which is an ordinary token::
 
-    <image>...\\n                                  an image of one tile, or of several scales (`dynamic_s2`)
-    <image>...\\n\\n<image>...\\n\\n                 each tile of an image (`dynamic`), the whole image last
-    <vila/video>...\\n<vila/video>...\\n            the frames of a video
+    <image>...\n                                  an image of one tile, or of several scales (`dynamic_s2`)
+    <image>...\n\n<image>...\n\n                 each tile of an image (`dynamic`), the whole image last
+    <vila/video>...\n<vila/video>...\n            the frames of a video
 
 VILA's own processor cuts only the image of a prompt with a single one; here each image of a prompt is cut.
 
@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
 from verl.models.families.interface import (
     ExampleRow,
@@ -33,18 +32,11 @@ from verl.models.families.interface import (
 )
 from verl.models.families.tiny_sizes import TEXT
 from verl.models.vila.config import LLM, PARTS, PROJECTOR, TOKENS, TOWER, VilaConfig
-from verl.models.vila.model import DOWNSAMPLING, VilaForConditionalGeneration, features_of_tile
-from verl.models.vila.processor import VilaProcessor, VilaTokenizer
-from verl.models.vila.tiles import Wrapping, grids
+from verl.models.vila.processor import VilaProcessor
+from verl.models.vila.tiles import Wrapping, grids, image_units, passes
 
 TILE = 56  # pixels of a tiny model's tiles, of 4 tokens
 PIXELS = {"image": "pixel_values", "video": "pixel_values_videos"}
-NEWLINE = "\n"  # after each tile of a `dynamic` image, in the text of the prompt
-
-AutoConfig.register(VilaConfig.model_type, VilaConfig)
-AutoModelForImageTextToText.register(VilaConfig, VilaForConditionalGeneration)
-AutoProcessor.register(VilaConfig, VilaProcessor)
-AutoTokenizer.register(VilaConfig, tokenizer_class=VilaTokenizer)
 
 
 def tiny_processor(tokenizer: Any) -> VilaProcessor:
@@ -89,40 +81,21 @@ class Vila(VisionFamily):
     # --- tokens
 
     def image_shape(self, processor: Any, height: int, width: int) -> MediumShape:
-        config = processor.config
-        shape = grids(config, height, width)
-        tokens = _wrapped(
-            processor, processor.image_token_id, _image_units(config, shape), config.image_encoder
-        )
-        if config.image_aspect_ratio == "dynamic" and len(shape) > 1:
-            tokens = [token for tile in tokens for token in (*tile, *processor.encode(NEWLINE))]
-        else:
-            tokens = [token for tile in tokens for token in tile]
-        return MediumShape(tokens, {"grids": [list(grid) for grid in shape]})
+        shape = grids(processor.config, height, width)
+        return MediumShape(processor.image_tokens(shape), {"grids": [list(grid) for grid in shape]})
 
     def video_shape(
         self, processor: Any, num_frames: int, height: int, width: int, meta: Mapping[str, Any]
     ) -> MediumShape:
-        config, tokens = processor.config, []
-        wrapping = Wrapping.of(config.video_encoder)
-        for count, size in _passes(config, num_frames):
-            frames = _wrapped(processor, processor.video_token_id, [size] * count, config.video_encoder)
-            tokens += [token for frame in frames for token in frame] + processor.encode(wrapping.between)
-        return MediumShape(tokens, {"frames": num_frames})
+        return MediumShape(processor.video_tokens(num_frames), {"frames": num_frames})
 
     # --- model inputs and features
 
     def image_inputs(self, processor: Any, image: Image.Image) -> dict[str, Tensor]:
-        config = processor.config
-        shape = grids(config, image.height, image.width)
-        pixels = processor.image_options.pixels(image, shape, pads=config.image_aspect_ratio == "pad")
-        return {PIXELS["image"]: torch.from_numpy(pixels)}
+        return {PIXELS["image"]: processor.image_pixels(image)}
 
     def video_inputs(self, processor: Any, frames: np.ndarray, meta: Mapping[str, Any]) -> dict[str, Tensor]:
-        pads = processor.config.image_aspect_ratio == "pad"
-        images = (Image.fromarray(frame) for frame in frames)
-        pixels = [processor.image_options.pixels(image, [(1, 1)], pads) for image in images]
-        return {PIXELS["video"]: torch.from_numpy(np.concatenate(pixels))}
+        return {PIXELS["video"]: processor.frame_pixels(frames)}
 
     def own_inputs(self, media: Sequence[Medium]) -> dict[str, Any]:
         inputs: dict[str, Any] = {}
@@ -148,8 +121,8 @@ class Vila(VisionFamily):
 
     def units(self, config: Any, facts: Mapping[str, Any]) -> list[int]:
         if "grids" in facts:
-            return _image_units(config, _grids(facts))
-        sizes = [size for count, size in _passes(config, facts["frames"]) for _ in range(count)]
+            return image_units(config, _grids(facts))
+        sizes = [size for count, size in passes(config, facts["frames"]) for _ in range(count)]
         return [sum(sizes)] if Wrapping.of(config.video_encoder).is_pooled else sizes
 
     def cut(self, config: Any, medium: Medium, first: int, stop: int) -> Medium:
@@ -169,15 +142,15 @@ class Vila(VisionFamily):
         return ExampleRow(ids, [Medium("image", {PIXELS["image"]: example_pixels(size, generator)}, facts)])
 
     def patches_per_token(self, config: Any) -> int:
-        return DOWNSAMPLING.get(config.projector_type, (1, ()))[0] ** 2
+        return config.downsampling**2
 
     # --- media options
 
     def frame_factor(self, processor: Any) -> int:
-        return round(processor.config.scales[0] / features_of_tile(processor.config) ** 0.5)
+        return round(processor.config.scales[0] / processor.config.tile_side)
 
     def smallest_frame(self, processor: Any) -> int:
-        return features_of_tile(processor.config)  # of every frame
+        return processor.config.tile_side**2  # of every frame
 
     # --- the rollout engine
 
@@ -187,35 +160,3 @@ class Vila(VisionFamily):
 
 def _grids(facts: Mapping[str, Any]) -> list[tuple[int, int]]:
     return [(rows, columns) for rows, columns in facts["grids"]]
-
-
-def _image_units(config: VilaConfig, shape: Sequence[tuple[int, int]]) -> list[int]:
-    """Return the features of each part of an image: its tiles, or all scales together."""
-    tile = features_of_tile(config)
-    if config.dynamic_s2:
-        return [tile * math.prod(shape[config.s2_resize_output_to_scale_idx or 0])]
-    return [tile] * sum(map(math.prod, shape))
-
-
-def _passes(config: VilaConfig, num_frames: int) -> list[tuple[int, int]]:
-    """Return the frames of each pass over a video, and the features of one.
-
-    Raises:
-        ValueError: The frames do not divide into those that are averaged.
-    """
-    side, passes = math.isqrt(features_of_tile(config)), []
-    for time, height, width in Wrapping.of(config.video_encoder).pools:
-        if num_frames % time:
-            raise ValueError(
-                f"the model averages {time} frames, a video of {num_frames} does not divide into them: set"
-                " `worker.rollout.num_video_frames` to a multiple"
-            )
-        passes.append((num_frames // time, side // height * (side // width)))
-    return passes
-
-
-def _wrapped(processor: Any, token: int, sizes: Sequence[int], encoder: Any) -> list[list[int]]:
-    """Return the tokens of each tile or frame with so many features."""
-    wrapping = Wrapping.of(encoder)
-    start, end = processor.encode(wrapping.start), processor.encode(wrapping.end)
-    return [[*start, *[token] * size, *end] for size in sizes]

@@ -22,6 +22,15 @@ LLM, TOWER, PROJECTOR = PARTS = ("llm", "vision_tower", "mm_projector")  # folde
 SECTIONS = {"llm_cfg": "text_config", "vision_tower_cfg": "vision_config"}
 TOKENS = {"image_token_id": "<image>", "video_token_id": "<vila/video>"}
 CUTS = ("resize", "pad", "dynamic", "dynamic_s2")  # kinds of `image_aspect_ratio`
+# Widths of the layers between input and output, in hidden sizes of the tower: a layer of norms and one of
+# weights for each. The input is a square of patches.
+DOWNSAMPLING: dict[str, tuple[int, tuple[float, ...]]] = {
+    "mlp_downsample": (2, ()),
+    "mlp_downsample_2x2_fix": (2, ()),
+    "mlp_downsample_3x3_fix": (3, (3,)),
+    "mlp_downsample_3x3_s2": (3, (3, 1, 1 / 3)),
+    "mlp_downsample_3x3_s2_new": (3, (4, 2, 1, 1 / 3)),
+}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "added_tokens.json")
 
 
@@ -71,9 +80,7 @@ class VilaConfig(PreTrainedConfig):
         if self.image_aspect_ratio not in (None, *CUTS):
             raise ValueError(f"`image_aspect_ratio` must be one of {CUTS}, got {self.image_aspect_ratio!r}")
         if self.dynamic_s2 != (self.image_aspect_ratio == "dynamic_s2"):
-            raise ValueError(
-                "`dynamic_s2` must be true where `image_aspect_ratio` is dynamic_s2, and only there"
-            )
+            raise ValueError("`dynamic_s2` must be true exactly where `image_aspect_ratio` is dynamic_s2")
         super().__post_init__(**kwargs)
 
     @property
@@ -84,14 +91,24 @@ class VilaConfig(PreTrainedConfig):
         given = self.s2_scales.split(",") if isinstance(self.s2_scales, str) else self.s2_scales or []
         return sorted(int(scale) for scale in given)
 
+    @property
+    def downsampling(self) -> int:
+        """The edge in patches of the square that becomes one feature."""
+        return DOWNSAMPLING.get(self.projector_type, (1, ()))[0]
+
+    @property
+    def tile_side(self) -> int:
+        """The edge in features of a tile, and of a frame."""
+        patches = self.vision_config.image_size // self.vision_config.patch_size
+        return -(-patches // self.downsampling)
+
     @classmethod
-    def get_config_dict(cls, name: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Read the config, with the tokens of media, which only the tokenizer on the hub names."""
-        options = {key: kwargs[key] for key in ("cache_dir", "token", "revision") if key in kwargs}
-        config, rest = super().get_config_dict(name, **kwargs)
-        if config and config.get("image_token_id") is None:
-            config |= _media_tokens(name, options)
-        return config, rest
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Read a config, and the tokens of media, which on the hub only the tokenizer names."""
+        name = kwargs.get("name_or_path") or config_dict.get("_name_or_path")
+        if name and config_dict.get("image_token_id") is None:
+            config_dict = config_dict | _media_tokens(name, kwargs)
+        return super().from_dict(config_dict, **kwargs)
 
     def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:
         """Write the config as the hub has it, and those of the parts into their folders."""
@@ -119,8 +136,9 @@ def _part_config(given: Any, model_type: str, section: str) -> Any:
     return AutoConfig.for_model(**options)
 
 
-def _media_tokens(name: Any, options: dict[str, Any]) -> dict[str, int]:
+def _media_tokens(name: Any, given: Mapping[str, Any]) -> dict[str, int]:
     """Find the tokens of media in the files of the tokenizer, by the names of their options."""
+    options = {key: given[key] for key in ("cache_dir", "token", "revision") if key in given}
     found: dict[str, int] = {}
     for file in TOKENIZER_FILES:
         path = cached_file(

@@ -18,19 +18,10 @@ from torch.nn.functional import interpolate, pad
 from transformers import AutoModel, AutoModelForCausalLM, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from verl.models.vila.config import LLM, PARTS, VilaConfig
+from verl.models.vila.config import DOWNSAMPLING, LLM, PARTS, VilaConfig
 from verl.models.vila.tiles import Grid, Wrapping
 
 PLAIN = re.compile(r"mlp(\d+)x_gelu")
-# Widths of the layers between input and output, in hidden sizes of the tower: a layer of norms and one of
-# weights for each. The input is a square of patches.
-DOWNSAMPLING: dict[str, tuple[int, tuple[float, ...]]] = {
-    "mlp_downsample": (2, ()),
-    "mlp_downsample_2x2_fix": (2, ()),
-    "mlp_downsample_3x3_fix": (3, (3,)),
-    "mlp_downsample_3x3_s2": (3, (3, 1, 1 / 3)),
-    "mlp_downsample_3x3_s2_new": (3, (4, 2, 1, 1 / 3)),
-}
 
 
 class Downsample(nn.Module):
@@ -55,9 +46,8 @@ class Projector(nn.Module):
     def __init__(self, config: VilaConfig) -> None:
         super().__init__()
         width = config.vision_config.hidden_size * len(config.scales)
-        self.layers = nn.Sequential(
-            *_projector_layers(config.projector_type, width, config.text_config.hidden_size)
-        )
+        layers = _projector_layers(config.projector_type, width, config.text_config.hidden_size)
+        self.layers = nn.Sequential(*layers)
 
     def forward(self, features: Tensor) -> Tensor:
         """(N, patches, width) to (N, tokens, hidden size)."""
@@ -80,13 +70,6 @@ def _projector_layers(kind: str, width: int, hidden: int) -> Iterator[nn.Module]
     yield nn.Linear(width, hidden)
     for _ in range(depth - 1):
         yield from (nn.GELU(), nn.Linear(hidden, hidden))
-
-
-def features_of_tile(config: VilaConfig) -> int:
-    """Return the number of features of a tile: the square of their number in a row."""
-    side = config.vision_config.image_size // config.vision_config.patch_size
-    factor = DOWNSAMPLING.get(config.projector_type, (1, ()))[0]
-    return (-(-side // factor)) ** 2
 
 
 class VilaForConditionalGeneration(PreTrainedModel, GenerationMixin):
@@ -138,7 +121,7 @@ class VilaForConditionalGeneration(PreTrainedModel, GenerationMixin):
         return self.llm.get_decoder()
 
     def patch_features(self, pixels: Tensor) -> Tensor:
-        """Encode tiles and frames (N, 3, edge, edge): (N, patches, H), of the layer that the config selects."""
+        """Encode tiles and frames (N, 3, edge, edge): (N, patches, H) of the layer that the config names."""
         tower, layer = self.vision_tower, self.config.mm_vision_select_layer
         count = layer if layer >= 0 else len(tower.encoder.layers) + 1 + layer
         hidden = tower.embeddings(pixels.to(tower.dtype))

@@ -2,16 +2,22 @@
 """The processor of VILA models: their tokenizer, the settings of their images, and their chat template."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from transformers import AutoTokenizer, BatchFeature
 from transformers.utils import cached_file
 
 from verl.models.vila.config import LLM, TOKENS, TOWER, VilaConfig
-from verl.models.vila.tiles import ImageOptions
+from verl.models.vila.tiles import ONE, Grid, ImageOptions, Wrapping, grids, image_units, passes
 
 SETTINGS = "preprocessor_config.json"
+NEWLINE = "\n"  # after each tile of a `dynamic` image, in the text of the prompt
 CUTTING = ("image_aspect_ratio", "min_tiles", "max_tiles", "s2_scales")  # options of the model's config
 # Before the tokenizer's own template, which reads texts: media become their tokens, as in VILA.
 FLATTEN = """{%- set flat = namespace(messages=[]) -%}
@@ -67,9 +73,79 @@ class VilaProcessor:
         (folder / TOWER).mkdir(parents=True, exist_ok=True)
         (folder / TOWER / SETTINGS).write_text(self.image_processor.to_json_string() + "\n", encoding="utf-8")
 
+    def apply_chat_template(self, messages: Any, **kwargs: Any) -> Any:
+        """Render a conversation whose contents are texts or lists of parts."""
+        return self.tokenizer.apply_chat_template(messages, chat_template=self.chat_template, **kwargs)
+
+    def decode(self, *args: Any, **kwargs: Any) -> str:
+        """Return the text of tokens."""
+        return self.tokenizer.decode(*args, **kwargs)
+
+    def __call__(
+        self,
+        text: Sequence[str],
+        images: Sequence[Image.Image] | None = None,
+        videos: Sequence[np.ndarray] | None = None,  # sampled frames (T, H, W, 3) uint8 of each
+        **kwargs: Any,
+    ) -> BatchFeature:
+        """Return the arguments of the model for one rendered prompt and its media."""
+        [prompt] = text
+        shapes = [grids(self.config, image.height, image.width) for image in images or ()]
+        frames = [len(video) for video in videos or ()]
+        expanded = {
+            self.image_token_id: iter([self.image_tokens(shape) for shape in shapes]),
+            self.video_token_id: iter([self.video_tokens(count) for count in frames]),
+        }
+        ids: list[int] = []
+        for token in self.encode(prompt):
+            ids += next(expanded[token]) if token in expanded else [token]
+        inputs: dict[str, Any] = {"input_ids": torch.tensor([ids])}
+        inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+        if images:
+            inputs["pixel_values"] = torch.cat([self.image_pixels(image) for image in images])
+            inputs["image_grids"] = shapes
+        if videos:
+            inputs["pixel_values_videos"] = torch.cat([self.frame_pixels(video) for video in videos])
+            inputs["video_frames"] = frames
+        return BatchFeature(inputs)
+
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text around features."""
+        """Return the tokens of a text."""
         return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def image_tokens(self, shape: Sequence[Grid]) -> list[int]:
+        """Return the tokens of an image of these grids."""
+        after = self.encode(NEWLINE) if self.config.image_aspect_ratio == "dynamic" and len(shape) > 1 else []
+        units = image_units(self.config, shape)
+        tiles = self._wrapped(self.image_token_id, units, self.config.image_encoder)
+        return [token for tile in tiles for token in (*tile, *after)]
+
+    def video_tokens(self, num_frames: int) -> list[int]:
+        """Return the tokens of a video of so many sampled frames."""
+        tokens, encoder = [], self.config.video_encoder
+        for count, size in passes(self.config, num_frames):
+            for frame in self._wrapped(self.video_token_id, [size] * count, encoder):
+                tokens += frame
+            tokens += self.encode(Wrapping.of(encoder).between)
+        return tokens
+
+    def _wrapped(self, token: int, sizes: Sequence[int], encoder: Any) -> list[list[int]]:
+        # the tokens of each tile or frame with so many features
+        wrapping = Wrapping.of(encoder)
+        start, end = self.encode(wrapping.start), self.encode(wrapping.end)
+        return [[*start, *[token] * size, *end] for size in sizes]
+
+    def image_pixels(self, image: Image.Image) -> Tensor:
+        """Return the tiles of an image: (tiles, 3, edge, edge)."""
+        return self._pixels(image, grids(self.config, image.height, image.width))
+
+    def frame_pixels(self, frames: np.ndarray) -> Tensor:
+        """Return the frames of a video (T, H, W, 3) uint8 as tiles: (T, 3, edge, edge)."""
+        return torch.cat([self._pixels(Image.fromarray(frame), [ONE]) for frame in frames])
+
+    def _pixels(self, image: Image.Image, shape: list[Grid]) -> Tensor:
+        pads = self.config.image_aspect_ratio == "pad"
+        return torch.from_numpy(self.image_options.pixels(image, shape, pads=pads))
 
 
 class VilaTokenizer:

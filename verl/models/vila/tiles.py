@@ -3,7 +3,7 @@
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -106,9 +106,7 @@ class Wrapping:
         name = str(options.get("_target_", BASIC[0])).rpartition(".")[2]
         if name not in (*BASIC, POOLED):
             raise ValueError(f"an encoder of media must be {', '.join(BASIC)} or {POOLED}, got {name}")
-        pools = [
-            (int(time), int(height), int(width)) for time, height, width in options.get("pool_sizes", ())
-        ]
+        pools = [tuple(map(int, sizes)) for sizes in options.get("pool_sizes", ())]
         return cls(
             options.get("start_tokens") or "",
             options.get("end_tokens", "\n") or "",
@@ -120,3 +118,28 @@ class Wrapping:
     def is_pooled(self) -> bool:
         """Whether features of several patches or frames become one."""
         return self.pools != Wrapping.pools
+
+
+def image_units(config: VilaConfig, shape: Sequence[Grid]) -> list[int]:
+    """Return the features of each part of an image: its tiles, or all of its scales together."""
+    tile = config.tile_side**2
+    if config.dynamic_s2:
+        return [tile * math.prod(shape[config.s2_resize_output_to_scale_idx or 0])]
+    return [tile] * sum(map(math.prod, shape))
+
+
+def passes(config: VilaConfig, num_frames: int) -> list[tuple[int, int]]:
+    """Return the frames of each pass over a video, and the features of one.
+
+    Raises:
+        ValueError: The frames do not divide into those that are averaged.
+    """
+    found = []
+    for time, height, width in Wrapping.of(config.video_encoder).pools:
+        if num_frames % time:
+            raise ValueError(
+                f"the model averages {time} frames, a video of {num_frames} does not divide into them: set"
+                " `worker.rollout.num_video_frames` to a multiple"
+            )
+        found.append((num_frames // time, config.tile_side // height * (config.tile_side // width)))
+    return found

@@ -160,13 +160,14 @@ class EngineHost:
         kind = self.model_config.model_type
         if self.config.rollout.multi_turn.enable:
             raise ValueError(
-                f"`worker.rollout.multi_turn.enable` must be false for {kind}: its rollout engine reads media that"
-                " the policy encodes before it samples; use a model that vLLM knows, or `worker.rollout.name=hf`"
+                f"`worker.rollout.multi_turn.enable` must be false for {kind}: its rollout engine reads media"
+                " that the policy encodes before it samples; use a model that vLLM knows, or"
+                " `worker.rollout.name=hf`"
             )
         if self.media is not None and self.tower is None:
             raise ValueError(
-                f"`worker.hybrid_engine` must be true for {kind}: its rollout engine reads media that the policy"
-                " encodes, so it must be in the processes that train; or set `worker.rollout.name=hf`"
+                f"`worker.hybrid_engine` must be true for {kind}: its rollout engine reads media that the"
+                " policy encodes, so it must be in the processes that train; or set `worker.rollout.name=hf`"
             )
 
     def _conversation_driver(self) -> ConversationDriver | AgentDriver | None:

@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoProcessor, AutoTokenizer, DynamicCache
+from transformers import DynamicCache
 
 from verl.data.media.loader import media_in_order, shape_of
 from verl.distributed.device import to_device
 from verl.distributed.fsdp import torch_dtype
+from verl.models.auto import AutoProcessor, AutoTokenizer
 from verl.models.families.interface import MediaShape, Medium, VisionFamily
 from verl.models.families.registry import family_of, vision_family_of
 from verl.models.hub_names import auto_class

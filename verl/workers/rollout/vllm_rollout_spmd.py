@@ -216,20 +216,18 @@ class VLLMRollout(StepwiseEngine):
                 f"`worker.rollout.limit_images` ({self.limit_images}) must be at least the images of a"
                 f" prompt, {request.uid} has {images}"
             )
-        prompt = (
-            self._embedded(request) if self._is_embedded(request) else vllm_prompt(request, self.hf_config)
-        )
+        prompt = self._embedded(request) or vllm_prompt(request, self.hf_config)
         parsed = parse_model_prompt(self.engine.model_config, prompt)
         return self.engine.renderer.render_cmpl([parsed])[0]
 
-    def _is_embedded(self, request: RolloutRequest) -> bool:
-        return self.embeds_prompts and request.media is not None
-
-    def _embedded(self, request: RolloutRequest) -> dict[str, Any]:
-        def embed(ids: Tensor) -> Tensor:
-            return self.model.embed_input_ids(ids.to(self.device))
-
-        return {"prompt_embeds": prompt_embeddings(request, self.hf_config, embed)}
+    def _embedded(self, request: RolloutRequest) -> dict[str, Any] | None:
+        """Return vLLM's prompt with features among the embeddings of its tokens, if the engine reads that."""
+        if not self.embeds_prompts or request.media is None:
+            return None
+        embeddings = prompt_embeddings(
+            request, self.hf_config, lambda ids: self.model.embed_input_ids(ids.to(self.device))
+        )
+        return {"prompt_embeds": embeddings}
 
     def _response(self, output: Any, uid: Any, sample: int) -> FinishedResponse:
         completion = output.outputs[0]
