@@ -124,7 +124,7 @@ def test_pooled_videos_have_the_means_of_boxes_in_every_pass():
     frames = torch.randn(4, 4, 8)  # two by two features each
 
     assert processor.video_tokens(4) == [9, 9, 9, 9, newline] * 2 + [newline] + [9, newline] + [newline]
-    with pytest.raises(ValueError, match="averages 2 frames, a video of 5 does not divide"):
+    with pytest.raises(ValueError, match="averages 2 frames, 5 of a video do not divide"):
         processor.video_tokens(5)
     assert torch.allclose(pooled(frames, (2, 1, 1)), torch.cat([frames[:2].mean(0), frames[2:].mean(0)]))
     assert torch.allclose(pooled(frames, (4, 2, 2)), frames.mean((0, 1))[None], atol=1e-6)

@@ -12,8 +12,8 @@ _DIFFUSION = (
 REFUSED = {  # accept only the default; completes "this version has no ..."
     **dict.fromkeys(_DIFFUSION, "diffusion models"),
     "max_frames_vllm": (
-        "frames of the engine's own: it samples from those that are trained, and other log-probs would be"
-        " wrong; set `worker.rollout.num_video_frames`"
+        "frames of the engine's own, whose log-probs would not be those of training; set"
+        " `worker.rollout.num_video_frames` for both"
     ),
     "open_ended_reward": (
         "judge in the rollout; set `worker.reward.reward_function` to"

@@ -132,13 +132,13 @@ def passes(config: VilaConfig, num_frames: int) -> list[tuple[int, int]]:
     """Return the frames of each pass over a video, and the features of one.
 
     Raises:
-        ValueError: The frames do not divide into those that are averaged.
+        ValueError: Their number is no multiple of the number that is averaged.
     """
     found = []
     for time, height, width in Wrapping.of(config.video_encoder).pools:
         if num_frames % time:
             raise ValueError(
-                f"the model averages {time} frames, a video of {num_frames} does not divide into them: set"
+                f"the model averages {time} frames, {num_frames} of a video do not divide by that: set"
                 " `worker.rollout.num_video_frames` to a multiple"
             )
         found.append((num_frames // time, config.tile_side // height * (config.tile_side // width)))
