@@ -69,7 +69,8 @@ class FSDPWorker(SamplingWorker, TrainingWorker):
     def _check_engine(self) -> None:
         """Compare the engine with the trainer, once, and leave it asleep."""
         self.must_check_engine = False
-        rows = self.host.rows_to_compare()
+        with self.policy.loaded():
+            rows = self.host.rows_to_compare()
         self.engine.sleep()
         self.compare_engine(rows, self.engine.dtype)
 

@@ -6,6 +6,7 @@ family has a file, which `registry.py` lists; `GenericFamily` reads a model that
 processor and `get_image_features`.
 """
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,11 @@ KINDS: tuple[Kind, ...] = ("image", "video", "audio")
 DEFAULT_PATCHES = 4  # of a token
 # Of configs, for the token whose embeddings are replaced by features.
 IMAGE_TOKENS = ("image_token_id", "image_token_index", "media_placeholder_token_id")
+# Names of a language model's tensors in a model that reads media, as checkpoints have them.
+LANGUAGE_MODEL = re.compile(
+    r"(?:(?:model\.)?(?:language_model|llm)\.)?"
+    r"(?:(?P<head>lm_head\..*)|(?:model\.)?(?P<rest>(?:embed_tokens|layers|norm)\..*))"
+)
 WHAT_TO_WRITE = (
     "describe what is different in a file, like those of verl/models/families, and give it as"
     " `worker.actor.model.family=my_family.py:family` (docs/extensions.md)"
@@ -338,7 +344,7 @@ class VisionFamily(Family, ABC):
 
     def engine_name(self, name: str) -> str | None:
         """Return vLLM's name of a tensor that is named as on the hub; None if it has none."""
-        return name
+        return language_model_name(name) if self.embeds_prompts else name
 
     def engine_features(self, kind: Kind, media: Sequence[EncodedMedium]) -> Any:
         """Return vLLM's multimodal data of a prompt's images, or videos, whose features are known."""
@@ -351,6 +357,14 @@ class VisionFamily(Family, ABC):
         """
         # Frames were sampled when the video was decoded.
         return {"do_sample_frames": False} if "video" in kinds else {}
+
+
+def language_model_name(name: str) -> str | None:
+    """Return the name that a tensor of a whole model has in its language model; None for other parts."""
+    found = LANGUAGE_MODEL.fullmatch(name)
+    if found is None:
+        return None
+    return found["head"] or f"model.{found['rest']}"
 
 
 def is_part(name: str, parts: Sequence[str]) -> bool:

@@ -8,6 +8,7 @@ from transformers import PreTrainedConfig
 
 from verl.models.auto import AutoConfig
 from verl.models.families.cohere import CohereVision
+from verl.models.families.deepseek_vl import DeepseekVL
 from verl.models.families.gemma import Gemma3, Gemma4
 from verl.models.families.generic import GenericFamily
 from verl.models.families.glm_v import GlmV
@@ -40,6 +41,7 @@ FAMILIES: tuple[Family, ...] = (
     Gemma3(),
     Gemma4(),
     CohereVision(),
+    DeepseekVL(),
 )
 TEXT, GENERIC = Family(), GenericFamily()
 

@@ -31,7 +31,7 @@ from verl.models.families.interface import (
     example_pixels,
 )
 from verl.models.families.tiny_sizes import TEXT
-from verl.models.vila.config import LLM, PARTS, PROJECTOR, TOKENS, TOWER, VilaConfig
+from verl.models.vila.config import PARTS, PROJECTOR, TOKENS, TOWER, VilaConfig
 from verl.models.vila.processor import VilaProcessor
 from verl.models.vila.tiles import Wrapping, grids, image_units, passes
 
@@ -151,11 +151,6 @@ class Vila(VisionFamily):
 
     def smallest_frame(self, processor: Any) -> int:
         return processor.config.tile_side**2  # of every frame
-
-    # --- the rollout engine
-
-    def engine_name(self, name: str) -> str | None:
-        return name.removeprefix(f"{LLM}.") if name.startswith(f"{LLM}.") else None
 
 
 def _grids(facts: Mapping[str, Any]) -> list[tuple[int, int]]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How VILA cuts an image into square tiles, and what it writes around the features of a medium."""
+"""Tiles of VILA's images, and the texts around the features of its media."""
 
 import json
 import math
@@ -116,7 +116,7 @@ class Wrapping:
 
     @property
     def is_pooled(self) -> bool:
-        """Whether features of several patches or frames become one."""
+        """True if features of several patches or frames become one."""
         return self.pools != Wrapping.pools
 
 

@@ -66,7 +66,7 @@ class SharedEngines:
 
     @cached_property
     def encodes_first(self) -> bool:
-        """Whether the policy's tower encodes media before the engines sample."""
+        """True if the policy's tower encodes media before the engines sample."""
         return self.has_prompts_of_rows and all(self.workers.encodes_media())
 
     @property

@@ -11,7 +11,7 @@ import hashlib
 import itertools
 import json
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -25,10 +25,10 @@ from verl.data.media.references import Reference
 from verl.distributed.device import to_device
 from verl.distributed.fsdp import full_named_tensors
 from verl.distributed.sequence_parallel import SequenceParallel
-from verl.models.families.interface import KINDS, EncodedMedium, Kind, is_part
+from verl.models.families.interface import KINDS, EncodedMedium, Kind, Medium, is_part
 from verl.models.families.registry import vision_family_of
 from verl.models.monkey_patch import evaluating
-from verl.models.vision import Features, share_media
+from verl.models.vision import Features, MediaShare, share_media
 from verl.workers.packing.micro_batches import max_over_ranks
 
 FEATURES_AT_ONCE = 1 << 14  # on a rank, in one call of the tower; a frame or tile with more runs alone
@@ -194,10 +194,14 @@ class FrozenTower:
         share = None
         if self.sp.size > 1:
             inputs, share = share_media(self.family, self.config, inputs, self.sp, self._blank)
-        inputs = to_device(inputs, self.device)
+        return self.run(inputs, share)[: len(ranges)]
+
+    def run(self, media: Sequence[Medium], share: MediaShare | None = None) -> list[Tensor]:
+        """Compute the features of media on the host, without looking for known ones; collective."""
+        inputs = to_device(list(media), self.device)
         with evaluating(self.model):
             encoded: list[Tensor] = self.model(media=inputs, media_share=share, only_encode=True)
-        return [part.cpu() for part in encoded[: len(ranges)]]
+        return [part.cpu() for part in encoded]
 
     def _publish(self, key: str, features: Tensor, facts: dict[str, Any]) -> Entry:
         # one rank of the sequence-parallel group writes

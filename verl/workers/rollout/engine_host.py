@@ -119,12 +119,15 @@ class EngineHost:
             self.conversations.close()
 
     def rows_to_compare(self) -> list[SampledRow]:
-        """Sample what the trainer compares with its own log-probs, for a model that no file describes."""
+        """Sample what the trainer compares with its own log-probs, for a model that no file describes.
+
+        Collective over all ranks, with the policy on its device, if its tower encodes media for the engine.
+        """
         assert self.media is not None, "the model reads media"
         rollout = self.config.rollout
         max_length = rollout.max_model_len or self.options.max_sequence_length
         requests = check_requests(self.media, self.tokenizer, max_length, rollout.limit_images)
-        return sample(self.engine, requests, self.media)
+        return sample(self.engine, requests, self.media, None if self.tower is None else self.tower.run)
 
     def _requests(self, prompts: DataProto) -> list[RolloutRequest]:
         columns = (prompts.non_tensor_batch[key] for key in ("uid", "raw_prompt_ids", "multi_modal_data"))
