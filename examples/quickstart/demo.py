@@ -100,6 +100,9 @@ KINDS = {
     "image": Kind(
         "qwen2_5_vl", VL_CLASS, partial(write_questions, with_images=True), "images", read_image, ONE_COLOR
     ),
+    "vila": Kind(
+        "vila", VL_CLASS, partial(write_questions, with_images=True), "images", read_image, ONE_COLOR
+    ),
     "text": Kind(
         "qwen2",
         "AutoModelForCausalLM",
@@ -288,6 +291,9 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     )
     kinds = parser.add_mutually_exclusive_group()
     kinds.add_argument("--text", dest="name", action="store_const", const="text", help="ask about sentences")
+    kinds.add_argument(
+        "--vila", dest="name", action="store_const", const="vila", help="ask a VILA model about images"
+    )
     kinds.add_argument("--video", dest="name", action="store_const", const="video", help="ask about videos")
     kinds.add_argument("--audio", dest="name", action="store_const", const="audio", help="ask about tones")
     kinds.add_argument(

@@ -14,7 +14,13 @@ from tests.architecture.source import PACKAGE, source_files, tree_of
 from verl.models.families.registry import FAMILIES, TYPES
 
 HOMES = (
-    *("models/families/", "models/tiny.py", "cli/tiny_model.py", "cli/init.py"),  # recipes and their names
+    *(
+        "models/families/",
+        "models/vila/",
+        "models/tiny.py",
+        "cli/tiny_model.py",
+        "cli/init.py",
+    ),  # recipes and their names
     *("agents/parsers/", "config/multi_turn.py"),  # formats of calls, named after models that write them
 )
 TYPES_OF_MODELS = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, *TYPES}

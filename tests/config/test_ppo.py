@@ -228,8 +228,8 @@ def test_broken_rules_and_wrong_values_are_reported_together(minimal):
 @pytest.mark.parametrize(
     ("argument", "supported"),
     [
-        ("worker.actor.vila_model=true", "false"),
-        ("worker.vila_model=true", "false"),
+        ("worker.actor.diffusion=true", "false"),
+        ("worker.rollout.max_frames_vllm=64", "-1"),
         ("trainer.diffusion=true", "false"),
     ],
 )

@@ -175,7 +175,7 @@ def features_once(kind: str) -> Error:
 def merged(kind: str) -> Error:
     """Weights in memory under their names on the hub against the model's files, bit for bit."""
     tiny = load_tiny(kind)
-    on_disk = load_file(tiny.folder / "model.safetensors")
+    on_disk = stored_tensors(tiny)
     names = HubNames(tiny.config)
     in_memory = ((name, each) for name, each in tiny.model.state_dict().items() if name not in names.tied)
     made = dict(names.convert(in_memory))
@@ -185,6 +185,17 @@ def merged(kind: str) -> Error:
         if name.endswith(transposed_experts(tiny.config)) and made[name].shape != on_disk[name].shape:
             made[name] = made[name].transpose(-1, -2)
     return float(not all(torch.equal(made[name], on_disk[name]) for name in made))
+
+
+def stored_tensors(tiny: Tiny) -> dict[str, Tensor]:
+    """Return the tensors of a model's files, after the names of their folders if there are several."""
+    if not tiny.family.folders:
+        return load_file(tiny.folder / "model.safetensors")
+    return {
+        f"{part}.{name}": tensor
+        for part in tiny.family.folders
+        for name, tensor in load_file(tiny.folder / part / "model.safetensors").items()
+    }
 
 
 @cache

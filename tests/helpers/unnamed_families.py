@@ -314,7 +314,7 @@ NO_FEATURES = {"mllama": "has no `get_image_features`", "phi4_multimodal": "is n
 VLLM: dict[str, bool] = {
     "llava": True, "llava_next": True, "idefics3": True, "video_llama_3": True,
     "lighton_ocr": True, "vipllava": True, "aya_vision": True,
-    "cohere2_vision": True, "deepseek_vl": False,
+    "cohere2_vision": True, "deepseek_vl": True,
 }  # fmt: skip
 PAGE = ROOT / "docs" / "models.md"
 TABLE = re.compile(r"(?<=<!-- without a file -->\n).*?(?=<!-- end of those -->)", re.DOTALL)

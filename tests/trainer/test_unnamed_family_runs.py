@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole runs of models that no file describes: one trains, one is refused before training."""
+"""Whole runs of models that no file describes: two train, one of which vLLM lacks, and one is refused."""
 
 import pytest
 
@@ -13,13 +13,14 @@ pytestmark = pytest.mark.heavy
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """Train a tiny model of a type without a file for two steps with the engine of transformers."""
+    """Train a tiny model of a type without a file for two steps."""
     monkeypatch.setattr(tiny_models, "TINY_MODELS", tiny_models.TINY_MODELS | UNNAMED)
 
-    def start(kind):
+    def start(kind, engine="hf"):
         folder = make_folder(tmp_path / kind, kind)
+        options = f"worker.rollout.name={engine}", "trainer.max_steps=2"
         finished = start_training(
-            *quickstart_arguments(folder, folder / "model", "worker.rollout.name=hf", "trainer.max_steps=2"),
+            *quickstart_arguments(folder, folder / "model", *options),
             *("trainer.val_freq=-1", "trainer.val_before_train=false", "data.max_prompt_length=160"),
             *("data.min_pixels=null", "data.max_pixels=null"),  # without effect on some
             f"trainer.save_checkpoint_path={folder / 'out'}",
@@ -29,9 +30,10 @@ def run(tmp_path, monkeypatch):
     return start
 
 
-@pytest.mark.slow  # one more run; a refused one compares in every suite
-def test_a_model_without_a_file_trains_on_the_log_probs_of_its_engine(run):
-    finished, output = run("idefics3")
+@pytest.mark.slow  # two more runs; a refused one compares in every suite
+@pytest.mark.parametrize(("kind", "engine"), [("idefics3", "hf"), ("deepseek_vl", "vllm")])
+def test_a_model_without_a_description_trains_on_the_log_probs_of_its_engine(run, kind, engine):
+    finished, output = run(kind, engine)
 
     assert finished.returncode == 0, finished.stderr[-6000:]
     metrics = read_metrics(output)

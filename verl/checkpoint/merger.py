@@ -21,7 +21,7 @@ from verl.checkpoint.unread_tensors import unread_tensors
 from verl.models.families.registry import family_of, load_config, whole_config
 from verl.models.hub_names import HubNames
 from verl.models.lora_weights import is_adapter
-from verl.utils.weight_files import save_weights
+from verl.utils.weight_files import by_folder, save_weights
 
 MAX_FILE_BYTES = 5 * 1024**3  # as hub checkpoints are cut
 
@@ -61,7 +61,9 @@ def merge_checkpoint(
     if dtype is not None:
         tensors = ((name, part.to(dtype) if part.is_floating_point() else part) for name, part in tensors)
     with _writing(folder):
-        _set_dtype(folder, config, _write_files(folder, tensors, max_file_bytes))
+        parts = by_folder(tensors, family_of(config).folders)
+        dtypes = [_write_files(folder / name, part, max_file_bytes) for name, part in parts]
+        _set_dtype(folder, config, dtypes[0])
     return folder
 
 
@@ -70,11 +72,11 @@ def _writing(folder: Path) -> Iterator[None]:
     """Remove earlier weights, and what was written if the block cannot write."""
     try:
         for pattern in ("*.safetensors", "*.safetensors.index.json", "*.part"):
-            for old in folder.glob(pattern):
+            for old in folder.rglob(pattern):
                 old.unlink()
         yield
     except (OSError, SafetensorError) as error:
-        for part in filter(Path.is_file, folder.glob("*.part")):
+        for part in filter(Path.is_file, folder.rglob("*.part")):
             part.unlink()
         raise OSError(
             f"{folder} cannot be written ({error}): it must be a folder of yours, with room for the weights"
@@ -111,6 +113,7 @@ def _write_files(
     folder: Path, tensors: Iterable[tuple[str, Tensor]], max_file_bytes: int
 ) -> torch.dtype | None:
     """Write the weights into a folder; return the dtype of the first floating-point tensor."""
+    folder.mkdir(exist_ok=True)
     files: list[list[str]] = []  # tensors of each file
     total, dtype = 0, None
     for batch in _batches(tensors, max_file_bytes):

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from verl.config.data import DataConfig
+from verl.config.files.model_files import processor_files
 from verl.data.bad_rows import BadRow, bad_rows_error
 from verl.data.columns import (
     FileColumns,
@@ -110,7 +111,7 @@ def media_kinds(folder: str | None) -> tuple[str, ...] | None:
     """Return the kinds of media that the model has a processor for; None if its files are not here."""
     if folder is None or not os.path.isdir(folder):
         return None
-    files = [file.read_text() for file in Path(folder).glob("*processor_config.json")]
+    files = [file.read_text() for file in processor_files(Path(folder))]
     if not files:
         return ()
     return (

@@ -4,10 +4,12 @@
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoProcessor, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
+from verl.config.files.model_files import processor_files
 from verl.data.files import use_modelscope_hub_if_asked
 from verl.data.prompt_template import read_chat_template
+from verl.models.auto import AutoProcessor, AutoTokenizer
 
 
 def load_tokenizer(
@@ -46,7 +48,7 @@ def load_processor(
     try:
         processor = AutoProcessor.from_pretrained(str(model_path), trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
-        if any(Path(model_path).glob("*processor_config.json")):
+        if processor_files(Path(model_path)):
             raise ValueError(f"the processor of {model_path} does not load: {error}") from error
         return None
     if not hasattr(processor, "image_processor"):  # AutoProcessor returns the tokenizer of a text model

@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
+from verl.models.auto import AutoModelForCausalLM, AutoModelForImageTextToText
 from verl.models.families.registry import family_of, transposed_experts
 from verl.models.scalar_head import ScalarModels, is_scalar
 

@@ -13,20 +13,23 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerFast
+from transformers import GenerationConfig, PreTrainedTokenizerFast
 
+from verl.models.auto import AutoConfig
 from verl.models.families.interface import TinyModel
 from verl.models.families.registry import FAMILIES, family_of, trained_part, wholes
 from verl.models.families.tiny_sizes import MOE, TEXT
 from verl.models.hub_names import auto_class, keep_tower_prefixes
 from verl.models.tiny_words import word_tokenizer
 from verl.utils.quiet import no_weight_bars
-from verl.utils.weight_files import save_weights
+from verl.utils.weight_files import by_folder, save_weights
 
 SPECIAL_TOKENS = [
     "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>",
     "<|image_pad|>", "<|video_pad|>",
 ]  # fmt: skip
+
+WEIGHTS = "model.safetensors"
 
 TEMPLATE = """{%- for message in messages -%}
 <|im_start|>{{ message.role }}
@@ -165,10 +168,15 @@ def write_model(model: Any, config: Any, directory: Path) -> None:
     keep_tower_prefixes(model)
     with no_weight_bars():
         model.save_pretrained(directory)
+    family, file = family_of(model.config), directory / WEIGHTS
     if trained_part(config) is not config:
-        prefix, file = family_of(model.config).hub_prefix, directory / "model.safetensors"
-        save_weights({prefix + name: tensor for name, tensor in load_file(file).items()}, file)
+        save_weights({family.hub_prefix + name: tensor for name, tensor in load_file(file).items()}, file)
         config.save_pretrained(directory)
+    if family.folders:
+        tensors = sorted(load_file(file).items())
+        file.unlink()
+        for folder, part in by_folder(tensors, family.folders):
+            save_weights(dict(part), directory / folder / WEIGHTS)
 
 
 def save_tiny_model(

@@ -8,12 +8,11 @@ from verl.checkpoint.legacy_shards import find_shard_files
 from verl.checkpoint.manifest import MANIFEST
 from verl.checkpoint.merger import merge_checkpoint
 from verl.checkpoint.sharded import HUGGINGFACE
+from verl.config.files.model_files import has_weights
 from verl.config.model import ModelConfig
 from verl.planning.model_sizes import check_trained
 from verl.planning.planned_run import PlannedRun
 from verl.utils.rank_logger import get_logger
-
-WEIGHTS = ("model.safetensors", "model.safetensors.index.json")  # an export writes one of them last
 
 logger = get_logger(__name__)
 
@@ -37,6 +36,6 @@ def export_checkpoints(models: Iterable[ModelConfig]) -> None:
 
 def is_unexported(folder: Path) -> bool:
     """Return whether a folder is the `huggingface` of a checkpoint, without its weights."""
-    if folder.name != HUGGINGFACE or any((folder / name).is_file() for name in WEIGHTS):
+    if folder.name != HUGGINGFACE or has_weights(folder):
         return False
     return (folder.parent / MANIFEST).is_file() or bool(find_shard_files(folder.parent))

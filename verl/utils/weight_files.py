@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights as safetensors files."""
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from safetensors.torch import save_file
@@ -15,3 +16,18 @@ def save_weights(tensors: Mapping[str, Tensor], file: Path) -> None:
     mode = file.stat().st_mode
     save_file(dict(tensors), file, metadata={"format": "pt"})
     file.chmod(mode)
+
+
+def by_folder(
+    tensors: Iterable[tuple[str, Tensor]], folders: Sequence[str]
+) -> Iterator[tuple[str, Iterator[tuple[str, Tensor]]]]:
+    """Yield the folder of each run of tensors, and these by their names in it.
+
+    Without `folders` all of them are in the model's own; else a name begins with that of its folder.
+    """
+    if not folders:
+        yield "", iter(tensors)
+        return
+    for folder, part in itertools.groupby(tensors, lambda named: named[0].partition(".")[0]):
+        assert folder in folders, f"{folder} is none of {folders}"
+        yield folder, ((name.partition(".")[2], tensor) for name, tensor in part)

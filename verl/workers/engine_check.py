@@ -6,7 +6,8 @@ a difference would only show as a policy that learns from log-probabilities of o
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,10 +19,23 @@ from torch import Tensor, nn
 from verl.data.media.loader import DecodedMedia, MediaLoader, media_in_order
 from verl.distributed.device import to_device
 from verl.models.deferred_logits import DeferredLogits
-from verl.models.families.interface import WHAT_TO_WRITE, MediaShape, Medium
+from verl.models.families.interface import (
+    KINDS,
+    WHAT_TO_WRITE,
+    EncodedMedium,
+    Kind,
+    MediaShape,
+    Medium,
+)
 from verl.models.monkey_patch import evaluating
 from verl.models.registry import TOLERANCE
-from verl.workers.rollout.base import FinishedResponse, RolloutEngine, RolloutRequest, SamplingOptions
+from verl.workers.rollout.base import (
+    EmbeddedMedia,
+    FinishedResponse,
+    RolloutEngine,
+    RolloutRequest,
+    SamplingOptions,
+)
 
 SAMPLED_TOKENS = 8
 # Height and width of the images of each prompt.
@@ -73,12 +87,20 @@ def check_requests(
     return requests
 
 
-def sample(engine: RolloutEngine, requests: Sequence[RolloutRequest], media: MediaLoader) -> list[SampledRow]:
+def sample(
+    engine: RolloutEngine,
+    requests: Sequence[RolloutRequest],
+    media: MediaLoader,
+    encode: Callable[[Sequence[Medium]], list[Tensor]] | None = None,  # for an engine that embeds prompts
+) -> list[SampledRow]:
     """Sample a few tokens of each request, without touching the engine's stream of random numbers."""
     sampling = SamplingOptions(max_tokens=SAMPLED_TOKENS, ignore_eos=True)
-    state = engine.rng_state()
+    state, given = engine.rng_state(), list(requests)
+    if engine.embeds_prompts:
+        assert encode is not None, "the trainer encodes media for this engine"
+        given = [embedded(request, media, encode) for request in requests]
     try:
-        responses = {one.uid: one for some in engine.generate(list(requests), sampling) for one in some}
+        responses = {one.uid: one for some in engine.generate(given, sampling) for one in some}
     except Exception as error:  # whatever an engine raises
         raise NotImplementedError(
             f"the rollout engine cannot sample for prompts with images ({error}): {REMEDY}"
@@ -86,15 +108,31 @@ def sample(engine: RolloutEngine, requests: Sequence[RolloutRequest], media: Med
     engine.set_rng_state(state)
     rows = []
     for request in requests:
-        shape, inputs = MediaShape(), []
-        if request.media is not None:
-            shape = media.shape_of(request.media)
-            inputs = media_in_order(
-                media.family, media.processor, request.prompt_token_ids, request.media, shape
-            )
+        shape, inputs = _inputs(request, media)
         ids = media.expand(request.prompt_token_ids, shape)
         rows.append(SampledRow(ids, responses[request.uid], inputs))
     return rows
+
+
+def embedded(
+    request: RolloutRequest, media: MediaLoader, encode: Callable[[Sequence[Medium]], list[Tensor]]
+) -> RolloutRequest:
+    """Return a request with features and an expanded prompt."""
+    if request.media is None:
+        return request
+    shape, inputs = _inputs(request, media)
+    found: dict[Kind, list[EncodedMedium]] = {kind: [] for kind in KINDS}
+    for medium, features in zip(inputs, encode(inputs), strict=True):
+        found[medium.kind].append(EncodedMedium(features, medium.facts))
+    ids = media.expand(request.prompt_token_ids, shape)
+    return replace(request, prompt_token_ids=ids, media=EmbeddedMedia(*found.values()))
+
+
+def _inputs(request: RolloutRequest, media: MediaLoader) -> tuple[MediaShape, list[Medium]]:
+    if request.media is None:
+        return MediaShape(), []
+    shape, ids = media.shape_of(request.media), request.prompt_token_ids
+    return shape, media_in_order(media.family, media.processor, ids, request.media, shape)
 
 
 class Differences(NamedTuple):

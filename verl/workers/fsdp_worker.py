@@ -37,7 +37,7 @@ class FSDPWorker(SamplingWorker, TrainingWorker):
             self.tokenizer,
             self.media,
             policy.model.config,
-            tower=policy.tower,
+            tower=policy.engine_tower,
             adapter=self.engine_adapter(),
         )
         self.engine, self.must_check_engine = self.host.engine, self.host.must_be_compared
@@ -54,6 +54,8 @@ class FSDPWorker(SamplingWorker, TrainingWorker):
             self._sync_weights()
 
     def _sync_weights(self) -> None:
+        if self.policy.tower is None and self.policy.engine_tower is not None:
+            self.policy.engine_tower.forget()
         with self.policy.loaded():
             if self.engine.takes_adapter:
                 self.engine.sync_adapter(self.policy.adapter_tensors())
@@ -67,7 +69,8 @@ class FSDPWorker(SamplingWorker, TrainingWorker):
     def _check_engine(self) -> None:
         """Compare the engine with the trainer, once, and leave it asleep."""
         self.must_check_engine = False
-        rows = self.host.rows_to_compare()
+        with self.policy.loaded():
+            rows = self.host.rows_to_compare()
         self.engine.sleep()
         self.compare_engine(rows, self.engine.dtype)
 
@@ -75,15 +78,20 @@ class FSDPWorker(SamplingWorker, TrainingWorker):
     def sleep_engine(self) -> None:
         self.engine.sleep()
 
+    @register(Dispatch.ALL, phase="encode")
+    def encodes_media(self) -> bool:
+        """Return whether the engine reads features of the policy's tower: if it is frozen, or has none."""
+        return self.policy.engine_tower is not None
+
     @register(Dispatch.SHARD, phase="encode", streaming=True)
     def encode_media(self, prompts: DataProto) -> Iterator[None]:
-        """Encode the media (`multi_modal_data`) of the prompts of a step with the frozen vision tower.
+        """Encode the media (`multi_modal_data`) of the prompts of a step with the policy's vision tower.
 
         Yields nothing; it is a stream because prompts need not divide evenly over the ranks.
         """
-        if self.policy.tower is not None:  # an encoder of audio that is trained may keep it from being used
-            with self.policy.loaded():
-                self.policy.tower.encode(prompts.non_tensor_batch["multi_modal_data"])
+        assert self.policy.engine_tower is not None, "asked for with `encodes_media`"
+        with self.policy.loaded():
+            self.policy.engine_tower.encode(prompts.non_tensor_batch["multi_modal_data"])
         yield from ()
 
     def _extra_state(self, model: ShardedModel) -> dict[str, Any]:

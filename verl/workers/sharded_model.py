@@ -33,7 +33,7 @@ from verl.optim.schedules import build_scheduler
 from verl.workers.model_builder import adapter_config, build_model
 from verl.workers.packing.forward import BaseForward, PackedForward
 from verl.workers.packing.sp_strategy import Strategy, StrategyPlanner
-from verl.workers.packing.vision_features import FrozenTower
+from verl.workers.packing.vision_features import FrozenTower, TrainedTower
 
 
 @dataclass(frozen=True)
@@ -103,14 +103,25 @@ class ShardedModel:
         return self.optimizer, self.scheduler
 
     def _frozen_tower(self) -> FrozenTower | None:
-        config, options, setup = self.model.config, self.options, self.setup
-        family = family_of(config)
-        if setup.media is None or not isinstance(family, VisionFamily) or not options.freeze_vision_tower:
+        family, options, media = family_of(self.model.config), self.options, self.setup.media
+        if media is None or not isinstance(family, VisionFamily) or not options.freeze_vision_tower:
             return None
         if family.audio_encoder and not options.freeze_audio_tower:
             return None
-        dtype = torch_dtype(self.fsdp.mp_param_dtype)
-        return FrozenTower(self.model, config, setup.media, setup.device, dtype, setup.sp, setup.embeds_dir)
+        return self._tower(FrozenTower, media, self.setup.embeds_dir)
+
+    def _tower(self, kind: type[FrozenTower], media: MediaLoader, folder: str | None = None) -> FrozenTower:
+        setup, dtype = self.setup, torch_dtype(self.fsdp.mp_param_dtype)
+        return kind(self.model, self.model.config, media, setup.device, dtype, setup.sp, folder)
+
+    @cached_property
+    def engine_tower(self) -> FrozenTower | None:
+        """The tower that encodes prompts for the rollout engine; None if the engine has its own."""
+        family = family_of(self.model.config)
+        is_needed = isinstance(family, VisionFamily) and family.embeds_prompts
+        if self.tower is not None or self.setup.media is None or not is_needed:
+            return self.tower
+        return self._tower(TrainedTower, self.setup.media)
 
     def _forward(self, kind: type[PackedForward]) -> PackedForward:
         setup = self.setup

@@ -70,6 +70,12 @@ def test_a_limit_of_a_videos_pixels_has_an_effect_or_is_refused(name, tmp_path):
     for read in (loader.measure, loader.decode, loader.media):
         with pytest.raises(BadRowError, match="the video has `max_pixels`, without effect on this model"):
             read({"videos": [limited]})
+    tokens = loader.family.smallest_frame(loader.processor)
+    if tokens > 1:  # the limit holds
+        assert loader_of(name, tokens_per_frame=tokens).measure({"videos": [path]}) == loader.measure(
+            {"videos": [path]}
+        )
+        return
     with pytest.raises(ValueError, match="`tokens_per_frame`, without effect on this model"):
         loader_of(name, tokens_per_frame=64)
 
@@ -144,7 +150,7 @@ def test_frames_and_parts_of_a_video_have_an_effect_in_every_family(name, tmp_pa
 
 
 # The tokens of a frame of the tiny models whose frames are tiles.
-@pytest.mark.parametrize(("name", "tokens"), [("internvl", 4), ("llava_onevision", 9)])
+@pytest.mark.parametrize(("name", "tokens"), [("internvl", 4), ("llava_onevision", 9), ("vila", 4)])
 def test_a_frame_of_one_size_takes_no_limit_below_its_tokens(name, tokens):
     loader = loader_of(name)
 

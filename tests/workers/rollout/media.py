@@ -53,7 +53,10 @@ def embedded(model, processor, request):
     for medium in media:
         (features,) = family.encode(model.get_submodule(family.media_owner), [medium])
         found[medium.kind].append(EncodedMedium(features, next(facts[medium.kind]).facts))
-    return replace(request, media=EmbeddedMedia(*found.values()))
+    ids = request.prompt_token_ids
+    if family.embeds_prompts:
+        ids = family.expand(processor, ids, shape)
+    return replace(request, prompt_token_ids=ids, media=EmbeddedMedia(*found.values()))
 
 
 def media_log_probs(model, processor, request, response_ids, temperature=1.0):

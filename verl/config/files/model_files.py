@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
 POLICY = "actor"  # the folder of the policy in a checkpoint
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf")
+LAST_WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "mm_projector/model.safetensors")
 LENGTHS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length")
 FIXED_ROPES = {"su", "longrope", "llama3", "default", "mrope"}  # `factor` does not lengthen them
 
@@ -45,7 +46,8 @@ def length_limit(config: dict[str, Any], overrides: dict[str, Any]) -> LengthLim
 
     Where versions of vLLM differ, as for YaRN, it is the longer one.
     """
-    nested, ours = config.get("text_config"), overrides.get("text_config")
+    nested = config.get("text_config", config.get("llm_cfg"))  # the second of VILA
+    ours = overrides.get("text_config")
     text = {**(nested if isinstance(nested, dict) else config), **overrides}
     text |= ours if isinstance(ours, dict) else {}
     found = {key: text[key] for key in LENGTHS if isinstance(text.get(key), int)}
@@ -90,13 +92,24 @@ def folder_problem(model: str, option: str) -> str | None:
     return f"({folder}) is no model: it has no {CONFIG}{found if names else ' and is empty'}"
 
 
+def processor_files(folder: Path) -> list[Path]:
+    """Return the configs of a model's processor; none for a text model."""
+    names = ("*processor_config.json", "vision_tower/*processor_config.json")  # the second of VILA
+    return [file for name in names for file in sorted(folder.glob(name))]
+
+
+def has_weights(folder: Path) -> bool:
+    """Return whether a folder has weights of a whole model; an export writes the named files last."""
+    return any((folder / name).is_file() for name in LAST_WEIGHTS)
+
+
 def weights_problem(model: str) -> str | None:
     """Say that a folder has a config and no weights; a checkpoint's are exported later."""
     folder = Path(model)
     if not (folder / CONFIG).is_file() or folder.name == "huggingface":
         return None
     names = [path.name for path in folder.iterdir()]
-    if any(name.endswith(WEIGHTS) for name in names):
+    if has_weights(folder) or any(name.endswith(WEIGHTS) for name in names):
         return None
     return f"({folder}) has no weights such as model.safetensors; it has {', '.join(sorted(names)[:8])}"
 

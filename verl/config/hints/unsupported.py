@@ -11,7 +11,10 @@ _DIFFUSION = (
 
 REFUSED = {  # accept only the default; completes "this version has no ..."
     **dict.fromkeys(_DIFFUSION, "diffusion models"),
-    **dict.fromkeys(("vila_model", "group_frames", "max_frames_vllm"), "VILA models"),
+    "max_frames_vllm": (
+        "frames of the engine's own, whose log-probs would not be those of training; set"
+        " `worker.rollout.num_video_frames` for both"
+    ),
     "open_ended_reward": (
         "judge in the rollout; set `worker.reward.reward_function` to"
         " `examples/reward_function/llm_judge.py:compute_score`, which asks a language model"
@@ -19,6 +22,8 @@ REFUSED = {  # accept only the default; completes "this version has no ..."
 }
 _ONE_DIVISION = "the actor's `ulysses_size` and `ring_size` apply to every model"
 INERT = {  # accept every value; completes "no effect: ..."
+    "vila_model": "the files of a model say whether it is a VILA",
+    "group_frames": "the frames of long videos are encoded in parts of bounded size",
     "is_omni": "the files of a model say whether it takes audio",
     "audio_max_length": "audio is not padded, and `data.max_prompt_length` counts its tokens",
     "enable_rank0_init": "rank 0 always reads the weights and sends them to the others",

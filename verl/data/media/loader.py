@@ -88,8 +88,10 @@ class MediaLoader:
         self._videos = options.of_videos(self.family.frame_factor(processor))
         self._audio = self._audio_options()
         self._sized_by: dict[Kind, tuple[str, ...]] = {}
-        options.check_budget(self.family.smallest_frame(processor))
-        if options.tokens_per_frame is not None and "video" in self.family.kinds:
+        smallest = self.family.smallest_frame(processor)
+        options.check_budget(smallest)
+        # where every frame has `smallest` tokens, the limit holds without an effect
+        if options.tokens_per_frame is not None and "video" in self.family.kinds and smallest == 1:
             self._check_effect(["tokens_per_frame"], ["video"])
         if options.limits:
             self._check_effect(options.limits, self.family.kinds)

@@ -6,6 +6,7 @@ family has a file, which `registry.py` lists; `GenericFamily` reads a model that
 processor and `get_image_features`.
 """
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,11 @@ KINDS: tuple[Kind, ...] = ("image", "video", "audio")
 DEFAULT_PATCHES = 4  # of a token
 # Of configs, for the token whose embeddings are replaced by features.
 IMAGE_TOKENS = ("image_token_id", "image_token_index", "media_placeholder_token_id")
+# Names of a language model's tensors in a model that reads media, as checkpoints have them.
+LANGUAGE_MODEL = re.compile(
+    r"(?:(?:model\.)?(?:language_model|llm)\.)?"
+    r"(?:(?P<head>lm_head\..*)|(?:model\.)?(?P<rest>(?:embed_tokens|layers|norm)\..*))"
+)
 WHAT_TO_WRITE = (
     "describe what is different in a file, like those of verl/models/families, and give it as"
     " `worker.actor.model.family=my_family.py:family` (docs/extensions.md)"
@@ -121,6 +127,9 @@ class Family:
     # models, by the types of these; and the start of their tensors' names.
     wholes: ClassVar[Mapping[str, str]] = {}
     hub_prefix: ClassVar[str] = ""
+
+    # Where the hub has a model in several folders: these, which are also the first parts of tensors' names.
+    folders: ClassVar[tuple[str, ...]] = ()
 
     # Functions of `verl.workers.rollout.vllm_patches` that vLLM needs for these models.
     engine_patches: ClassVar[tuple[str, ...]] = ()
@@ -328,8 +337,14 @@ class VisionFamily(Family, ABC):
     # --- the rollout engine
 
     engine_modules: ClassVar[tuple[str, ...]] = ()  # vLLM's names of those in `encoder`, if they differ
+    # vLLM runs the language model alone, which reads prompts as embeddings: those of tokens, and features
+    embeds_prompts: ClassVar[bool] = False
     takes_features: ClassVar[bool] = False  # vLLM reads features of images and videos instead of pixels
     takes_video_features: ClassVar[bool] = True  # with `takes_features`; else those of images only
+
+    def engine_name(self, name: str) -> str | None:
+        """Return vLLM's name of a tensor that is named as on the hub; None if it has none."""
+        return language_model_name(name) if self.embeds_prompts else name
 
     def engine_features(self, kind: Kind, media: Sequence[EncodedMedium]) -> Any:
         """Return vLLM's multimodal data of a prompt's images, or videos, whose features are known."""
@@ -342,6 +357,14 @@ class VisionFamily(Family, ABC):
         """
         # Frames were sampled when the video was decoded.
         return {"do_sample_frames": False} if "video" in kinds else {}
+
+
+def language_model_name(name: str) -> str | None:
+    """Return the name that a tensor of a whole model has in its language model; None for other parts."""
+    found = LANGUAGE_MODEL.fullmatch(name)
+    if found is None:
+        return None
+    return found["head"] or f"model.{found['rest']}"
 
 
 def is_part(name: str, parts: Sequence[str]) -> bool:

@@ -4,9 +4,11 @@
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 
+from verl.models.auto import AutoConfig
 from verl.models.families.cohere import CohereVision
+from verl.models.families.deepseek_vl import DeepseekVL
 from verl.models.families.gemma import Gemma3, Gemma4
 from verl.models.families.generic import GenericFamily
 from verl.models.families.glm_v import GlmV
@@ -18,6 +20,7 @@ from verl.models.families.mistral3 import Ministral3, Mistral3
 from verl.models.families.qwen3_5 import HybridText, Qwen35
 from verl.models.families.qwen_omni import Qwen25Omni
 from verl.models.families.qwen_vl import Qwen3VL, Qwen25VL, QwenVL
+from verl.models.families.vila import Vila
 from verl.utils.registry import Registry
 
 FAMILIES: tuple[Family, ...] = (
@@ -33,10 +36,12 @@ FAMILIES: tuple[Family, ...] = (
     MiniCPMV47(),
     InternVL(),
     LlavaOnevision(),
+    Vila(),
     GlmV(),
     Gemma3(),
     Gemma4(),
     CohereVision(),
+    DeepseekVL(),
 )
 TEXT, GENERIC = Family(), GenericFamily()
 

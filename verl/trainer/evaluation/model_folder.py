@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from verl.checkpoint.manifest import MANIFEST, STEP_FOLDER
+from verl.config.files.model_files import has_weights
 
 ACTOR, HUGGINGFACE = "actor", "huggingface"  # folders of a checkpoint
-WEIGHTS = ("model.safetensors", "model.safetensors.index.json")  # an export writes one of them last
 SHARDS = "model_world_size_*_rank_*.pt"  # of checkpoints of EasyR1 and verl
 
 
@@ -55,7 +55,7 @@ def loadable(
     step = int(match[1]) if match else 0
     name = f"{actor.parent.parent.name}_{actor.parent.name}"
     exported = actor / HUGGINGFACE
-    if any((exported / weights).is_file() for weights in WEIGHTS):
+    if has_weights(exported):
         yield NamedModel(str(exported), name, step)
         return
     from verl.checkpoint.merger import merge_checkpoint  # noqa: PLC0415 - torch loads after options are read

@@ -5,7 +5,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from typing import Any, Protocol, TypeVar
 
@@ -54,10 +54,8 @@ class SharedEngines:
     def __init__(self, workers: RayWorkerGroup, config: WorkerConfig) -> None:
         self.workers, multi_turn = workers, config.rollout.multi_turn
         self._groups: Mapping[int, RayWorkerGroup] = {}
-        # A frozen tower of the policy encodes media for both, unless others than the rows give the prompts.
-        self.encodes_first = config.actor.model.freeze_vision_tower and (
-            multi_turn.environment is None and multi_turn.agent is None
-        )
+        # A tower of the policy may encode media for both, unless others than the rows give the prompts.
+        self.has_prompts_of_rows = multi_turn.environment is None and multi_turn.agent is None
 
     @contextmanager
     def awake(self, version: int, timer: StageTimer) -> Iterator[None]:
@@ -66,13 +64,18 @@ class SharedEngines:
         yield
         self.workers.sleep_engine()  # not after an exception: the workers may be gone, and the run ends
 
+    @cached_property
+    def encodes_first(self) -> bool:
+        """True if the policy's tower encodes media before the engines sample."""
+        return self.has_prompts_of_rows and all(self.workers.encodes_media())
+
     @property
     def groups(self) -> Mapping[int, RayWorkerGroup]:
         self._groups = self._groups or dict(enumerate(self.workers.parts("rollout")))
         return self._groups
 
     def generate(self, prompts: DataProto, options: SamplingOptions) -> Iterator[list[FinishedResponse]]:
-        if self.encodes_first and any(prompts.non_tensor_batch["multi_modal_data"]):
+        if any(prompts.non_tensor_batch["multi_modal_data"]) and self.encodes_first:
             list(self.workers.encode_media(prompts.select([], ["multi_modal_data"])))
         return self.workers.generate(prompts, options)
 

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A frozen vision tower: features of each image or video are computed once.
+"""A vision tower whose features are computed once, or once for each step's prompts if it is trained.
 
 They are kept in the node's media cache, and in a folder if there is one, under a name made of the medium's
 content, the options that shape the model's inputs, and the tower's weights. The rollout engine, the passes
-over the responses and every update read them; none of these runs the tower.
+over the responses and every update read those of a frozen tower; none of these runs it. Those of a tower that
+is trained are for an engine without one.
 """
 
 import hashlib
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -23,10 +25,10 @@ from verl.data.media.references import Reference
 from verl.distributed.device import to_device
 from verl.distributed.fsdp import full_named_tensors
 from verl.distributed.sequence_parallel import SequenceParallel
-from verl.models.families.interface import KINDS, EncodedMedium, Kind, is_part
+from verl.models.families.interface import KINDS, EncodedMedium, Kind, Medium, is_part
 from verl.models.families.registry import vision_family_of
 from verl.models.monkey_patch import evaluating
-from verl.models.vision import Features, share_media
+from verl.models.vision import Features, MediaShare, share_media
 from verl.workers.packing.micro_batches import max_over_ranks
 
 FEATURES_AT_ONCE = 1 << 14  # on a rank, in one call of the tower; a frame or tile with more runs alone
@@ -150,10 +152,7 @@ class FrozenTower:
                 if is_first:
                     digest.update(name.encode())
                     digest.update(tensor.reshape(-1).view(torch.uint8).cpu().numpy().tobytes())
-            names = [digest.hexdigest()]
-            if dist.is_initialized():
-                dist.broadcast_object_list(names, src=0)
-            self._weights = names[0]
+            self._weights = _agreed(digest.hexdigest())
         return self._weights
 
     def _missing(self, found: Mapping[str, Entry | None]) -> list[str]:
@@ -195,10 +194,14 @@ class FrozenTower:
         share = None
         if self.sp.size > 1:
             inputs, share = share_media(self.family, self.config, inputs, self.sp, self._blank)
-        inputs = to_device(inputs, self.device)
+        return self.run(inputs, share)[: len(ranges)]
+
+    def run(self, media: Sequence[Medium], share: MediaShare | None = None) -> list[Tensor]:
+        """Compute the features of media on the host, without looking for known ones; collective."""
+        inputs = to_device(list(media), self.device)
         with evaluating(self.model):
             encoded: list[Tensor] = self.model(media=inputs, media_share=share, only_encode=True)
-        return [part.cpu() for part in encoded[: len(ranges)]]
+        return [part.cpu() for part in encoded]
 
     def _publish(self, key: str, features: Tensor, facts: dict[str, Any]) -> Entry:
         # one rank of the sequence-parallel group writes
@@ -209,6 +212,23 @@ class FrozenTower:
         return self.media.cache.get_or_make(
             key, lambda: entry if folder is None else folder.get_or_make(key, lambda: entry)
         )
+
+
+class TrainedTower(FrozenTower):
+    """Features of media under weights that change; `forget` after each change."""
+
+    def _name_weights(self) -> str:
+        if self._weights is None:
+            self._weights = _agreed(uuid.uuid4().hex)
+        return self._weights
+
+
+def _agreed(name: str) -> str:
+    # that of the first rank; collective
+    names = [name]
+    if dist.is_initialized():
+        dist.broadcast_object_list(names, src=0)
+    return names[0]
 
 
 def _tower_calls(units: Mapping[str, list[int]], limit: int) -> list[list[UnitRange]]:

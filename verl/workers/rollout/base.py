@@ -69,7 +69,7 @@ class RolloutRequest:
     """One prompt."""
 
     uid: Any  # returned with each response
-    prompt_token_ids: list[int]  # one pad token for each medium, not expanded
+    prompt_token_ids: list[int]  # one pad token for each medium, expanded only if the engine embeds prompts
     media: Any = (
         None  # decoded `images`, `videos` and `audios`; `EmbeddedMedia` if the engine takes embeddings
     )
@@ -104,6 +104,7 @@ class RolloutEngine(Protocol):
 
     dtype: torch.dtype  # of its weights
     takes_embeddings: bool  # reads `EmbeddedMedia`
+    embeds_prompts: bool  # reads nothing else, with expanded prompts
     takes_adapter: bool  # synced by `sync_adapter` instead of `sync_weights`
     keeps_weights: bool  # during `sleep`; then a later sync leaves out weights that are never trained
 

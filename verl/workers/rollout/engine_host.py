@@ -28,6 +28,11 @@ from verl.workers.rollout.base import (
 from verl.workers.rollout.engines import build_rollout_engine
 from verl.workers.run_options import RunOptions
 
+NOT_FOUND = (
+    "features of a prompt's media are not in the cache of this node: it needs room for those of a step; make"
+    " `data.rollout_batch_size` smaller or /dev/shm larger, and with several nodes let the number of prompts"
+    " be a multiple of theirs"
+)
 BEGUN = "begun"  # column of prompts: their unfinished responses, by sample
 
 
@@ -64,6 +69,8 @@ class EngineHost:
         self.must_be_compared = media is not None and not is_named(model_config)
         with refusing_engine(config.rollout.name, self.must_be_compared):
             self.engine = build_rollout_engine(config.rollout, self._setup(adapter))
+        if self.engine.embeds_prompts:
+            self._check_embedding()
         self.continued = ContinuedSampling(self.engine)
         self.conversations = self._conversation_driver()
         self._joining = self.conversations or self.continued  # takes prompts at any time
@@ -112,18 +119,28 @@ class EngineHost:
             self.conversations.close()
 
     def rows_to_compare(self) -> list[SampledRow]:
-        """Sample what the trainer compares with its own log-probs, for a model that no file describes."""
+        """Sample what the trainer compares with its own log-probs, for a model that no file describes.
+
+        Collective over all ranks, with the policy on its device, if its tower encodes media for the engine.
+        """
         assert self.media is not None, "the model reads media"
         rollout = self.config.rollout
         max_length = rollout.max_model_len or self.options.max_sequence_length
         requests = check_requests(self.media, self.tokenizer, max_length, rollout.limit_images)
-        return sample(self.engine, requests, self.media)
+        return sample(self.engine, requests, self.media, None if self.tower is None else self.tower.run)
 
     def _requests(self, prompts: DataProto) -> list[RolloutRequest]:
         columns = (prompts.non_tensor_batch[key] for key in ("uid", "raw_prompt_ids", "multi_modal_data"))
         return [
-            RolloutRequest(uid, ids, self._media_of(media)) for uid, ids, media in zip(*columns, strict=True)
+            RolloutRequest(uid, self._ids_of(ids, media), self._media_of(media))
+            for uid, ids, media in zip(*columns, strict=True)
         ]
+
+    def _ids_of(self, ids: list[int], media: MediaData) -> list[int]:
+        if not media or not self.engine.embeds_prompts:
+            return ids
+        assert self.media is not None, "the loader rejects media for a model without a processor"
+        return self.media.expand(list(ids), self.media.measure(media))
 
     def _media_of(self, media: MediaData) -> DecodedMedia | EmbeddedMedia | None:
         # features of a frozen tower, or pixels
@@ -137,8 +154,24 @@ class EngineHost:
             known = self.tower.known(media)  # None if the cache had no room for it
             if known is not None:
                 return EmbeddedMedia(known["image"], known["video"], known["audio"])
+            if self.engine.embeds_prompts:
+                raise RuntimeError(NOT_FOUND)
         assert self.media is not None, "the loader rejects media for a model without a processor"
         return self.media.decode(media)
+
+    def _check_embedding(self) -> None:
+        kind = self.model_config.model_type
+        if self.config.rollout.multi_turn.enable:
+            raise ValueError(
+                f"`worker.rollout.multi_turn.enable` must be false for {kind}: its rollout engine reads media"
+                " that the policy encodes before it samples; use a model that vLLM knows, or"
+                " `worker.rollout.name=hf`"
+            )
+        if self.media is not None and self.tower is None:
+            raise ValueError(
+                f"`worker.hybrid_engine` must be true for {kind}: its rollout engine reads media that the"
+                " policy encodes, so it must be in the processes that train; or set `worker.rollout.name=hf`"
+            )
 
     def _conversation_driver(self) -> ConversationDriver | AgentDriver | None:
         multi_turn, config, positions = self.config.rollout.multi_turn, self.model_config, None

@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoProcessor, AutoTokenizer, DynamicCache
+from transformers import DynamicCache
 
 from verl.data.media.loader import media_in_order, shape_of
 from verl.distributed.device import to_device
 from verl.distributed.fsdp import torch_dtype
+from verl.models.auto import AutoProcessor, AutoTokenizer
 from verl.models.families.interface import MediaShape, Medium, VisionFamily
 from verl.models.families.registry import family_of, vision_family_of
 from verl.models.hub_names import auto_class
@@ -52,7 +53,7 @@ class HFRollout(StepwiseEngine):
                 f" `worker.rollout.tensor_parallel_size` must be 1, got {config.tensor_parallel_size}"
             )
         self.device, self.dtype = setup.device, torch_dtype(config.dtype)
-        self.takes_embeddings = self.takes_adapter = False
+        self.takes_embeddings = self.embeds_prompts = self.takes_adapter = False
         self.keeps_weights = False  # a sync builds the model again
         self.max_length = config.max_model_len or setup.max_length
         self.max_prompt_tokens = config.max_num_batched_tokens

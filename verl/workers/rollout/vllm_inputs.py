@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Convert options, prompts and media of this project to vLLM's."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
+from torch import Tensor
 from transformers import PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from verl.distributed.device import is_gpu
 from verl.distributed.fsdp import torch_dtype
-from verl.models.families.interface import KINDS, EncodedMedium, Kind, VisionFamily
+from verl.models.families.interface import KINDS, EncodedMedium, Family, Kind, VisionFamily
 from verl.models.families.registry import family_of, trained_part, vision_family_of
 from verl.models.layer_configs import experts_per_token, layer_heads
 from verl.utils.rank_logger import get_logger
@@ -53,16 +57,19 @@ def engine_arguments(config: Any, setup: EngineSetup, hf_config: Any) -> dict[st
     arguments |= vllm_patches.media_arguments()
     if setup.adapter is not None:
         arguments |= adapter_arguments(setup.adapter)
-    if setup.takes_embeddings:
+    family = family_of(hf_config)
+    if embeds_prompts(family):
+        arguments["enable_prompt_embeds"] = True
+    elif setup.takes_embeddings:
         arguments["enable_mm_embeds"] = True
     head_dtype = _head_dtype(setup.device)
     # From our config, once: vLLM may call the function again for a config that it has changed.
-    ours = family_of(hf_config).engine_overrides(hf_config)
-    if setup.override_config or head_dtype or ours:
+    ours = family.engine_overrides(hf_config)
+    if setup.override_config or head_dtype or ours or embeds_prompts(family):
         arguments["hf_overrides"] = partial(
             _overridden, overrides=dict(setup.override_config), ours=ours, head_dtype=head_dtype
         )
-    if config.limit_images and media_token_ids(hf_config):
+    if config.limit_images and media_token_ids(hf_config) and not embeds_prompts(family):
         arguments["limit_mm_per_prompt"] = {"image": config.limit_images}
     if setup.device == "cpu":
         cache_bytes = cpu_cache_bytes(hf_config, config, arguments["max_model_len"])
@@ -109,7 +116,19 @@ def _overridden(
         # else vLLM rounds logits to the weights' dtype, which the trainer does not; models with a vision
         # tower build their head from the nested config
         hf_config.head_dtype = hf_config.get_text_config().head_dtype = head_dtype
-    return hf_config
+    return _language_model(hf_config) if embeds_prompts(family_of(hf_config)) else hf_config
+
+
+def _language_model(hf_config: Any) -> Any:
+    # vLLM finds its class by the name of transformers' class
+    text = hf_config.get_text_config()
+    text.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[text.model_type]]
+    return text
+
+
+def embeds_prompts(family: Family) -> bool:
+    """Return whether vLLM runs the language model alone and reads prompts with media as embeddings."""
+    return isinstance(family, VisionFamily) and family.embeds_prompts
 
 
 def cpu_cache_bytes(hf_config: Any, config: Any, max_model_len: int) -> int:
@@ -127,6 +146,8 @@ def reads_embeddings(version: str, hf_config: Any) -> bool:
     """True if vLLM reads features instead of pixels for a model's images at least."""
     can = tuple(int(part) for part in version.split(".")[:2]) >= READS_EMBEDDINGS
     family = family_of(hf_config)
+    if embeds_prompts(family):
+        return True
     can = can and isinstance(family, VisionFamily) and family.takes_features
     if not can:
         logger.warning(
@@ -154,6 +175,26 @@ def vllm_prompt(request: RolloutRequest, hf_config: Any) -> dict[str, Any]:
     if request.media.sounds:
         options = {**options, "use_audio_in_video": True}
     return prompt | {"mm_processor_kwargs": options} if options else prompt
+
+
+@torch.no_grad()
+def prompt_embeddings(request: RolloutRequest, hf_config: Any, embed: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return the embeddings (L, hidden size) of an expanded prompt with features in the places of its media.
+
+    Args:
+        embed: Returns the embeddings of tokens; a collective call with tensor parallelism.
+    """
+    assert isinstance(request.media, EmbeddedMedia), "the trainer encodes media for this engine"
+    family, media = vision_family_of(hf_config), request.media
+    ids = torch.tensor(request.prompt_token_ids)
+    embeddings = embed(ids)
+    places = family.media_tokens(hf_config, ids)
+    for kind in KINDS:
+        parts = [medium.features for medium in getattr(media, f"{kind}s")]
+        if parts:
+            features = torch.cat(parts).to(embeddings)
+            embeddings = embeddings.index_copy(0, places[kind].to(embeddings.device), features)
+    return embeddings
 
 
 def embedded_data(media: EmbeddedMedia, family: VisionFamily) -> dict[str, Any]:

@@ -28,7 +28,14 @@ from verl.workers.rollout.base import (
 )
 from verl.workers.rollout.generation_rng import GenerationRng, preserved_rng
 from verl.workers.rollout.stepwise import StepwiseEngine
-from verl.workers.rollout.vllm_inputs import engine_arguments, reads_embeddings, sampling_params, vllm_prompt
+from verl.workers.rollout.vllm_inputs import (
+    embeds_prompts,
+    engine_arguments,
+    prompt_embeddings,
+    reads_embeddings,
+    sampling_params,
+    vllm_prompt,
+)
 
 
 def import_engine(device: str) -> None:
@@ -63,7 +70,9 @@ class VLLMRollout(StepwiseEngine):
         for schema in family_of(self.hf_config).engine_schemas:
             vllm_patches.take_features_of_any_length(schema)
         self.banned = media_token_ids(self.hf_config)
-        self.takes_embeddings = setup.takes_embeddings and reads_embeddings(vllm.__version__, self.hf_config)
+        self.embeds_prompts = embeds_prompts(family_of(self.hf_config))
+        takes = self.embeds_prompts or setup.takes_embeddings
+        self.takes_embeddings = takes and reads_embeddings(vllm.__version__, self.hf_config)
         self.adapter = setup.adapter
         self.takes_adapter = setup.adapter is not None
         self.rng = GenerationRng(config.seed + setup.dp_rank, setup.device)
@@ -207,9 +216,18 @@ class VLLMRollout(StepwiseEngine):
                 f"`worker.rollout.limit_images` ({self.limit_images}) must be at least the images of a"
                 f" prompt, {request.uid} has {images}"
             )
-        prompt = vllm_prompt(request, self.hf_config)
+        prompt = self._embedded(request) or vllm_prompt(request, self.hf_config)
         parsed = parse_model_prompt(self.engine.model_config, prompt)
         return self.engine.renderer.render_cmpl([parsed])[0]
+
+    def _embedded(self, request: RolloutRequest) -> dict[str, Any] | None:
+        """Return vLLM's prompt with features among the embeddings of its tokens, if the engine reads that."""
+        if not self.embeds_prompts or request.media is None:
+            return None
+        embeddings = prompt_embeddings(
+            request, self.hf_config, lambda ids: self.model.embed_input_ids(ids.to(self.device))
+        )
+        return {"prompt_embeds": embeddings}
 
     def _response(self, output: Any, uid: Any, sample: int) -> FinishedResponse:
         completion = output.outputs[0]

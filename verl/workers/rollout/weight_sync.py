@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.models.families.registry import transposed_experts
+from verl.models.families.interface import VisionFamily
+from verl.models.families.registry import family_of, transposed_experts
 
 TIED_HEAD = "lm_head.weight"
 
@@ -23,10 +24,11 @@ def engine_weights(
     wide: Set[str] = frozenset(),  # ends of the names of weights that the engine holds in float32
 ) -> Iterator[tuple[str, Tensor]]:
     """Convert what `HubNames.convert` yields to what vLLM's `load_weights` reads, in the engine's dtype."""
-    transposed = transposed_experts(hf_config)
-    for name, tensor in named_tensors:
+    transposed, family = transposed_experts(hf_config), family_of(hf_config)
+    for hub_name, tensor in named_tensors:
+        name = family.engine_name(hub_name) if isinstance(family, VisionFamily) else hub_name
         # skipped, but consumed: producing it may be a collective operation
-        if hf_config.tie_word_embeddings and name.endswith(TIED_HEAD):
+        if name is None or (hf_config.tie_word_embeddings and name.endswith(TIED_HEAD)):
             continue
         # transformers tells layouts apart by shape, so `HubNames` leaves square experts as they are in memory
         if name.endswith(transposed) and tensor.shape[-1] == tensor.shape[-2]:

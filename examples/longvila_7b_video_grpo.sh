@@ -1,0 +1,32 @@
+#!/bin/bash
+# SPDX-License-Identifier: Apache-2.0
+set -x
+
+MODEL_PATH=Efficient-Large-Model/LongVILA-R1-7B  # a hub name or a local folder
+VIDEO_DIR=.  # base folder of relative video paths in the rows
+
+# A frame is 256 tokens and a newline: 256 x 257 = 65792 tokens per video.
+python3 -m verl.trainer.main \
+    config=examples/config.yaml \
+    data.train_files=LongVideo-Reason/longvideo-reason@train \
+    data.val_files=LongVideo-Reason/longvideo-reason@validation \
+    data.video_key=videos \
+    data.video_dir=${VIDEO_DIR} \
+    data.cache_dir=outputs/video_frames \
+    data.format_prompt=./examples/format_prompt/r1v_video.jinja \
+    data.max_prompt_length=69632 \
+    data.rollout_batch_size=128 \
+    data.num_workers=2 \
+    worker.actor.global_batch_size=64 \
+    worker.actor.micro_batch_size_per_device_for_experience=1 \
+    worker.actor.ulysses_size=4 \
+    worker.actor.model.model_path=${MODEL_PATH} \
+    worker.rollout.num_video_frames=256 \
+    worker.rollout.tokens_per_frame=257 \
+    worker.rollout.max_num_batched_tokens=71680 \
+    worker.reward.reward_function=./examples/reward_function/r1v.py:compute_score \
+    trainer.experiment_name=longvila_7b_video_grpo \
+    trainer.n_gpus_per_node=8 \
+    trainer.val_before_train=false \
+    trainer.val_freq=-1 \
+    "$@"

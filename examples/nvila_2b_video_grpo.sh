@@ -1,0 +1,28 @@
+#!/bin/bash
+# SPDX-License-Identifier: Apache-2.0
+set -x
+
+MODEL_PATH=Efficient-Large-Model/NVILA-Lite-2B-hf-preview  # a hub name or a local folder
+VIDEO_DIR=.  # base folder of relative video paths in the rows
+
+# A frame is 121 tokens and a newline: 32 x 122 = 3904 tokens per video.
+python3 -m verl.trainer.main \
+    config=examples/config.yaml \
+    data.train_files=LongVideo-Reason/longvideo-reason@train \
+    data.val_files=LongVideo-Reason/longvideo-reason@validation \
+    data.video_key=videos \
+    data.video_dir=${VIDEO_DIR} \
+    data.cache_dir=outputs/video_frames \
+    data.format_prompt=./examples/format_prompt/r1v_video.jinja \
+    data.max_prompt_length=6144 \
+    worker.actor.ulysses_size=4 \
+    worker.actor.model.model_path=${MODEL_PATH} \
+    worker.rollout.num_video_frames=32 \
+    worker.rollout.tokens_per_frame=122 \
+    worker.rollout.max_num_batched_tokens=8192 \
+    worker.reward.reward_function=./examples/reward_function/r1v.py:compute_score \
+    trainer.experiment_name=nvila_2b_video_grpo \
+    trainer.n_gpus_per_node=8 \
+    trainer.val_before_train=false \
+    trainer.val_freq=-1 \
+    "$@"

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The processor of VILA models: their tokenizer, the settings of their images, and their chat template."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from transformers import AutoTokenizer, BatchFeature
+from transformers.utils import cached_file
+
+from verl.models.vila.config import LLM, TOKENS, TOWER, VilaConfig
+from verl.models.vila.tiles import ONE, Grid, ImageOptions, Wrapping, grids, image_units, passes
+
+SETTINGS = "preprocessor_config.json"
+NEWLINE = "\n"  # after each tile of a `dynamic` image, in the text of the prompt
+CUTTING = ("image_aspect_ratio", "min_tiles", "max_tiles", "s2_scales")  # options of the model's config
+# Before the tokenizer's own template, which reads texts: media become their tokens, as in VILA.
+FLATTEN = """{%- set flat = namespace(messages=[]) -%}
+{%- for message in messages -%}
+{%- set whole = namespace(text='') -%}
+{%- if message.content is string -%}{%- set whole.text = message.content -%}
+{%- else -%}{%- for part in message.content or [] -%}
+{%- set whole.text = whole.text + (part.text if part.type == 'text' else MEDIA[part.type]) -%}
+{%- endfor -%}{%- endif -%}
+{%- set flat.messages = flat.messages + [dict(message, content=whole.text | trim)] -%}
+{%- endfor -%}
+{%- set messages = flat.messages -%}
+""".replace("MEDIA", str({name.partition("_")[0]: token for name, token in TOKENS.items()}))
+
+
+class ImageSettings:
+    """The settings of the tower's image processor, as its file has them."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self.values, self.size = values, values["size"]
+
+    def to_json_string(self) -> str:
+        """Return the settings as JSON; media are cached under them."""
+        return json.dumps(self.values, indent=2, sort_keys=True)
+
+
+class VilaProcessor:
+    """Holds what turns a row into a prompt."""
+
+    def __init__(self, tokenizer: Any, settings: dict[str, Any], config: VilaConfig) -> None:
+        cuts = {name: value for name in CUTTING if (value := getattr(config, name)) is not None}
+        tile = config.scales[0]
+        self.tokenizer, self.config = tokenizer, config
+        self.image_processor = ImageSettings(settings | cuts | {"size": {"height": tile, "width": tile}})
+        self.image_options = ImageOptions.of(self.image_processor.values)
+        self.image_token_id, self.video_token_id = config.image_token_id, config.video_token_id
+        self.chat_template = FLATTEN + tokenizer.chat_template if tokenizer.chat_template else None
+
+    @classmethod
+    def from_pretrained(cls, name: Any, **kwargs: Any) -> "VilaProcessor":
+        """Load tokenizer, settings and config from a folder or hub model."""
+        options = {key: kwargs[key] for key in ("cache_dir", "token", "revision") if key in kwargs}
+        tokenizer = AutoTokenizer.from_pretrained(name, subfolder=LLM, **options)
+        file = cached_file(name, SETTINGS, subfolder=TOWER, **options)
+        assert file is not None, "a missing file is an OSError"
+        settings = json.loads(Path(file).read_text(encoding="utf-8"))
+        return cls(tokenizer, settings, VilaConfig.from_pretrained(name, **options))
+
+    def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:
+        """Write the tokenizer and the settings into their folders."""
+        folder = Path(save_directory)
+        self.tokenizer.save_pretrained(folder / LLM)
+        (folder / TOWER).mkdir(parents=True, exist_ok=True)
+        (folder / TOWER / SETTINGS).write_text(self.image_processor.to_json_string() + "\n", encoding="utf-8")
+
+    def apply_chat_template(self, messages: Any, **kwargs: Any) -> Any:
+        """Render a conversation whose contents are texts or lists of parts."""
+        return self.tokenizer.apply_chat_template(messages, chat_template=self.chat_template, **kwargs)
+
+    def decode(self, *args: Any, **kwargs: Any) -> str:
+        """Return the text of tokens."""
+        return self.tokenizer.decode(*args, **kwargs)
+
+    def __call__(
+        self,
+        text: Sequence[str],
+        images: Sequence[Image.Image] | None = None,
+        videos: Sequence[np.ndarray] | None = None,  # sampled frames (T, H, W, 3) uint8 of each
+        **kwargs: Any,
+    ) -> BatchFeature:
+        """Return the arguments of the model for one rendered prompt and its media."""
+        [prompt] = text
+        shapes = [grids(self.config, image.height, image.width) for image in images or ()]
+        frames = [len(video) for video in videos or ()]
+        expanded = {
+            self.image_token_id: iter([self.image_tokens(shape) for shape in shapes]),
+            self.video_token_id: iter([self.video_tokens(count) for count in frames]),
+        }
+        ids: list[int] = []
+        for token in self.encode(prompt):
+            ids += next(expanded[token]) if token in expanded else [token]
+        inputs: dict[str, Any] = {"input_ids": torch.tensor([ids])}
+        inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+        if images:
+            inputs["pixel_values"] = torch.cat([self.image_pixels(image) for image in images])
+            inputs["image_grids"] = shapes
+        if videos:
+            inputs["pixel_values_videos"] = torch.cat([self.frame_pixels(video) for video in videos])
+            inputs["video_frames"] = frames
+        return BatchFeature(inputs)
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a text."""
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def image_tokens(self, shape: Sequence[Grid]) -> list[int]:
+        """Return the tokens of an image of these grids."""
+        after = self.encode(NEWLINE) if self.config.image_aspect_ratio == "dynamic" and len(shape) > 1 else []
+        units = image_units(self.config, shape)
+        tiles = self._wrapped(self.image_token_id, units, self.config.image_encoder)
+        return [token for tile in tiles for token in (*tile, *after)]
+
+    def video_tokens(self, num_frames: int) -> list[int]:
+        """Return the tokens of a video of so many sampled frames."""
+        tokens, encoder = [], self.config.video_encoder
+        for count, size in passes(self.config, num_frames):
+            for frame in self._wrapped(self.video_token_id, [size] * count, encoder):
+                tokens += frame
+            tokens += self.encode(Wrapping.of(encoder).between)
+        return tokens
+
+    def _wrapped(self, token: int, sizes: Sequence[int], encoder: Any) -> list[list[int]]:
+        # the tokens of each tile or frame with so many features
+        wrapping = Wrapping.of(encoder)
+        start, end = self.encode(wrapping.start), self.encode(wrapping.end)
+        return [[*start, *[token] * size, *end] for size in sizes]
+
+    def image_pixels(self, image: Image.Image) -> Tensor:
+        """Return the tiles of an image: (tiles, 3, edge, edge)."""
+        return self._pixels(image, grids(self.config, image.height, image.width))
+
+    def frame_pixels(self, frames: np.ndarray) -> Tensor:
+        """Return the frames of a video (T, H, W, 3) uint8 as tiles: (T, 3, edge, edge)."""
+        return torch.cat([self._pixels(Image.fromarray(frame), [ONE]) for frame in frames])
+
+    def _pixels(self, image: Image.Image, shape: list[Grid]) -> Tensor:
+        pads = self.config.image_aspect_ratio == "pad"
+        return torch.from_numpy(self.image_options.pixels(image, shape, pads=pads))
+
+
+class VilaTokenizer:
+    """The place of the tokenizer among the folders, for `AutoTokenizer`."""
+
+    @classmethod
+    def from_pretrained(cls, name: Any, *args: Any, **kwargs: Any) -> Any:
+        """Load the tokenizer of the language model."""
+        return AutoTokenizer.from_pretrained(name, *args, subfolder=LLM, **kwargs)
