@@ -12,6 +12,7 @@ from verl.config.rollout import RolloutConfig
 from verl.config.schema import ConfigError, load_config, value_at
 from verl.config.worker import ActorConfig, WorkerConfig
 from verl.planning.machine import GIB, find_machine
+from verl.planning.memory_model import Stack
 from verl.planning.memory_plan import Planner
 from verl.planning.planned_run import PlannedPass, planned_ppo
 from verl.planning.report import misfit_text, remedy, with_largest_sizes, with_options
@@ -147,6 +148,41 @@ def test_a_micro_batch_has_the_tokens_of_its_full_rows(changes, dynamic, shares,
     found = one.largest_micro_batch(planned_ppo(config).lengths, shape)
 
     assert (found.tokens, found.responses) == line
+
+
+TOWER = Stack(layers=4, hidden=64, intermediate=256, heads=4, kv_heads=4, head_dim=16, params=1 << 16)
+TEXT_AND_TOWER = replace(read_shape(None, ActorConfig().fsdp, option="", is_trained=True), tower=TOWER)
+
+
+def phases_with_tower(config):
+    def read(*args, **kwargs):
+        return replace(read_shape(*args, **kwargs), tower=TOWER)
+
+    return {phase.name: phase for phase in Planner(planned_ppo, read, GPU)(config).phases}
+
+
+def test_a_frozen_tower_leaves_features_instead_of_its_activations():
+    size = {UPDATE: 2}
+    trained = phases_with_tower(make_config(size))["update_actor"].device
+    frozen = phases_with_tower(make_config(size | {"worker.actor.model.freeze_vision_tower": True}))[
+        "update_actor"
+    ].device
+    text = phases_of(make_config(size))["update_actor"].device
+
+    hidden = TEXT_AND_TOWER.text.hidden
+    assert frozen["activations"] == text["activations"] < trained["activations"]
+    assert frozen["features of media"] == 2 * 2 * hidden * (2 * 1024)  # joined in bf16, of two prompts
+    assert "features of media" not in trained
+
+
+def test_ranks_that_share_rows_share_the_patches_of_their_media():
+    lengths = planned_ppo(make_config({"worker.actor.ulysses_size": 2})).lengths
+    shape = replace(TEXT_AND_TOWER, patches_per_token=4)
+
+    one = PlannedPass("update_actor", 2, UPDATE, rows=16, dynamic=False, shares_prompt=False)
+    found = one.largest_micro_batch(lengths, shape)
+
+    assert (found.media, found.patches) == (2 * 1024, 2 * 1024 * 4 // 2)
 
 
 def test_a_misfit_names_the_option_and_a_value_that_fits():

@@ -106,6 +106,7 @@ class MicroBatch:
     tokens: int
     responses: int  # tokens whose log-probs are needed
     patches: int = 0  # inputs of the vision tower
+    media: int = 0  # tokens that features replace, of whole sequences
 
 
 def weights(shape: ModelShape, setup: ModelSetup) -> int:

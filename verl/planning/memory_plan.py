@@ -137,12 +137,17 @@ def _load(models: Sequence[HeldModel], machine: Machine) -> Phase:
 
 def _phase(run: PlannedRun, models: Sequence[HeldModel], model: HeldModel, each: PlannedPass) -> Phase:
     """The phase of one pass of a model."""
-    batch = each.largest_micro_batch(run.lengths, model.shape)
+    batch, features = each.largest_micro_batch(run.lengths, model.shape), 0
+    if model.planned.model.freeze_vision_tower:  # they come from the host, and are joined
+        features = 2 * model.setup.c * model.shape.text.hidden * batch.media
+        batch = replace(batch, patches=0)
     formula = memory_model.update_peak if each.is_update else memory_model.log_prob_peak
     taken = formula(model.shape, model.setup, batch)
     gathered = min(taken, memory_model.gathered(model.shape, model.setup))
     device, host = _working(model, is_update=each.is_update)
     device |= {"gathered weights": gathered, "activations": taken - gathered}
+    if features:
+        device["features of media"] = features
     device["other models"] = _resting(models, without=model)
     role = model.planned.role if each.is_update else None
     return Phase(each.phase, device, host, size_option=each.size_option, updated_role=role)

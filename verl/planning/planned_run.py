@@ -67,8 +67,9 @@ class PlannedPass:
             responses = tokens * group * response // (prompt + group * response)
         else:
             tokens, responses = -(-tokens // lengths.ranks), -(-responses // lengths.ranks)
-        patches = 0 if shape.tower is None else groups * lengths.media * shape.patches_per_token
-        return MicroBatch(tokens, responses, patches)
+        media = 0 if shape.tower is None else groups * lengths.media
+        patches = -(-media * shape.patches_per_token // lengths.ranks)  # each rank encodes a share
+        return MicroBatch(tokens, responses, patches, media)
 
 
 @dataclass(frozen=True)
