@@ -24,9 +24,10 @@ from examples.data_preprocess import (
     gsm8k,
     longvideo_reason,
     math_dataset,
+    video_mme,
 )
 
-MODULES = (clevr, dapo17k, geometry3k, geoqa8k, gsm8k, longvideo_reason, math_dataset)
+MODULES = (clevr, dapo17k, geometry3k, geoqa8k, gsm8k, longvideo_reason, math_dataset, video_mme)
 DATA_SETS = {module.DATA_SET.name: module.DATA_SET for module in MODULES}
 
 

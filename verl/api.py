@@ -44,6 +44,7 @@ OTHER_KIND = {
     "sft": "these are the options of fine-tuning: pass `kind='sft'`",
 }
 MODEL_PATH = "worker.actor.model.model_path"
+CATEGORY_KEYS = "data.category_keys"
 DEFAULT_OUT = "evaluations"
 EVALUATION_OPTIONS: dict[str, Any] = {  # of a config, whose run trains
     "data.train_files": "",
@@ -178,7 +179,7 @@ def evaluate(
     model: str | os.PathLike[str] | None = None,
     samples: int | None = None,
     ks: Sequence[int] = (),
-    by: str | None = None,
+    by: str | Sequence[str] | None = None,
     correct_key: str | None = None,
     correct_at: float = 1.0,
     keep: int = 256,
@@ -192,7 +193,7 @@ def evaluate(
         model: A model's folder, a hub name or a checkpoint (`global_step_N`); None is the config's.
         samples: Responses to each prompt; None is `worker.rollout.val_override_config.n`, or 1.
         ks: Numbers of pass@k; () is 1, 2, 4, ... and the number of samples.
-        by: Column of the rows whose values are categories.
+        by: Column of the rows whose values are categories, or several; None is `data.category_keys`.
         correct_key: Value of the reward function that says what is correct; None is `accuracy`, or `overall`.
         correct_at: Least value of a correct response.
         keep: Prompts whose responses are written for the viewer.
@@ -209,11 +210,13 @@ def evaluate(
         layers.append({MODEL_PATH: os.fspath(model)})
     if samples is not None:
         layers.append({"worker.rollout.val_override_config.n": samples})
+    if by is not None:
+        layers.append({CATEGORY_KEYS: [by] if isinstance(by, str) else list(by)})
 
     def read(own: Mapping[str, Any]) -> PPOConfig:
         return config_from_python(PPOConfig, config, [*layers, own], VERL_KEYS, load_run_config)
 
-    return evaluate_model(read, Question(ks, by, correct_key, correct_at, keep), out)
+    return evaluate_model(read, Question(ks, correct_key, correct_at, keep), out)
 
 
 def evaluate_model(

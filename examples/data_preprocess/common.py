@@ -39,6 +39,10 @@ COLUMN_TYPES = {
     "level": datasets.Value("int64"),
     "subject": datasets.Value("string"),
     "choices": datasets.List(datasets.Value("string")),
+    "duration": datasets.Value("string"),
+    "domain": datasets.Value("string"),
+    "sub_category": datasets.Value("string"),
+    "task_type": datasets.Value("string"),
     "ability": datasets.Value("string"),
     "id": datasets.Value("string"),
     "data_source": datasets.Value("string"),
@@ -60,8 +64,9 @@ class DataSet:
     convert: Callable[[Row], Row]
     hub_names: tuple[str, ...]  # the main one first
     columns: tuple[str, ...]  # required; `a|b` requires one of the two
-    example: str  # the script in `examples/` that trains on it
+    example: str  # the script in `examples/` that trains on it, or evaluates
     subset: str | None = None  # folder of the hub repository, if it has several
+    is_benchmark: bool = False  # it is for evaluation only
 
     def converted(self, row: Row, image_dir: str | None = None) -> Row:
         """Convert a row: images become bytes, columns without a value are left out."""
@@ -160,8 +165,11 @@ def convert(data_set: DataSet, options: argparse.Namespace) -> None:
     columns = ", ".join(column for column in COLUMN_TYPES if column in found.columns)
     for path, numbers in files.items():
         sys.stdout.write(f"wrote {path}: {len(numbers)} rows with {columns}\n")
-    sources = f"data.train_files={options.output} data.val_files={list(files)[-1]}"
-    sys.stdout.write(f"to train on them: bash examples/{data_set.example}.sh {sources}\n")
+    val = f"data.val_files={list(files)[-1]}"
+    purpose, sources = ("train", f"data.train_files={options.output} {val}")
+    if data_set.is_benchmark:
+        purpose, sources = "evaluate", val
+    sys.stdout.write(f"to {purpose} on them: bash examples/{data_set.example}.sh {sources}\n")
 
 
 def open_rows(source: str, data_set: DataSet) -> Rows:
@@ -320,11 +328,12 @@ def _digest(row: Row) -> bytes:
 
 
 def _listing(data_set: DataSet) -> str:
+    files = "data.val_files=FILE" if data_set.is_benchmark else "data.train_files=FILE data.val_files=FILE"
     return (
         f"{data_set.name}: {data_set.summary}\n"
         f"  hub      {', '.join(data_set.hub_names)}\n"
         f"  columns  {', '.join(data_set.columns)}\n"
-        f"  run      bash examples/{data_set.example}.sh data.train_files=FILE data.val_files=FILE\n"
+        f"  run      bash examples/{data_set.example}.sh {files}\n"
     )
 
 

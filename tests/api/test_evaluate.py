@@ -49,7 +49,10 @@ def test_samples_categories_and_responses_for_the_viewer(trained, tmp_path):
     assert report.overall.responses == 20 and list(report.overall.pass_at) == [1, 3]
     assert report.overall.pass_at[1] == pytest.approx(report.overall.correct)
     assert report.overall.pass_at[3] >= report.overall.pass_at[1]
-    assert sum(part.responses for part in report.categories.values()) == 20
+    answers = report.categories["answer"]
+    assert sum(part.responses for part in answers.values()) == 20
+    for name, part in answers.items():
+        assert report.metrics[f"val/answer/{name}/reward_score"] == pytest.approx(part.mean)
     (run,) = open_runs([report.folder])
     assert run.state()["num_rollouts"] == 8  # two prompts of four
     assert run.metrics()["step"] == [2]
@@ -62,7 +65,7 @@ def test_what_cannot_be_evaluated_is_refused_with_the_remedy(trained, tmp_path):
 
     with pytest.raises(ValueError, match=r"4 responses to a prompt are all the same at temperature 0"):
         verl.evaluate(config, overrides, model=result.checkpoint, samples=4, out=out)
-    with pytest.raises(ValueError, match=r"`level` cannot be the column of categories: .*'answer'"):
+    with pytest.raises(ValueError, match=r"`level` cannot be a column of categories: .*'answer'"):
         verl.evaluate(config, overrides, model=result.checkpoint, by="level", out=out)
     damaged = shutil.copytree(result.checkpoint, tmp_path / "global_step_2")
     next((damaged / "actor").glob("*.distcp")).unlink()

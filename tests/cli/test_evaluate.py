@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 
 from tests.helpers.training import ROOT
-from verl.cli.evaluate import main
+from verl.cli.evaluate import main, names
 from verl.trainer.evaluation.model_folder import actor_folder, loadable
 from verl.trainer.evaluation.pass_at_k import mean_pass_at_k, pass_at_k, powers_up_to
 from verl.trainer.evaluation.report import Evaluation, ScoredResponse, by_category, summarize
@@ -48,11 +48,14 @@ def test_prompts_with_too_few_scored_responses_are_left_out_of_the_mean():
 def responses():
     """Two prompts of two categories with two responses each; one could not be scored."""
     return [
-        ScoredResponse("a", "easy", 1.0, 1.0),
-        ScoredResponse("a", "easy", 0.2, HALF),
-        ScoredResponse("b", None, 0.0, 0.0),
-        ScoredResponse("b", None, math.nan, math.nan),
+        ScoredResponse("a", 1.0, 1.0),
+        ScoredResponse("a", 0.2, HALF),
+        ScoredResponse("b", 0.0, 0.0),
+        ScoredResponse("b", math.nan, math.nan),
     ]
+
+
+LEVELS = ["easy", "easy", "(none)", "(none)"]
 
 
 def test_the_summary_counts_correct_responses_by_the_chosen_value_and_leaves_out_failures():
@@ -63,13 +66,13 @@ def test_the_summary_counts_correct_responses_by_the_chosen_value_and_leaves_out
     assert strict.correct == pytest.approx(1 / 3)
     assert strict.pass_at == {1: pytest.approx((0.5 + 0) / 2), 2: 1.0}  # only prompt a has two
     assert lenient.correct == pytest.approx(2 / 3) and lenient.pass_at == {1: 0.5}
-    parts = by_category(responses(), 1.0, [1])
+    parts = by_category(responses(), LEVELS, 1.0, [1])
     assert list(parts) == ["(none)", "easy"]
     assert parts["easy"].mean == pytest.approx(0.6) and parts["(none)"].failed == 1
 
 
 def test_the_table_and_the_file_have_the_same_figures(tmp_path):
-    parts = by_category(responses(), 1.0, [1, 2])
+    parts = {"level": by_category(responses(), LEVELS, 1.0, [1, 2])}
     whole = summarize(responses(), 1.0, [1, 2])
     report = Evaluation("m", 3, {"val/reward_score": 0.4}, "accuracy", 1.0, whole, parts, tmp_path)
 
@@ -84,6 +87,21 @@ def test_the_table_and_the_file_have_the_same_figures(tmp_path):
         "  all           2          4  0.4000   0.3333  0.2500  1.0000",
         "  1 of 4 responses could not be scored and are left out",
     ]
+
+
+def test_lines_of_several_columns_begin_with_the_column(tmp_path):
+    whole, part = summarize(responses(), 1.0, [1]), summarize(responses()[:2], 1.0, [1])
+    parts = {"duration": {"long": part, "short": whole}, "domain": {"Knowledge": whole}}
+
+    lines = Evaluation("m", 3, {}, "accuracy", 1.0, whole, parts, tmp_path).table().splitlines()
+
+    assert [line.split("  ")[1] for line in lines[1:5]] == [
+        "duration: long", "duration: short", "domain: Knowledge", "all",
+    ]  # fmt: skip
+
+
+def test_names_of_columns_are_read():
+    assert names("duration, domain,") == ["duration", "domain"]
 
 
 def test_a_checkpoint_is_known_by_any_of_its_folders_and_an_exported_one_is_not_merged_again(tmp_path):

@@ -287,3 +287,17 @@ def test_too_few_rows_for_a_batch_are_told_if_all_of_them_were_seen(eyes, tmp_pa
     with pytest.raises(ValueError, match=r"`data.mini_rollout_batch_size` \(8\) must be at most .* got 6"):
         look(few, eyes, train_files=[str(few), str(few)], rollout_batch_size=16, mini_rollout_batch_size=8)
     assert look(few, eyes, train_files=str(few.parent), rollout_batch_size=4) == [], "a folder may have more"
+
+
+def test_columns_of_categories_must_be_in_one_of_the_validation_files(tmp_path):
+    first = save(tmp_path / "a.jsonl", [{"prompt": "What?", "answer": "red", "level": 1}])
+    second = save(tmp_path / "b.jsonl", [{"prompt": "Where?", "answer": "up", "topic": "x"}])
+    data = DataConfig(val_files=[str(first), str(second)], category_keys=("level", "answer", "topic"))
+
+    look_at_data(PROMPT_ROWS, data, None)
+
+    wrong = replace(data, category_keys=("level", "prompt", "subject"))
+    with pytest.raises(
+        ValueError, match=r"`prompt`, `subject` cannot be a column of categories: .*'topic'\]"
+    ):
+        look_at_data(PROMPT_ROWS, wrong, None)

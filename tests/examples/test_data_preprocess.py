@@ -34,6 +34,31 @@ def longvideo_row(**columns):
     return row | told | columns
 
 
+def video_mme_row(**columns):
+    row = {
+        "video_id": "001", "duration": "short", "domain": "Knowledge", "sub_category": "Humanity & History",
+        "url": "https://example.org/watch?v=fFjv93ACGo8", "videoID": "fFjv93ACGo8", "question_id": "001-1",
+        "task_type": "Counting Problem", "question": "How many?", "options": ["A. One.", "B. Two."],
+        "answer": "B",
+    }  # fmt: skip
+    return row | columns
+
+
+def test_video_mme_keeps_the_categories_and_lists_the_choices():
+    assert convert("video_mme", video_mme_row()) == {
+        "problem": "<video>How many?\nA. One.\nB. Two.",
+        "answer": "B",
+        "videos": ["data/fFjv93ACGo8.mp4"],
+        "choices": ["One.", "Two."],
+        "duration": "short",
+        "domain": "Knowledge",
+        "sub_category": "Humanity & History",
+        "task_type": "Counting Problem",
+        "id": "001-1",
+        "data_source": "lmms-lab/Video-MME",
+    }
+
+
 def test_longvideo_reason_shows_the_video_and_joins_reasoning_and_answer_to_a_response():
     assert convert("longvideo_reason", longvideo_row()) == {
         "problem": "<video>Why?\nA. No.\nB. Yes.",
@@ -141,6 +166,9 @@ def test_answers_are_the_same_with_and_without_tags(name, tags):
         ("geometry3k", {"images": [b"1"], "problem": "<image><image>?", "answer": "1"}, "2 <image> but"),
         ("clevr", {"images": None, "problem": "?", "answer": "1"}, "no image"),
         ("clevr", {"images": [b"1"], "problem": "?", "answer": 1.5}, "`answer` must be text, got float"),
+        ("video_mme", video_mme_row(answer="C"), "must be the letter of one of 2 options"),
+        ("video_mme", video_mme_row(options=["B. One.", "A. Two."]), "option A is lettered B"),
+        ("video_mme", video_mme_row(options="A. One."), "`options` must be a list of texts"),
         ("longvideo_reason", longvideo_row(videos=[]), "must be the path of a video, or a list"),
         ("longvideo_reason", longvideo_row(reasoning="x</think>y"), "contains tags of the response format"),
     ],
@@ -166,6 +194,7 @@ def test_every_converted_column_has_a_type():
         "clevr": {"images": [image], "problem": "<image>", "answer": "1"},
         "geoqa8k": {"images": [image], "problem": "<image>", "answer": "1"},
         "longvideo_reason": longvideo_row(),
+        "video_mme": video_mme_row(),
     }
 
     assert sorted(rows) == sorted(DATA_SETS)

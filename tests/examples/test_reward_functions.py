@@ -86,6 +86,33 @@ def test_r1v_reads_a_choice_with_or_without_its_text(answer, accuracy):
     assert score("r1v", f"<think>I look.</think><answer>{answer}</answer>", "B")["accuracy"] == accuracy
 
 
+@pytest.mark.parametrize(
+    ("response", "overall", "accuracy", "formatted", "answered"),
+    [
+        ("<think>I look.</think><answer>B</answer>", 1.0, 1, 1, 1),  # 0.9 + 0.1
+        ("<think>I look.</think>\n<answer>B. He runs</answer>", 1.0, 1, 1, 1),
+        ("<answer>Therefore the final answer is: B.</answer>", 0.9, 1, 0, 1),
+        ("<think>I look.</think><answer>C</answer>", 0.1, 0, 1, 1),
+        ("<think>I look.</think><answer>B or C</answer>", 0.1, 0, 1, 0),
+        ("<think>I look.</think><answer>I do not know</answer>", 0.1, 0, 1, 0),
+        ("He runs.", 0.9, 1, 0, 1),  # the text of the second choice
+        ("(B)", 0.9, 1, 0, 1),
+        ("<think>It is B, so the answer is B.", 0.0, 0, 0, 0),  # the length limit ended its thoughts
+        ("", 0.0, 0, 0, 0),
+    ],
+)
+def test_choice_is_nine_tenths_the_letter_and_one_tenth_format(
+    response, overall, accuracy, formatted, answered
+):
+    reward = load_reward_function(f"{FOLDER / 'choice'}.py:compute_score", {})
+    row = {"response": response, "ground_truth": "<answer>B</answer>", "choices": ["He sits", "He runs"]}
+
+    (scores,) = reward.score([row])
+
+    expected = {"overall": overall, "accuracy": accuracy, "format": formatted, "answered": answered}
+    assert scores == pytest.approx(expected)
+
+
 # 130,000 characters, about 32,000 tokens.
 ENDLESS = [
     "<think>" + "</think>" * 16_000,
@@ -101,7 +128,7 @@ ENDLESS = [
 ]
 
 
-@pytest.mark.parametrize("name", ["math", "r1v", "dapo"])
+@pytest.mark.parametrize("name", ["math", "r1v", "dapo", "choice"])
 def test_the_time_of_a_reward_grows_with_the_length_of_the_response_and_not_faster(name):
     kwargs = DAPO_KWARGS if name == "dapo" else {}
     start = time.process_time()

@@ -12,6 +12,7 @@ import pytest
 from tests.trainer.rollouts.sampling import Engine, make_config, make_sampler, numbered_prompts
 from verl.protocol import objects
 from verl.trainer import ray_trainer
+from verl.trainer.evaluation.categories import Categories, means_by_category
 from verl.trainer.evaluation.evaluator import Evaluator
 from verl.trainer.evaluation.report import Question
 from verl.trainer.metrics import StageTimer
@@ -39,6 +40,46 @@ def test_batches_with_different_values_are_averaged_over_the_responses_that_have
     assert metrics["val_response_length/mean"] == pytest.approx((1 + 2 + 3 + 4) / 4)
     (sample,) = validator.samples
     assert sample.score in (0.5, 1.5) and sample.prompt.startswith("prompt")
+
+
+def test_each_category_has_the_means_of_its_own_responses(reward_manager):
+    # Prompts 0 and 1 score 0.5, prompts 2 and 3 score 1.5, which only there is accurate and has `rare`.
+    engine = Engine(lambda number: [0.5] if number < 2 else [1.5])
+    config = make_config()
+    sampler = make_sampler(config, engine, reward_manager)
+    columns = [
+        {"length": ["short", None], "kind": ["A/B & C", "A/B & C"]},
+        {"length": ["short", "long"], "kind": [None, ""]},
+    ]
+    prompts = [
+        batch.merge({name: objects(values) for name, values in own.items()})
+        for batch, own in zip(islice(numbered_prompts(2), 2), columns, strict=True)
+    ]
+    categories = Categories(("length", "kind", "answer"), "answer")
+    validator = Validator(
+        sampler, engine, prompts, config.worker, dp_size=1, num_samples=0, categories=categories
+    )
+
+    validator.sample(step=4)
+    metrics = validator.measure()
+
+    assert metrics["val/length/short/reward_score"] == metrics["val/length/short/overall_reward"] == 1.0
+    assert metrics["val/length/short/accuracy_reward"] == 0.5
+    assert metrics["val/length/none/accuracy_reward"] == 0.0
+    assert metrics["val/length/long/accuracy_reward"] == metrics["val/length/long/rare_reward"] == 1.0
+    assert "val/length/none/rare_reward" not in metrics
+    assert metrics["val/kind/A_B _ C/reward_score"] == 0.5  # MLflow's names have no `&`
+    assert metrics["val/kind/none/reward_score"] == 1.5
+    assert metrics["val/answer/3/reward_score"] == 1.5  # the answers are the numbers of the prompts
+
+
+def test_a_column_with_a_value_for_each_row_has_no_metrics_but_a_warning(caplog):
+    names = {"id": [str(number) for number in range(101)], "half": ["a"] * 101}
+
+    metrics = means_by_category(names, {"overall": [1.0] * 101}, [1.0] * 101)
+
+    assert metrics == {"val/half/a/overall_reward": 1.0, "val/half/a/reward_score": 1.0}
+    assert "column=id categories=101 limit=100" in caplog.text
 
 
 def test_the_first_prompts_are_recorded_with_their_scores(reward_manager, tmp_path):
@@ -136,7 +177,7 @@ def test_training_continues_with_a_warning_after_a_validation_without_any_score(
 
 @pytest.mark.parametrize("correct_key", [None, "accuracy"])
 def test_an_evaluation_without_any_score_is_an_error(unscored, correct_key, tmp_path):
-    evaluator = Evaluator(unscored, None, tmp_path, None, "answer")
+    evaluator = Evaluator(unscored, None, tmp_path, None)
 
     with pytest.raises(RuntimeError, match="no response has a score"):
         evaluator.evaluate("model", 0, Question(correct_key=correct_key))

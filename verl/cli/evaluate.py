@@ -2,7 +2,7 @@
 """Score the responses of a model to held-out rows, with the templates, rewards and sampling of a run.
 
     verl-eval config=run.yaml --model checkpoints/math/first/global_step_100
-    verl-eval config=run.yaml --model Qwen/Qwen2.5-1.5B-Instruct --samples 8 --k 1,8 --by level
+    verl-eval config=run.yaml --model Qwen/Qwen2.5-1.5B-Instruct --samples 8 --k 1,8 --by level,subject
     verl-eval config=run.yaml --json worker.rollout.val_override_config.temperature=0.6 > scores.json
 
 A model is a folder, a hub name or a checkpoint (`global_step_N`), which is merged into a temporary folder.
@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from verl.api import EVALUATION_OPTIONS, MODEL_PATH, evaluate_model
+from verl.api import CATEGORY_KEYS, EVALUATION_OPTIONS, MODEL_PATH, evaluate_model
 from verl.config.hints.renamed_keys import VERL_KEYS
 from verl.config.ppo import PPOConfig
 from verl.config.python_values import as_arguments
@@ -50,7 +50,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--k", type=numbers, default=[], metavar="K,K", help="of pass@k (default: 1, 2, 4 ... and samples)"
     )
-    parser.add_argument("--by", metavar="COLUMN", help="column of the rows whose values are categories")
+    parser.add_argument(
+        "--by", type=names, metavar="COLUMN,COLUMN",
+        help="columns of the rows whose values are categories (default: `data.category_keys`)",
+    )  # fmt: skip
     parser.add_argument(
         "--correct-key", metavar="NAME", help="value of the reward function that says what is correct"
         " (default: accuracy if it returns one, else overall)",
@@ -81,6 +84,8 @@ def _evaluate(switches: argparse.Namespace) -> int:
         own[MODEL_PATH] = switches.model
     if switches.samples is not None:
         own["worker.rollout.val_override_config.n"] = switches.samples
+    if switches.by is not None:
+        own[CATEGORY_KEYS] = switches.by
 
     def read(replaced: Mapping[str, Any]) -> PPOConfig:
         return load_run_config(
@@ -91,7 +96,7 @@ def _evaluate(switches: argparse.Namespace) -> int:
     try:
         arguments = [*switches.options, *as_arguments(PPOConfig, own | EVALUATION_OPTIONS)]
         config = load_with_notes(PPOConfig, arguments, VERL_KEYS)
-        question = Question(switches.k, switches.by, switches.correct_key, switches.correct_at, switches.keep)
+        question = Question(switches.k, switches.correct_key, switches.correct_at, switches.keep)
         evaluation = evaluate_model(read, question, switches.out)
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
@@ -113,3 +118,8 @@ def _evaluate(switches: argparse.Namespace) -> int:
 def numbers(text: str) -> list[int]:
     """Read `1,2,8`."""
     return [at_least(1)(part) for part in text.split(",")]
+
+
+def names(text: str) -> list[str]:
+    """Read `duration,domain`."""
+    return [part.strip() for part in text.split(",") if part.strip()]

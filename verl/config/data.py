@@ -110,6 +110,9 @@ class DataConfig(RowsConfig):
     """Prompts and their batches."""
 
     answer_key: str = option("answer", "Column of the ground truth for the reward function.")
+    category_keys: tuple[str, ...] = option(
+        (), "Columns of `val_files` whose values are categories: each has validation metrics of its own."
+    )
     max_prompt_length: int = option(512, "Maximum prompt length in tokens.", minimum=1, example=2048)
     max_response_length: int = option(512, "Maximum response length in tokens.", minimum=1, example=2048)
     rollout_batch_size: int = option(512, "Prompts per training step.", minimum=1)

@@ -110,6 +110,18 @@ def check_prompt_columns(option: str, sources: Iterable[FileColumns], config: An
         )
 
 
+def check_category_columns(sources: Sequence[FileColumns], config: Any) -> None:
+    """Raise a ValueError unless each column of `data.category_keys` is in a file of `data.val_files`."""
+    not_kept = {config.prompt_key, config.image_key, config.video_key, config.audio_key}
+    known = sorted({column for source in sources for column in source.columns} - not_kept)
+    missing = [key for key in config.category_keys if key not in known]
+    if missing:
+        raise ValueError(
+            f"`data.category_keys` (`--by` of verl-eval): `{'`, `'.join(missing)}` cannot be a column of"
+            f" categories: besides prompts and media, `data.val_files` have the columns {known}"
+        )
+
+
 def check_conversation_columns(option: str, sources: Sequence[FileColumns], config: Any) -> None:
     """Raise a ValueError unless each file has conversations, or prompts and responses."""
     for source in sources:

@@ -17,6 +17,7 @@ from verl.config.files.model_files import processor_files
 from verl.data.bad_rows import BadRow, bad_rows_error
 from verl.data.columns import (
     FileColumns,
+    check_category_columns,
     check_conversation_columns,
     check_prompt_columns,
     notes_on_columns,
@@ -78,6 +79,8 @@ def look_at_data(kind: RowKind, data: Any, processor: str | None, *, checks_rows
             if checks_rows and kinds is not None and data.on_bad_row == "error":
                 _check_rows(option, seen, kind, data, prompt_format, kinds)
             look.rows.extend(sources[0].rows[:MAX_ROWS])
+            if kind is PROMPT_ROWS and name == "val_files" and _are_whole(data.val_files, seen):
+                check_category_columns(sources, data)
             if checks_rows and kind is PROMPT_ROWS and name == "train_files":
                 _check_number(seen, data)
     return look
@@ -98,13 +101,17 @@ def too_few_rows(option: str, batch_size: int, usable: int, found: str) -> Value
 
 
 def _check_number(seen: Sequence[FirstRows], data: DataConfig) -> None:
-    # only if each source is a file that was read to its end
-    names = [data.train_files] if isinstance(data.train_files, str) else data.train_files
-    files = [name for name in names if os.path.isfile(os.path.expanduser(name.strip()))]
-    if len(files) == len(names) == len(seen) and all(each.are_all for each in seen):
+    if _are_whole(data.train_files, seen):
         number, (option, size) = sum(len(each.source.rows) for each in seen), prompts_of_batch(data)
         if number < size:
             raise too_few_rows(option, size, number, f"{number} rows")
+
+
+def _are_whole(option: str | Sequence[str], seen: Sequence[FirstRows]) -> bool:
+    """Return whether each source of an option is a file that was read to its end."""
+    names = [option] if isinstance(option, str) else option
+    files = [name for name in names if os.path.isfile(os.path.expanduser(name.strip()))]
+    return len(files) == len(names) == len(seen) and all(each.are_all for each in seen)
 
 
 def media_kinds(folder: str | None) -> tuple[str, ...] | None:

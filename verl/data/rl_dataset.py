@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.data.columns import check_prompt_columns
+from verl.data.columns import check_category_columns, check_prompt_columns
 from verl.data.dataset import Item, Rendered, RowDataset
 from verl.data.messages import media_of, prompt_of
 from verl.data.plain_files import Row
@@ -20,6 +20,7 @@ from verl.utils.plain_data import objects
 from verl.utils.rank_logger import get_logger
 
 TENSORS = ("prompts", "prompt_mask", "prompt_position_ids")
+VAL_FILES = "data.val_files"
 COLUMNS = ("raw_prompt_ids", "prompt_text", "prompt_messages", "ground_truth", "multi_modal_data")
 
 logger = get_logger(__name__)
@@ -46,6 +47,12 @@ class RLHFDataset(RowDataset):
         # `reserved` are names that columns must not use in a batch.
         super().__init__(*arguments, **options)
         self._names = self._column_names(reserved)
+
+    def _check_columns(self, option: str) -> list[str]:
+        notes = super()._check_columns(option)
+        if option == VAL_FILES:
+            check_category_columns(self.rows.sources, self.config)
+        return notes
 
     def render(self, row: Row) -> Rendered:
         messages = prompt_of(row, self.config, self.prompt_format, self.kinds)

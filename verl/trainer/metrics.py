@@ -193,5 +193,11 @@ def compute_reward_metrics(values: dict[str, list[float]], prefix: str = "reward
     Rewards of turns are left out: `overall` has their sum.
     """
     whole = {key: column for key, column in values.items() if not is_reward_of_turn(key)}
-    present = {key: [value for value in column if not math.isnan(value)] for key, column in whole.items()}
-    return {f"{prefix}{key}": sum(known) / len(known) for key, known in present.items() if known}
+    means = {f"{prefix}{key}": known_mean(column) for key, column in whole.items()}
+    return {key: mean for key, mean in means.items() if mean is not None}
+
+
+def known_mean(values: Iterable[float]) -> float | None:
+    """Return the mean of the values that are not nan; None without any."""
+    known = [value for value in values if not math.isnan(value)]
+    return sum(known) / len(known) if known else None

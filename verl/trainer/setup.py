@@ -47,6 +47,7 @@ from verl.single_controller.ray.processes import WorkerProcesses
 from verl.single_controller.ray.resource_pool import ResourcePool
 from verl.single_controller.ray.worker_group import Pending, RayWorkerGroup
 from verl.single_controller.worker import Worker
+from verl.trainer.evaluation.categories import Categories
 from verl.trainer.prepare import start_processes
 from verl.trainer.prime import PrimeRewards
 from verl.trainer.ray_trainer import RayPPOTrainer
@@ -138,7 +139,7 @@ def running_trainer(
         prime = [PrimeRewards(workers, balancer, worker.prime.update)] if config.use_prime else []
         validator = Validator(
             sampler, workers, loaders.val, worker, config.dp_size, trainer.val_generations_to_log,
-            num_recorded=trainer.rollouts_to_keep,
+            num_recorded=trainer.rollouts_to_keep, categories=Categories(data.category_keys, data.answer_key),
         )  # fmt: skip
         controllers = get_kl_controller(algorithm), get_entropy_controller(worker.actor)
         run_state = PPORunState(

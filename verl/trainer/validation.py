@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scores the held-out prompts and keeps a few responses to read."""
 
-import math
 import random
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -13,7 +12,8 @@ from verl.config.worker import WorkerConfig
 from verl.logger.base import Generation
 from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
 from verl.single_controller.ray.worker_group import RayWorkerGroup
-from verl.trainer.metrics import Metrics, compute_reward_metrics, length_metrics
+from verl.trainer.evaluation.categories import Categories, means_by_category
+from verl.trainer.metrics import Metrics, compute_reward_metrics, known_mean, length_metrics
 from verl.trainer.rollouts.sampler import Sampler, with_uids
 from verl.trainer.rollouts.scores import Scoring, Values, add_terms, on_tokens, reward_values
 
@@ -22,6 +22,7 @@ NO_SCORE = (
     "no response has a score: the reward function, or a tool, the environment or the agent, failed in each of"
     " them"
 )
+NO_CATEGORIES = Categories((), "answer")
 SAMPLES_SEED = 42  # the same prompts are shown after every validation
 
 
@@ -32,6 +33,7 @@ class ScoredResponses(NamedTuple):
     values: Values  # of the reward function
     terms: dict[str, Tensor]  # (B,) what scores have in addition to `overall`
     scores: list[float]  # that training would use; nan where scoring failed
+    categories: dict[str, list[str]]  # of each response, by column
 
 
 class Validator:
@@ -40,6 +42,7 @@ class Validator:
     Args:
         num_samples: Responses to show: `trainer.val_generations_to_log`.
         num_recorded: First prompts whose responses are recorded: `trainer.rollouts_to_keep`.
+        categories: Columns whose values are categories, each with means of its own.
 
     Attributes:
         samples: The responses to show of the last validation, always to the same prompts.
@@ -55,6 +58,7 @@ class Validator:
         dp_size: int,
         num_samples: int,
         num_recorded: int = 0,
+        categories: Categories = NO_CATEGORIES,
     ) -> None:
         self.sampler = sampler
         self.workers = workers  # score with the reward model
@@ -64,6 +68,7 @@ class Validator:
         self.dp_size = dp_size
         self.num_samples = num_samples
         self.num_recorded = num_recorded
+        self.categories = categories
         self.samples: list[Generation] = []
         self.recorded: DataProto | None = None
         self._sampled: list[tuple[DataProto, Scoring]] = []
@@ -95,10 +100,14 @@ class Validator:
         model_scores = None
         if self.worker.reward_model.is_used:
             model_scores = torch.cat([self._model_scores(sequences) for sequences, _ in self._sampled])
+        if columns is not None:  # without repetitions, as the answer may be a category, too
+            of_categories = self.categories.names_in(self._sampled[0][0].non_tensor_batch)
+            columns = list(dict.fromkeys([*columns, *of_categories]))
         sequences = DataProto.concat([sequences.select(tensors, columns) for sequences, _ in self._sampled])
         self._sampled = []
         scores, terms = add_terms(values, sequences.batch["response_mask"], model_scores, self.worker)
-        return ScoredResponses(sequences, values, terms, scores.tolist())
+        categories = self.categories.of(sequences.non_tensor_batch, len(sequences))
+        return ScoredResponses(sequences, values, terms, scores.tolist(), categories)
 
     def _first_sequences(self) -> DataProto | None:
         """Return the responses to the first prompts, with every key; None if none are recorded."""
@@ -146,9 +155,10 @@ def means_of(scored: ScoredResponses) -> Metrics:
     terms = {name: term.tolist() for name, term in scored.terms.items()}
     means = compute_reward_metrics(scored.values | terms, "val/")
     metrics = {f"{key}_reward": mean for key, mean in means.items()}
-    known = [score for score in scored.scores if not math.isnan(score)]
-    if known:
-        metrics["val/reward_score"] = sum(known) / len(known)
+    metrics |= means_by_category(scored.categories, scored.values | terms, scored.scores)
+    score = known_mean(scored.scores)
+    if score is not None:
+        metrics["val/reward_score"] = score
     for name, key in (("val_response_length", "response_mask"), ("val_prompt_length", "prompt_mask")):
         mask = scored.sequences.batch[key]
         metrics |= length_metrics(name, mask.sum(-1), mask.shape[-1])

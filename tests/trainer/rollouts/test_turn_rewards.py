@@ -146,7 +146,7 @@ def test_rewards_of_turns_stay_with_their_rows_when_these_are_reordered_and_stor
 
 def test_a_validation_records_rewards_by_turn_and_its_means_have_their_sum():
     batch = make_batch().merge({"prompt_mask": torch.ones(3, 2, dtype=torch.int64)})
-    scored = ScoredResponses(batch, VALUES, {}, [3.0, -1.5, 4.0])  # the second has a penalty of 0.5
+    scored = ScoredResponses(batch, VALUES, {}, [3.0, -1.5, 4.0], {})  # the second has a penalty of 0.5
 
     finished = as_finished(batch, VALUES, scored.scores)
 

@@ -151,7 +151,7 @@ def read_video(source: str | bytes, options: VideoOptions) -> SampledVideo:
 
 
 def _probe(source: str | bytes) -> tuple[VideoInfo, Packets | None]:
-    with _opened(source) as (container, stream):
+    with opened_video(source) as (container, stream):
         fps = stream.average_rate or stream.guessed_rate
         if not fps or fps < 0:
             raise ValueError("the video has no frame rate")
@@ -181,7 +181,7 @@ def _seek_frames(
     source: str | bytes, info: VideoInfo, packets: Packets | None, numbers: list[int]
 ) -> Iterator[av.VideoFrame]:
     """Yield the frames with these numbers, found by their times."""
-    with _opened(source) as (container, stream):
+    with opened_video(source) as (container, stream):
         stream.thread_type = "AUTO"
         stream.codec_context.thread_count = DECODING_THREADS
         if container.format.name.split(",")[0] not in EXACT_FORMATS:
@@ -189,7 +189,7 @@ def _seek_frames(
         timeline = index_timeline(stream, numbers)
         if timeline is None:
             if packets is None:
-                with _opened(source) as other:
+                with opened_video(source) as other:
                     packets = read_packets(*other)
             if not packets.times:
                 raise UnknownTimesError
@@ -207,7 +207,7 @@ def _seek_frames(
 
 def _count_frames(source: str | bytes, info: VideoInfo, numbers: list[int]) -> Iterator[av.VideoFrame]:
     """Yield the frames with these numbers, by decoding from the start and counting."""
-    with _opened(source) as (container, stream):
+    with opened_video(source) as (container, stream):
         stream.thread_type = "AUTO"
         count, index, frame = 0, 0, None
         for frame in container.decode(stream):
@@ -258,7 +258,8 @@ def _resize(frames: np.ndarray, size: tuple[int, int]) -> np.ndarray:
 
 
 @contextmanager
-def _opened(source: str | bytes) -> Iterator[tuple[InputContainer, av.VideoStream]]:
+def opened_video(source: str | bytes) -> Iterator[tuple[InputContainer, av.VideoStream]]:
+    """Open the first video stream of a file in one of `FORMATS`; a ValueError says why it cannot be read."""
     try:
         container = av.open(openable(source), "r", container_options=SAFE)
     except av.error.ArgumentError as error:  # all that FFmpeg says of a format that is not listed

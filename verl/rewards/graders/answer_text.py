@@ -93,7 +93,7 @@ def same_text(answer: Answer, truth: Answer) -> bool | None:
     """Compare two answers as text; None leaves the decision to mathematics."""
     if answer.text == truth.text:
         return bool(answer.text)
-    choice, true_choice = _choice(answer.text), _choice(truth.text)
+    choice, true_choice = choice_of(answer.text), choice_of(truth.text)
     if choice and true_choice:  # a letter, and the text of the choice if given
         texts = {choice[1], true_choice[1]} - {""}
         return choice[0] == true_choice[0] and len(texts) < 2
@@ -112,6 +112,14 @@ def same_text(answer: Answer, truth: Answer) -> bool | None:
     if based or truth_based:  # the base of one is understood
         return (based[1] if based else answer.value) == (truth_based[1] if truth_based else truth.value)
     return None
+
+
+def choice_of(text: str) -> tuple[str, str] | None:
+    """Return the letter of a choice and its text, which may be empty; None if this is not one choice."""
+    match = CHOICE.fullmatch(text)
+    if match is None or OTHER_CHOICE.search(match[3] or ""):
+        return None
+    return (match[1] or match[2]).upper(), _phrase(match[3] or "")
 
 
 def _to_latex(text: str) -> str:
@@ -190,13 +198,6 @@ def _is_phrase(text: str) -> bool:
 
 def _phrase(text: str) -> str:
     return re.sub(r"^(?:an?|the) (?=..)|[{}]", "", text.casefold().strip(" .!?"))
-
-
-def _choice(text: str) -> tuple[str, str] | None:
-    match = CHOICE.fullmatch(text)
-    if match is None or OTHER_CHOICE.search(match[3] or ""):
-        return None
-    return (match[1] or match[2]).upper(), _phrase(match[3] or "")
 
 
 def _squeeze(text: str) -> str:

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from verl.agents.setup import check_conversations, schemas_of
-from verl.config.data import DataConfig
 from verl.config.ppo import PPOConfig
 from verl.data.loader import load_readers, make_loaders, media_options
 from verl.logger.tracker import Tracker
 from verl.protocol import DataProto
 from verl.single_controller.ray.processes import WorkerProcesses
 from verl.single_controller.ray.resource_pool import ResourcePool
+from verl.trainer.evaluation.categories import Categories
 from verl.trainer.evaluation.pass_at_k import powers_up_to
 from verl.trainer.evaluation.report import Evaluation, Question, ScoredResponse, by_category, summarize
 from verl.trainer.metrics import StageTimer
@@ -40,14 +40,11 @@ class Evaluator:
         log: Writes responses for the viewer.
     """
 
-    def __init__(
-        self, validator: Validator, log: RolloutLog, folder: Path, tracker: Tracker, answer_key: str
-    ) -> None:
+    def __init__(self, validator: Validator, log: RolloutLog, folder: Path, tracker: Tracker) -> None:
         self.validator = validator
         self.log = log
         self.folder = folder
         self.tracker = tracker
-        self.answer_key = answer_key
 
     def evaluate(self, model: str, step: int, question: Question) -> Evaluation:
         """Sample, score and report; `model` and `step` are the report's."""
@@ -59,7 +56,7 @@ class Evaluator:
         if "val/reward_score" not in metrics:
             raise RuntimeError(NO_SCORE)
         key = correct_key(question.correct_key, scored)
-        responses = list(_responses(scored, scored.values[key], question.by, self.answer_key))
+        responses = list(_responses(scored, scored.values[key]))
         self.log.keep(as_trained(scored), step)
         self.tracker.log(metrics, step)
         return Evaluation(
@@ -69,7 +66,10 @@ class Evaluator:
             correct_key=key,
             correct_at=question.correct_at,
             overall=summarize(responses, question.correct_at, ks),
-            categories={} if question.by is None else by_category(responses, question.correct_at, ks),
+            categories={
+                column: by_category(responses, names, question.correct_at, ks)
+                for column, names in scored.categories.items()
+            },
             folder=self.folder,
         )
 
@@ -100,7 +100,7 @@ def running_evaluator(
     Only the policy and the reward model are loaded, whatever else the run trains with.
 
     Raises:
-        ValueError: Data, template or reward function cannot be used, or a column is missing.
+        ValueError: Data, template or reward function cannot be used.
     """
     data, worker, folder = config.data, config.worker, Path(config.trainer.checkpoint_folder)
     with ExitStack() as stack:
@@ -113,8 +113,6 @@ def running_evaluator(
             check_conversations(readers, data, worker.rollout.multi_turn)
         val = make_loaders(data, readers, folder).val
         assert val is not None, "the config was checked"
-        if question.by is not None:
-            check_column(question.by, data, [source.columns for source in val.dataset.rows.sources])
         shared = ModelRunOptions(pool.device, 0, media, cache, data.override_chat_template, data.seed)
         roles = [role for role in config.models if role == "reward_model"]
         options = ppo_options(
@@ -131,8 +129,9 @@ def running_evaluator(
             folder, question.keep, readers.tokenizer, readers.media,
             skip_special_tokens=worker.reward.skip_special_tokens, tools=tools,
         )  # fmt: skip
-        validator = Validator(sampler, workers, val, worker, config.dp_size, 0)
-        yield Evaluator(validator, log, folder, tracker, data.answer_key)
+        categories = Categories(data.category_keys, data.answer_key)
+        validator = Validator(sampler, workers, val, worker, config.dp_size, 0, categories=categories)
+        yield Evaluator(validator, log, folder, tracker)
 
 
 class EvaluationLog(RolloutLog):
@@ -163,23 +162,7 @@ def correct_key(asked: str | None, scored: ScoredResponses) -> str:
     return asked
 
 
-def check_column(name: str, data: DataConfig, columns: Sequence[Sequence[str]]) -> None:
-    """Raise unless one of the files has a column that can be a category."""
-    not_kept = {data.prompt_key, data.image_key, data.video_key, data.audio_key}
-    known = sorted({column for each in columns for column in each} - not_kept)
-    if name not in known:
-        raise ValueError(
-            f"`{name}` cannot be the column of categories: besides prompts and media, `data.val_files` have"
-            f" the columns {known}"
-        )
-
-
-def _responses(
-    scored: ScoredResponses, values: Sequence[float], by: str | None, answer_key: str
-) -> Iterator[ScoredResponse]:
-    columns = scored.sequences.non_tensor_batch
-    # A column with the name of a batch key was renamed, and the answers are `ground_truth`.
-    names = [f"{by}_column", "ground_truth" if by == answer_key else by]
-    found = next((columns[name] for name in names if name in columns), [None] * len(values))
-    for uid, category, score, value in zip(columns["uid"], found, scored.scores, values, strict=True):
-        yield ScoredResponse(uid, None if category is None else str(category), score, value)
+def _responses(scored: ScoredResponses, values: Sequence[float]) -> Iterator[ScoredResponse]:
+    uids = scored.sequences.non_tensor_batch["uid"]
+    for uid, score, value in zip(uids, scored.scores, values, strict=True):
+        yield ScoredResponse(uid, score, value)

@@ -13,14 +13,12 @@ from verl.trainer.evaluation.pass_at_k import mean_pass_at_k
 from verl.utils.text_table import table
 
 FILE = "evaluation.json"
-NO_CATEGORY = "(none)"  # of rows whose column is empty
 
 
 class Question(NamedTuple):
     """Wishes for an evaluation beyond a run's validation."""
 
     ks: Sequence[int] = ()  # of pass@k; () is 1, 2, 4, ... and the number of responses
-    by: str | None = None  # column whose values are the categories
     correct_key: str | None = None  # value of the reward function that says what is correct
     correct_at: float = 1.0  # least value of a correct response
     keep: int = 256  # prompts whose responses are written for the viewer
@@ -31,7 +29,6 @@ class ScoredResponse:
     """One response, as the report reads it."""
 
     prompt: str  # id of its prompt
-    category: str | None
     score: float  # nan if its scoring failed
     value: float  # that says whether it is correct; nan if its scoring failed
 
@@ -58,7 +55,7 @@ class Evaluation:
     correct_key: str
     correct_at: float
     overall: Summary
-    categories: dict[str, Summary]  # by the values of the chosen column
+    categories: dict[str, dict[str, Summary]]  # by column of `data.category_keys` and its values
     folder: Path  # of the report, the log and the responses
 
     def as_dict(self) -> dict[str, Any]:
@@ -67,12 +64,18 @@ class Evaluation:
         return json.loads(json.dumps(plain, allow_nan=False))
 
     def table(self) -> str:
-        """Return one line for each category and one for all prompts."""
+        """Return one line for each category, its column in front if there are several, and one for all."""
         ks = list(self.overall.pass_at)
         rows: list[list[object]] = [
             ["", "prompts", "responses", "score", "correct", *(f"pass@{k}" for k in ks)]
         ]
-        named = [*self.categories.items(), ("all", self.overall)]
+        is_one = len(self.categories) == 1
+        named = [
+            (name if is_one else f"{column}: {name}", part)
+            for column, parts in self.categories.items()
+            for name, part in parts.items()
+        ]
+        named.append(("all", self.overall))
         for name, part in named:
             shares = [part.mean, part.correct, *(part.pass_at[k] for k in ks)]
             rows.append([name, part.prompts, part.responses, *map(_shown, shares)])
@@ -106,12 +109,12 @@ def summarize(responses: Sequence[ScoredResponse], correct_at: float, ks: Sequen
 
 
 def by_category(
-    responses: Sequence[ScoredResponse], correct_at: float, ks: Sequence[int]
+    responses: Sequence[ScoredResponse], names: Sequence[str], correct_at: float, ks: Sequence[int]
 ) -> dict[str, Summary]:
-    """Compute the figures of each category, in the order of their names."""
+    """Compute the figures of each category by name; `names` has the category of each response."""
     parts: dict[str, list[ScoredResponse]] = {}
-    for each in responses:
-        parts.setdefault(NO_CATEGORY if each.category is None else each.category, []).append(each)
+    for each, name in zip(responses, names, strict=True):
+        parts.setdefault(name, []).append(each)
     return {name: summarize(parts[name], correct_at, ks) for name in sorted(parts)}
 
 
