@@ -6,7 +6,8 @@ overall = accuracy
 accuracy   the judge's score from 0 to 10, divided by 10; 0 without a verdict
 verdict    1 if the judge's answer contains a score, else 0; its mean should stay near 1
 
-The judge sees the response without its reasoning. Any OpenAI-compatible endpoint works:
+The judge sees the question with its images and frames of its videos (`shows_media: false` for one that reads
+text only), and the response without its reasoning. Any OpenAI-compatible endpoint works:
 
     worker.reward.reward_function_kwargs='{base_url: http://localhost:8000/v1, model: Qwen/Qwen3-8B}'
 
@@ -18,6 +19,7 @@ import re
 from functools import cache
 from typing import Any
 
+from verl.rewards.graders.chat_media import content_of
 from verl.rewards.graders.llm_judge import Judge
 
 REWARD_NAME = "llm_judge"
@@ -54,11 +56,12 @@ async def compute_score(
     api_key_env: str | None = None,
     cache_dir: str | None = None,
     max_tokens: int = 512,
+    shows_media: bool = True,
 ) -> dict[str, float]:
     judge = make_judge(base_url, model, api_key_env=api_key_env, cache_dir=cache_dir, max_tokens=max_tokens)
-    answer = await judge.ask(
-        [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question(reward_input)}]
-    )
+    media = reward_input.get("multi_modal_data") if shows_media else None
+    content = await content_of(question(reward_input), media)
+    answer = await judge.ask([{"role": "system", "content": SYSTEM}, {"role": "user", "content": content}])
     score = read_score(answer)
     accuracy = 0.0 if score is None else score
     return {"overall": accuracy, "accuracy": accuracy, "verdict": float(score is not None)}

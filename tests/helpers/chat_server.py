@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """A small real HTTP server with the chat protocol, for tests of unusual replies."""
 
+import base64
+import io
 import json
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import NamedTuple
+
+from PIL import Image
 
 
 class Reply(NamedTuple):
@@ -77,6 +81,14 @@ class ChatServer:
                 pass
 
         return Handler
+
+
+def image_of(part):
+    """The image in a part of a message."""
+    assert part["type"] == "image_url"
+    head, _, text = part["image_url"]["url"].partition(",")
+    assert head == "data:image/jpeg;base64"
+    return Image.open(io.BytesIO(base64.b64decode(text, validate=True)))
 
 
 def completion(reply):

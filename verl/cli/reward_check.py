@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _check(switches: argparse.Namespace, config: PPOConfig) -> int:
-    options = config.worker.reward
+    options = config.worker.scoring
     if options.reward_function is None:
         raise ValueError(f"`{OPTION}` must be path.py:function: this run has no reward function")
     reward = load_reward_function(

@@ -3,9 +3,10 @@
 
 One declaration gives the default, the check, the help text and the line in the example YAML. To add an
 option, add one field. A rule between options goes into the method `problems(path)` of the lowest dataclass
-that sees them all: it yields a sentence per broken rule; `path` is the key of the section. The top dataclass
-may have tables `REFUSED` and `INERT`, by name or dotted key: options that accept only their default, and
-options without effect.
+that sees them all: it yields a sentence per broken rule; `path` is the key of the section. What a user
+should know about a valid config comes from `notes(path)` likewise. The top dataclass may have tables
+`REFUSED` and `INERT`, by name or dotted key: options that accept only their default, and options without
+effect.
 """
 
 import dataclasses
@@ -167,11 +168,12 @@ def list_options(cls: type) -> list[OptionEntry]:
 
 def config_notes(config: Any) -> list[str]:
     """Return a sentence for each option that was set and has no effect."""
-    return [
+    inert = [
         f"`{entry.key}` has no effect: {entry.info.inert}"
         for entry in list_options(type(config))
         if entry.info.inert and value_at(config, entry.key) != entry.default
     ]
+    return [*inert, *_from_sections(config, "notes")]
 
 
 def value_at(config: Any, key: str) -> Any:
@@ -194,7 +196,7 @@ class _Builder:
         config = self._section(self.cls, values, "")
         if self.renamed is not None:
             self.problems[:0] = self.renamed.problems(self.found)
-        for problem in _rule_problems(config):
+        for problem in _from_sections(config, "problems"):
             if not self.broken.intersection(QUOTED_OPTION.findall(problem)):
                 self.problems.append(problem)
         if self.problems:
@@ -301,12 +303,13 @@ def _check_value(value: Any, entry: OptionEntry) -> None:
             raise ValueError(f"must be {info.range_text()}, got {show(value)}")
 
 
-def _rule_problems(config: Any, path: str = "") -> Iterator[str]:
+def _from_sections(config: Any, method: str, path: str = "") -> Iterator[str]:
+    """Yield what a method of each section yields, the inner sections first."""
     for entry, hint in _fields(type(config)):
         if is_section(hint):
-            yield from _rule_problems(getattr(config, entry.name), _join(path, entry.name))
-    if hasattr(config, "problems"):
-        yield from config.problems(path)
+            yield from _from_sections(getattr(config, entry.name), method, _join(path, entry.name))
+    if hasattr(config, method):
+        yield from getattr(config, method)(path)
 
 
 def _read_file(name: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ def look_at_prompts(data: DataConfig, worker: WorkerConfig, *, checks_rows: bool
 
     look = look_at_data(PROMPT_ROWS, data, worker.actor.model.tokenizer_path, checks_rows=checks_rows)
     if checks_rows:
-        look_at_reward(look.rows, data, worker.reward, converses=worker.rollout.multi_turn.enable)
+        look_at_reward(look.rows, data, worker.scoring, converses=worker.rollout.multi_turn.enable)
     return look.notes
 
 

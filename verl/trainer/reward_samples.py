@@ -99,7 +99,7 @@ def check_reward(config: PPOConfig) -> None:
         ValueError: The function cannot be loaded; or it fails for all samples, or for one with
             `worker.reward.on_failure=error`.
     """
-    options = config.worker.reward
+    options = config.worker.scoring
     if options.reward_function is None:
         return
     pool = RewardPool(options.reward_function, replace(options, num_cpus=1, on_failure="mask"))

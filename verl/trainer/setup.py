@@ -98,7 +98,7 @@ def running_trainer(
     with ExitStack() as stack:
         with phase("data"):
             cache = open_cache(stack)
-            reward = open_reward(stack, worker.reward, folder)
+            reward = open_reward(stack, worker.scoring, folder)
             media = media_options(data, worker.rollout)
             tools = schemas_of(worker.rollout.multi_turn)
             readers = load_readers(worker.actor.model, data.override_chat_template, media, cache, tools)

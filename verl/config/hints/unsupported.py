@@ -12,10 +12,6 @@ _DIFFUSION = (
 REFUSED = {  # accept only the default; completes "this version has no ..."
     **dict.fromkeys(_DIFFUSION, "diffusion models"),
     **dict.fromkeys(("vila_model", "group_frames", "max_frames_vllm"), "VILA models"),
-    "open_ended_reward": (
-        "judge in the rollout; set `worker.reward.reward_function` to"
-        " `examples/reward_function/llm_judge.py:compute_score`, which asks a language model"
-    ),
 }
 _ONE_DIVISION = "the actor's `ulysses_size` and `ring_size` apply to every model"
 INERT = {  # accept every value; completes "no effect: ..."
