@@ -5,10 +5,12 @@ import pytest
 
 from tests.helpers.chat_server import ChatServer, Reply, image_of
 from tests.helpers.media import save_image, save_video
+from verl.config.reward_servers import RewardServerConfig
 from verl.config.worker import OPEN_ENDED, RewardConfig, WorkerConfig
 from verl.rewards.function import load_reward_function
 from verl.rewards.graders import open_ended
 from verl.rewards.manager import RewardManager
+from verl.rewards.servers import specs_of
 
 FRAMED = "<think>Lovelace?</think> <answer>Ada L.</answer>"
 
@@ -106,6 +108,15 @@ def test_the_option_has_the_pool_of_a_run_call_it(tmp_path):
 
     assert worker.scoring is reward
     assert values["overall"] == pytest.approx([1.0, 0.9])
+
+
+def test_a_model_of_the_run_is_asked_if_there_is_one():
+    with ChatServer(Reply("yes")) as server:
+        servers = specs_of({"judge": RewardServerConfig(url=server.url)})
+        (scores,) = load_reward_function(OPEN_ENDED, servers=servers).score([row(FRAMED)])
+
+    assert scores["accuracy"] == 1.0
+    assert (server.requests[0]["model"], server.requests[0]["max_tokens"]) == ("judge", 512)
 
 
 def test_openai_is_asked_by_default_with_the_key_of_its_variable(monkeypatch):
