@@ -16,6 +16,7 @@ from verl.utils.cuda_builds import child_environment
 from verl.workers.rollout.served.model_server import ModelServer, ServerLaunch
 
 LOCAL = "127.0.0.1"
+OWN_GPUS = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": ""}  # Ray shows an actor only its GPUs
 CALLS = 4  # at once: one waits for the end of the server
 
 
@@ -116,9 +117,9 @@ class Replica:
         """
         options = self.place.acquire()
         try:
-            variables = CPU_CACHES | child_environment() if self.launch.device == "cpu" else {}
-            actor_class = ray.remote(max_restarts=0, max_concurrency=CALLS)(ReplicaActor)
-            actor = actor_class.options(**options, runtime_env={"env_vars": variables})
+            variables = CPU_CACHES | child_environment() if self.launch.device == "cpu" else OWN_GPUS
+            actor_class = ray.remote(max_restarts=0)(ReplicaActor)
+            actor = actor_class.options(**options, max_concurrency=CALLS, runtime_env={"env_vars": variables})
             self._actor = actor.remote(self.place.adapted(self.launch))
             return ray.get(self._actor.start.remote(get_node_ip_address()))
         except RayError as error:

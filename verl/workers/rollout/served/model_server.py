@@ -34,16 +34,12 @@ RUNNERS = {
     "classify": ("pooling", "classify"),
     "embed": ("pooling", "embed"),
 }
-ENVIRONMENT = {
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_SERVER_DEV_MODE": "1",  # offers `/sleep` and `/wake_up`; the key guards all paths
-}
+# Variables of the server's processes, unless the user has set them.
+ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1"}
 CPU_ENVIRONMENT = {
-    "CUDA_VISIBLE_DEVICES": "",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "TORCH_COMPILE_DISABLE": "1",
-    "GLOO_SOCKET_IFNAME": "lo",
-}
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1", "GLOO_SOCKET_IFNAME": "lo",
+}  # fmt: skip
+GPU_ENVIRONMENT = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}  # it would need nvcc at the first request with top-p
 CPU_CACHE_BYTES = 1 << 28  # of keys and values: vLLM fills it at start
 LOOK_S = 0.2
 SHOWN = 4000  # characters of the log that an error shows
@@ -83,10 +79,14 @@ def server_arguments(launch: ServerLaunch, host: str, port: int) -> list[str]:
             options["distributed-executor-backend"] = "uni"  # one process less to start
     else:
         options["gpu-memory-utilization"] = config.gpu_memory_utilization
-        switches["enable-sleep-mode"] = config.colocate
+        # custom all-reduce shares memory between processes, which sleep mode frees
+        switches |= dict.fromkeys(("enable-sleep-mode", "disable-custom-all-reduce"), config.colocate)
     for name, value in config.engine_arguments.items():
-        is_switch = isinstance(value, bool)
-        (switches if is_switch else options)[name.replace("_", "-")] = value
+        name = name.replace("_", "-")
+        if isinstance(value, bool):
+            switches[name if value else f"no-{name}"] = True
+        else:
+            options[name] = value
     given = {name: value for name, value in options.items() if value is not None}
     pairs = [text for name, value in given.items() for text in (f"--{name}", _text(value))]
     return [*pairs, *(f"--{name}" for name, is_set in switches.items() if is_set)]
@@ -98,9 +98,14 @@ def _text(value: Any) -> str:
 
 def server_environment(launch: ServerLaunch) -> dict[str, str]:
     """Return the variables of the server's processes, over those of this one."""
-    variables = ENVIRONMENT | {KEY_VARIABLE: launch.key}
-    if launch.device == "cpu":
-        variables |= CPU_ENVIRONMENT | {"OMP_NUM_THREADS": str(launch.threads)}
+    is_cpu = launch.device == "cpu"
+    defaults = ENVIRONMENT | (CPU_ENVIRONMENT if is_cpu else GPU_ENVIRONMENT)
+    variables = {name: os.environ.get(name, value) for name, value in defaults.items()}
+    variables[KEY_VARIABLE] = launch.key
+    if is_cpu:
+        variables |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(launch.threads)}
+    elif launch.config.colocate:
+        variables["VLLM_SERVER_DEV_MODE"] = "1"  # offers `/sleep` and `/wake_up`; the key guards all paths
     if launch.devices is not None:
         variables["CUDA_VISIBLE_DEVICES"] = launch.devices
     return variables
