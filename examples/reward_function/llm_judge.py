@@ -6,8 +6,11 @@ overall = accuracy
 accuracy   the judge's score from 0 to 10, divided by 10; 0 without a verdict
 verdict    1 if the judge's answer contains a score, else 0; its mean should stay near 1
 
-The judge sees the response without its reasoning. Any OpenAI-compatible endpoint works:
+The judge sees the question with its images and frames of its videos (`shows_media: false` for one that reads
+text only), and the response without its reasoning. It is a model that the run serves, or any endpoint that is
+OpenAI-compatible:
 
+    reward_servers.judge.model_path=Qwen/Qwen3-8B
     worker.reward.reward_function_kwargs='{base_url: http://localhost:8000/v1, model: Qwen/Qwen3-8B}'
 
 `api_key_env` names the environment variable with the endpoint's key; `cache_dir` stores the judge's answers,
@@ -18,6 +21,7 @@ import re
 from functools import cache
 from typing import Any
 
+from verl.rewards.graders.chat_media import content_of
 from verl.rewards.graders.llm_judge import Judge
 
 REWARD_NAME = "llm_judge"
@@ -49,15 +53,27 @@ def read_score(answer: str) -> float | None:
 
 async def compute_score(
     reward_input: dict[str, Any],
-    base_url: str,
-    model: str,
+    base_url: str | None = None,
+    model: str | None = None,
     api_key_env: str | None = None,
     cache_dir: str | None = None,
-    max_tokens: int = 512,
+    max_tokens: int | None = None,
+    shows_media: bool = True,
+    servers: dict[str, Judge] | None = None,
 ) -> dict[str, float]:
-    judge = make_judge(base_url, model, api_key_env=api_key_env, cache_dir=cache_dir, max_tokens=max_tokens)
+    if servers:
+        judge = servers["judge"]
+    elif base_url and model:
+        judge = make_judge(base_url, model, api_key_env=api_key_env, cache_dir=cache_dir)
+    else:
+        raise ValueError(
+            "there is no judge: set `reward_servers.judge.model_path`, or `base_url` and `model`"
+        )
+    media = reward_input.get("multi_modal_data") if shows_media else None
+    fields = {} if max_tokens is None else {"max_tokens": max_tokens}
+    content = await content_of(question(reward_input), media)
     answer = await judge.ask(
-        [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question(reward_input)}]
+        [{"role": "system", "content": SYSTEM}, {"role": "user", "content": content}], **fields
     )
     score = read_score(answer)
     accuracy = 0.0 if score is None else score

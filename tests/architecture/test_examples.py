@@ -21,7 +21,9 @@ FILES = sorted(path for path in (ROOT / "examples").rglob("*.yaml") if path != R
 FINE_TUNING = {ROOT / "examples" / name for name in ("sft.yaml", "quickstart/cold_start.yaml")}
 TRAINERS = {"main": main, "sft": sft.main}
 TEMPLATES = sorted(
-    path for path in (ROOT / "examples").rglob("*.jinja") if path.parent.name != "chat_template"
+    path
+    for path in (ROOT / "examples").rglob("*.jinja")
+    if path.parent.name not in ("chat_template", "judge_prompt")
 )
 
 

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-import re
-
 import pytest
 
-from tests.architecture.source import ROOT
+from verl.config.files.paths import function_in_file
 from verl.config.ppo import PPOConfig
-from verl.config.schema import ConfigError, load_config
+from verl.config.schema import ConfigError, config_notes, load_config
+from verl.config.worker import OPEN_ENDED
 
 
 @pytest.fixture
@@ -351,12 +350,19 @@ def test_a_response_with_room_for_its_turns_is_accepted(minimal, length, option)
     assert config.data.max_response_length == length
 
 
-def test_an_open_ended_reward_is_refused_with_the_judge_that_exists(minimal):
-    (problem,) = problems_of(minimal, "worker.rollout.open_ended_reward=true")
+def test_an_open_ended_reward_chooses_the_shipped_function_and_says_that_yours_is_not_called(
+    minimal, tmp_path
+):
+    (tmp_path / "mine.py").write_text("def main(reward_inputs): ...")
+    options = [f"worker.reward.reward_function={tmp_path / 'mine.py'}", "worker.reward.num_cpus=3"]
 
-    (file, function) = re.findall(r"`(examples/\S+\.py):(\w+)`", problem)[0]
-    assert "`worker.reward.reward_function`" in problem
-    assert f"def {function}(" in (ROOT / file).read_text()
+    config = load(minimal, *options, "worker.rollout.open_ended_reward=true")
+
+    assert config.worker.scoring.reward_function == OPEN_ENDED == function_in_file(OPEN_ENDED)
+    assert config.worker.scoring.num_cpus == 3
+    (note,) = config_notes(config)
+    assert "mine.py) is not called" in note and "`worker.rollout.open_ended_reward=true` chooses" in note
+    assert config_notes(load(minimal, *options)) == []
 
 
 def test_disable_kl_overrides_the_kl_loss_and_loads_no_reference(minimal):

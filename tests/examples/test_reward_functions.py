@@ -196,8 +196,8 @@ def test_dapo_charges_for_the_end_of_the_length_budget(length, overlong):
     assert scores["overall"] == pytest.approx(1.0 + 0.5 * overlong)
 
 
-# `llm_judge` needs a server (test_llm_judge_example.py), `code` tests (test_code_reward.py).
-RULES = sorted(path for path in FOLDER.glob("*.py") if path.stem not in ("llm_judge", "code"))
+# Judges need a server (tests/rewards/graders), `code` tests (test_code_reward.py).
+RULES = sorted(path for path in FOLDER.glob("*.py") if path.stem not in ("llm_judge", "judged", "code"))
 
 
 @pytest.mark.parametrize("path", RULES, ids=lambda path: path.stem)

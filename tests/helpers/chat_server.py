@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """A small real HTTP server with the chat protocol, for tests of unusual replies."""
 
+import base64
+import io
 import json
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import NamedTuple
+
+from PIL import Image
 
 
 class Reply(NamedTuple):
@@ -20,12 +24,16 @@ class Reply(NamedTuple):
 
 
 class ChatServer:
-    """Sends `replies` in turn and then repeats the last one; `requests` has the received bodies."""
+    """Sends `replies` in turn and then repeats the last one; `requests` has the received bodies.
+
+    A reply may be a function of the body.
+    """
 
     def __init__(self, *replies):
         self.replies = list(replies) or [Reply()]
         self.requests = []
         self.headers = []
+        self.paths = []
         self.times = []
         self.running = 0
         self.most_running = 0
@@ -42,14 +50,17 @@ class ChatServer:
         self._server.shutdown()
         self._server.server_close()
 
-    def reply_to(self, body, headers):
+    def reply_to(self, path, body, headers):
         with self.lock:
             self.requests.append(body)
             self.headers.append(headers)
+            self.paths.append(path)
             self.times.append(time.monotonic())
             self.running += 1
             self.most_running = max(self.most_running, self.running)
             reply = self.replies.pop(0) if len(self.replies) > 1 else self.replies[0]
+        if callable(reply):
+            reply = reply(body)
         time.sleep(reply.delay_s)
         with self.lock:
             self.running -= 1
@@ -61,7 +72,7 @@ class ChatServer:
 
             def do_POST(self):
                 length = int(self.headers["Content-Length"])
-                reply = server.reply_to(json.loads(self.rfile.read(length)), self.headers)
+                reply = server.reply_to(self.path, json.loads(self.rfile.read(length)), self.headers)
                 body = (reply.body if reply.body is not None else completion(reply)).encode()
                 try:
                     self.send_response(reply.status)
@@ -77,6 +88,14 @@ class ChatServer:
                 pass
 
         return Handler
+
+
+def image_of(part):
+    """The image in a part of a message."""
+    assert part["type"] == "image_url"
+    head, _, text = part["image_url"]["url"].partition(",")
+    assert head == "data:image/jpeg;base64"
+    return Image.open(io.BytesIO(base64.b64decode(text, validate=True)))
 
 
 def completion(reply):

@@ -8,6 +8,7 @@ import pytest
 from tests.planning.planning import GPU, NODE, read_shape
 from verl.config.model import ModelConfig
 from verl.config.ppo import AlgorithmConfig, DataConfig, PPOConfig, TrainerConfig
+from verl.config.reward_servers import RewardServerConfig
 from verl.config.rollout import RolloutConfig
 from verl.config.schema import ConfigError, load_config, value_at
 from verl.config.worker import ActorConfig, WorkerConfig
@@ -273,3 +274,39 @@ def test_weights_on_their_way_to_other_processes_wait_in_host_memory():
     assert sent.host["published weights"] == stored.host["published weights"] == 2 * 2 * 2**30 // 4
     assert sent.device["weights being sent"] == 4 * (128 << 20)
     assert "weights being sent" not in stored.device
+
+
+def with_server(**options):
+    server = RewardServerConfig(model_path="judge", gpu_memory_utilization=0.25, **options)
+    return replace(make_config(), reward_servers={"judge": server})
+
+
+def test_a_server_that_sleeps_has_a_phase_and_stays_on_the_gpu_in_the_others():
+    phases = phases_of(with_server())
+
+    assert phases["reward"].device["reward_servers.judge"] == GPU.device_bytes // 4
+    assert phases["reward"].device["models"] == phases["gen"].device["models"]
+    assert phases["update_actor"].device["reward_servers.judge, asleep"] == 4 * GIB  # context and graphs
+
+
+def test_a_server_on_gpus_of_its_own_takes_none_of_the_others():
+    phases = phases_of(with_server(colocate=False))
+
+    assert phases["reward_servers.judge"].device["engine"] == GPU.device_bytes // 4
+    assert phases["update_actor"].device == phases_of(make_config())["update_actor"].device
+    assert "reward" not in phases
+
+
+def test_servers_on_cpu_hold_weights_and_cache_on_the_node():
+    ours, without = phases_of(with_server(n_gpus=2), NODE)["gen"], phases_of(make_config(), NODE)["gen"]
+
+    # 2 replicas, each with 2 GiB of weights in bf16, 0.25 GiB of cache and a process of 1.1 GiB
+    added = sum(ours.node.values()) - sum(without.node.values())
+    assert added == pytest.approx(2 * 3.35 * GIB, rel=0.01)
+
+
+def test_a_server_larger_than_its_share_takes_its_weights():
+    server = RewardServerConfig(model_path="judge", gpu_memory_utilization=0.01, dtype="fp32", colocate=False)
+    config = replace(make_config(), reward_servers={"judge": server})
+
+    assert phases_of(config)["reward_servers.judge"].device["engine"] == 4 * GIB

@@ -73,9 +73,24 @@ def test_the_config_names_the_type_of_a_file_that_does_not(reward_file):
     assert load_reward_function(path, {}, "sequential").score(ROWS[:1]) == [{"overall": 1.0}]
 
 
-def test_an_async_function_must_be_sequential(reward_file):
-    with pytest.raises(ValueError, match='set REWARD_TYPE = "sequential"'):
-        load_reward_function(reward_file("async def main(inputs): ..."))
+def test_an_async_function_cannot_take_columns(reward_file):
+    path = reward_file('REWARD_TYPE = "dataproto"\nasync def main(data): ...')
+
+    with pytest.raises(ValueError, match='set REWARD_TYPE = "sequential" or "batch"'):
+        load_reward_function(path)
+
+
+def test_an_async_function_may_take_all_responses_at_once(reward_file):
+    path = reward_file(
+        """
+        import asyncio
+        async def main(rows):
+            await asyncio.sleep(0)
+            return [{"overall": len(rows)} for _ in rows]
+        """
+    )
+
+    assert load_reward_function(path).score(ROWS) == [{"overall": 2.0}] * 2
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,7 @@ from verl.rewards.function import (
     load_reward_function,
     split_calls,
 )
+from verl.rewards.servers import specs_of
 from verl.trainer.command import at_least, make_parser, run_command
 from verl.trainer.run.exit_status import BAD_INPUT, INTERRUPTED
 from verl.utils.cuda_builds import repair_cuda_builds
@@ -79,11 +80,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _check(switches: argparse.Namespace, config: PPOConfig) -> int:
-    options = config.worker.reward
+    options = config.worker.scoring
     if options.reward_function is None:
         raise ValueError(f"`{OPTION}` must be path.py:function: this run has no reward function")
+    servers = specs_of(config.reward_servers)
+    if served := [name for name, spec in servers.items() if not spec.is_ready]:
+        raise ValueError(
+            f"only a run starts `reward_servers.{served[0]}`: give this command an endpoint that is running,"
+            f" `reward_servers.{served[0]}.url`, and clear `reward_servers.{served[0]}.model_path`"
+        )
     reward = load_reward_function(
-        options.reward_function, options.reward_function_kwargs, options.reward_type
+        options.reward_function, options.reward_function_kwargs, options.reward_type, servers
     )
     # Imported here so that a wrong config or reward function is reported before torch loads.
     from verl.cli.data_report.opened import opened_data  # noqa: PLC0415
@@ -145,9 +152,7 @@ def check_call(
     """
     start = time.perf_counter()
     try:
-        returned = reward.call(inputs)
-        if reward.is_async:
-            returned = [asyncio.run(returned[0])]
+        returned = asyncio.run(reward.call_async(inputs)) if reward.is_async else reward.call(inputs)
     except bdb.BdbQuit:
         raise
     except (Exception, SystemExit) as error:  # noqa: BLE001 (a user's function raises anything)

@@ -109,7 +109,7 @@ def _rewards(algorithm: AlgorithmConfig, worker: WorkerConfig, data: DataConfig)
         return
     only = " only" if estimator in ("gdpo", "prime") else ""
     why = f"with `algorithm.adv_estimator={estimator}`, which reads components of the reward function{only}"
-    if reward.reward_function is None:
+    if worker.scoring.reward_function is None:
         yield f"`worker.reward.reward_function` must be set {why}"
     if not only:
         return  # an estimator of a file may read the overall score as well

@@ -14,6 +14,7 @@ from verl.config.async_training import ONE_STEP_OFF, PARTIAL, STREAM
 from verl.config.data import DataConfig
 from verl.config.files.model_files import length_limit, read_model_config
 from verl.config.model import AUTO, FSDPConfig, TrainedModelConfig
+from verl.config.reward_servers import RewardServerConfig, server_problems
 from verl.config.schema import option
 from verl.config.trainer import WORLD, RunTree, TrainerConfig, divisible
 from verl.config.worker import WorkerConfig
@@ -31,6 +32,13 @@ class PPOConfig(RunTree):
     worker: WorkerConfig = option(WorkerConfig, "Models, rollout engine and reward function.")
     algorithm: AlgorithmConfig = option(AlgorithmConfig, "Advantages, KL term and selection of rollouts.")
     trainer: TrainerConfig = option(TrainerConfig, "Duration, devices, logging and checkpoints.")
+    reward_servers: dict[str, RewardServerConfig] = option(
+        dict, "Models that judge or score responses, by name: the reward function gets them as `servers`."
+    )
+
+    @property
+    def num_serving(self) -> int:
+        return sum(server.num_devices for server in self.reward_servers.values() if server.takes_devices)
 
     @property
     def num_engines(self) -> int:
@@ -125,6 +133,7 @@ class PPOConfig(RunTree):
                 " conversations videos are not heard"
             )
         yield from algorithm_problems(self.data, self.worker, self.algorithm, self.trainer)
+        yield from server_problems(self.reward_servers, self.worker, self.algorithm, self.trainer)
         yield from self._own_processes()
         yield from (size for size in sizes if not groups or "`worker.rollout.n`" not in size)
         yield from self._lengths()
@@ -196,7 +205,7 @@ class PPOConfig(RunTree):
 
     def _cores(self) -> Iterator[str]:
         # A cluster may have more cores than this machine.
-        problem = None if os.environ.get("RAY_ADDRESS") else self.trainer.core_problem()
+        problem = None if os.environ.get("RAY_ADDRESS") else self.trainer.core_problem(self.num_serving)
         if problem and self.trainer.device == "cpu" and any(WORLD in size for size in self._sizes()):
             yield problem
 

@@ -84,7 +84,9 @@ class RolloutConfig:
         -1, "Chunks in which ranks of a sequence gather media features; -1 is one.", minimum=1, also=(-1,)
     )
     audio_max_length: int = option(10000, "Frames that audio is padded to.")
-    open_ended_reward: bool = option(False, "Score responses with a language model.")
+    open_ended_reward: bool = option(
+        False, "Score responses by a judge: 0.9 x its yes or no + 0.1 x format; replaces the reward function."
+    )
     diffusion: bool = option(False, "Generate images or videos.")
     guidance_scale: float = option(4.5, "Classifier-free guidance scale of diffusion.")
     resolution: int = option(768, "Side length of generated images in pixels.")

@@ -3,9 +3,10 @@
 
 One declaration gives the default, the check, the help text and the line in the example YAML. To add an
 option, add one field. A rule between options goes into the method `problems(path)` of the lowest dataclass
-that sees them all: it yields a sentence per broken rule; `path` is the key of the section. The top dataclass
-may have tables `REFUSED` and `INERT`, by name or dotted key: options that accept only their default, and
-options without effect.
+that sees them all: it yields a sentence per broken rule; `path` is the key of the section. What a user
+should know about a valid config comes from `notes(path)` likewise. The top dataclass may have tables
+`REFUSED` and `INERT`, by name or dotted key: options that accept only their default, and options without
+effect. An option of type `dict[str, Section]` holds sections that the user names.
 """
 
 import dataclasses
@@ -14,7 +15,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, reduce
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, get_origin, get_type_hints
+from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 from verl.config.files.extensions import extension_in_file, is_extension
 from verl.config.hints.arguments import as_list, as_mapping, quoted, whole_arguments
@@ -27,6 +28,8 @@ is_section: Callable[[Any], bool] = (
     dataclasses.is_dataclass
 )  # of a field's type; otherwise it is a single option
 QUOTED_OPTION = re.compile(r"`([\w.]+)")
+SECTION_NAME = re.compile(r"[A-Za-z_][\w-]*")  # that a user gives a section
+ANY_NAME = "NAME"  # of such a section in the documentation
 MAX_SUGGESTIONS = 10  # each takes tens of milliseconds; more unknown keys belong to another program
 
 
@@ -122,7 +125,7 @@ def load_config(
             problems.append(f"an argument must look like `section.option=value`, got {show(argument)}{hint}")
         elif key != "config":
             try:
-                value = read_option(text, hints.get(key, Any))
+                value = read_option(text, _hint_of(key, hints))
                 if value == {} and key in hints:
                     layers = _merged(layers, _nest(key, None))  # mappings are merged, an empty one clears
                 layers = _merged(layers, _nest(key, value))
@@ -165,13 +168,40 @@ def list_options(cls: type) -> list[OptionEntry]:
     return [entry for entry in walk_options(cls) if not is_section(entry.hint)]
 
 
+def documented_options(cls: type) -> list[OptionEntry]:
+    """Return every option and section in order, and after each option that holds named sections theirs."""
+    documented = []
+    for entry in walk_options(cls):
+        documented.append(entry)
+        kind = named_section(entry.hint)
+        if kind is not None:
+            path = _join(entry.key, ANY_NAME)
+            documented.append(OptionEntry(path, kind, kind, entry.info))
+            documented += walk_options(kind, path, top=cls)
+    return documented
+
+
+def named_section(hint: Any) -> type | None:
+    """Return the class of the sections that an option holds by name, or None for any other option."""
+    arguments = get_args(hint)
+    return arguments[1] if get_origin(hint) is dict and is_section(arguments[1]) else None
+
+
+def plain(value: Any) -> Any:
+    """Return the value of an option with its named sections as mappings."""
+    if not isinstance(value, dict):
+        return value
+    return {name: dataclasses.asdict(item) if is_section(item) else item for name, item in value.items()}
+
+
 def config_notes(config: Any) -> list[str]:
     """Return a sentence for each option that was set and has no effect."""
-    return [
+    inert = [
         f"`{entry.key}` has no effect: {entry.info.inert}"
         for entry in list_options(type(config))
         if entry.info.inert and value_at(config, entry.key) != entry.default
     ]
+    return [*inert, *_from_sections(config, "notes")]
 
 
 def value_at(config: Any, key: str) -> Any:
@@ -194,7 +224,7 @@ class _Builder:
         config = self._section(self.cls, values, "")
         if self.renamed is not None:
             self.problems[:0] = self.renamed.problems(self.found)
-        for problem in _rule_problems(config):
+        for problem in _from_sections(config, "problems"):
             if not self.broken.intersection(QUOTED_OPTION.findall(problem)):
                 self.problems.append(problem)
         if self.problems:
@@ -219,14 +249,25 @@ class _Builder:
         return cls(**built)
 
     def _option(self, entry: OptionEntry, value: Any) -> Any:
+        kind = named_section(entry.hint)
         try:
             value = convert(value, entry.hint)
+            if kind is not None:
+                return {name: self._named(kind, name, item, entry.key) for name, item in value.items()}
             _check_value(value, entry)
             return _resolved(value, entry.info)
         except (ValueError, OSError) as error:  # OSError: a path may be too long for the system to look up
             separator = " " if str(error).startswith("must") else ": "
             self._complain(entry.key, f"`{entry.key}`{separator}{error}{_spelling(entry, value)}")
             return entry.default
+
+    def _named(self, kind: type, name: Any, values: Any, path: str) -> Any:
+        """Build a section that the user named."""
+        key = _join(path, str(name))
+        if SECTION_NAME.fullmatch(str(name)) is None:
+            self._complain(key, f"`{path}`: a name must have letters, digits, - or _, got {show(name)}")
+        self.options |= {entry.key: entry for entry in walk_options(kind, key, top=self.cls)}
+        return self._section(kind, values, key)
 
     def _complain(self, key: str, problem: str) -> None:
         self.broken.add(key)
@@ -301,12 +342,29 @@ def _check_value(value: Any, entry: OptionEntry) -> None:
             raise ValueError(f"must be {info.range_text()}, got {show(value)}")
 
 
-def _rule_problems(config: Any, path: str = "") -> Iterator[str]:
+def _from_sections(config: Any, method: str, path: str = "") -> Iterator[str]:
+    """Yield what a method of each section yields, the inner sections first."""
     for entry, hint in _fields(type(config)):
+        key, value = _join(path, entry.name), getattr(config, entry.name)
         if is_section(hint):
-            yield from _rule_problems(getattr(config, entry.name), _join(path, entry.name))
-    if hasattr(config, "problems"):
-        yield from config.problems(path)
+            yield from _from_sections(value, method, key)
+        elif named_section(hint) is not None:
+            for name, section in value.items():
+                yield from _from_sections(section, method, _join(key, name))
+    if hasattr(config, method):
+        yield from getattr(config, method)(path)
+
+
+def _hint_of(key: str, hints: Mapping[str, Any]) -> Any:
+    """Return the type of an option, also of one in a section that the user named."""
+    if key in hints:
+        return hints[key]
+    for option_key, hint in hints.items():
+        kind = named_section(hint)
+        if kind is not None and key.startswith(f"{option_key}."):
+            inner = key.removeprefix(f"{option_key}.").partition(".")[2]
+            return {entry.key: entry.hint for entry in walk_options(kind)}.get(inner, Any)
+    return Any
 
 
 def _read_file(name: str) -> dict[str, Any]:

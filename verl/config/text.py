@@ -6,7 +6,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verl.config.parsing import describe, yaml_text
-from verl.config.schema import ConfigError, OptionEntry, is_section, value_at, walk_options
+from verl.config.schema import (
+    ConfigError,
+    OptionEntry,
+    documented_options,
+    is_section,
+    plain,
+    value_at,
+    walk_options,
+)
 
 WIDTH = 110
 PAGE_HEAD = """\
@@ -22,7 +30,7 @@ def example_yaml(cls: type) -> str:
     lines: list[str] = []
     for entry in walk_options(cls):
         indent = "  " * entry.key.count(".")
-        lines += [""] * (is_section(entry.hint) and not indent)
+        lines += [""] * (not indent)
         lines += _wrapped(_help(entry, with_type=False), f"{indent}# ")
         lines.append(_yaml_line(entry, entry.default if entry.info.example is None else entry.info.example))
     return "\n".join(lines).strip("\n") + "\n"
@@ -42,12 +50,12 @@ def config_yaml(config: Any, *, only_changed: bool = False, defaults: Mapping[st
             and value_at(config, entry.key) != others.get(entry.key, value_at(default, entry.key))
         ]
         entries = [entry for entry in entries if any(_is_inside(key, entry.key) for key in changed)]
-    return "\n".join(_yaml_line(entry, value_at(config, entry.key)) for entry in entries) + "\n"
+    return "\n".join(_yaml_line(entry, plain(value_at(config, entry.key))) for entry in entries) + "\n"
 
 
 def help_text(cls: type, topic: str = "") -> str:
     """Return the options of a section, or the ones with `topic` in the key; all without a topic."""
-    entries = list(walk_options(cls))
+    entries = documented_options(cls)
     chosen = [entry for entry in entries if _is_inside(entry.key, topic)]
     chosen = chosen or [entry for entry in entries if topic in entry.key and not is_section(entry.hint)]
     if not chosen:
@@ -63,7 +71,7 @@ def help_text(cls: type, topic: str = "") -> str:
 
 def options_page(cls: type) -> str:
     """Return every option as a Markdown page: a heading and a table for each section."""
-    entries = list(walk_options(cls))
+    entries = documented_options(cls)
     parts = [PAGE_HEAD, _table(entries, "")]
     for section in entries:
         if is_section(section.hint):

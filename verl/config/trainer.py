@@ -88,18 +88,28 @@ class RunConfig:
 
     @property
     def num_processes(self) -> int:
-        """Number of devices of the whole run."""
+        """Number of devices that train or sample."""
         return self.world_size
 
-    def core_problem(self) -> str | None:
-        """Say that on CPU the run would have more processes than this machine has cores, if it would."""
+    def core_problem(self, num_serving: int = 0) -> str | None:
+        """Say that on CPU the run would have more processes than this machine has cores, if it would.
+
+        Args:
+            num_serving: Processes of `reward_servers`.
+        """
         cores = os.cpu_count() or 1  # as Ray counts them, whatever this process may use
-        if self.nnodes > 1 or self.elastic or self.num_processes <= cores:
+        total = self.num_processes + num_serving
+        if self.nnodes > 1 or self.elastic or total <= cores:
             return None
-        if self.num_processes > self.world_size:
+        if total > self.world_size:
+            sizes = {
+                "trainer.n_gpus_per_node": self.n_gpus_per_node,
+                "trainer.n_gpus_for_rollout": self.num_processes - self.world_size,
+                "reward_servers.NAME.n_gpus": num_serving,
+            }
+            named = " and ".join(f"`{key}` ({size})" for key, size in sizes.items() if size)
             return (
-                f"`trainer.n_gpus_per_node` ({self.n_gpus_per_node}) and `trainer.n_gpus_for_rollout`"
-                f" ({self.num_processes - self.world_size}) are numbers of processes on CPU, and this machine"
+                f"{named} are numbers of processes on CPU, and this machine"
                 f" has {cores} cores: lower them to {cores} in total"
             )
         return (
@@ -169,6 +179,16 @@ class RunTree:
     @property
     def world_size(self) -> int:
         return self.trainer.world_size
+
+    @property
+    def num_serving(self) -> int:
+        """Number of devices of models that only the reward function asks."""
+        return 0
+
+    @property
+    def num_devices(self) -> int:
+        """Number of devices of the run."""
+        return self.trainer.num_processes + self.num_serving
 
     @property
     def sp_size(self) -> int:

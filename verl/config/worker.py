@@ -2,7 +2,8 @@
 """Section `worker`: actor, critic, reference, reward models, rollout engine, reward function."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from verl.config.files.extensions import is_extension
@@ -19,6 +20,9 @@ from verl.config.model import (
 )
 from verl.config.rollout import RolloutConfig
 from verl.config.schema import option
+
+# The reward function of `worker.rollout.open_ended_reward`.
+OPEN_ENDED = f"{Path(__file__).parents[1] / 'rewards' / 'graders' / 'open_ended.py'}:compute_score"
 
 LOSS_AVG_MODES = ("token", "seq", "seq_sum", "seq_sum_norm")
 LOSS_AVG_ALIASES = {  # verl's names
@@ -252,6 +256,21 @@ class WorkerConfig:
     reward: RewardConfig = option(RewardConfig, "Reward function.")
 
     @property
+    def scoring(self) -> RewardConfig:
+        """The options of the reward, with the function that the run calls."""
+        if not self.rollout.open_ended_reward:
+            return self.reward
+        return replace(self.reward, reward_function=OPEN_ENDED)
+
+    @property
     def scores_when_sampled(self) -> bool:
         """True if responses have a score without a reward model."""
-        return self.reward.reward_function is not None or self.rollout.multi_turn.earns_rewards
+        return self.scoring.reward_function is not None or self.rollout.multi_turn.earns_rewards
+
+    def notes(self, path: str) -> Iterator[str]:
+        given = self.reward.reward_function
+        if self.rollout.open_ended_reward and given not in (None, OPEN_ENDED):
+            yield (
+                f"`{path}.reward.reward_function` ({given}) is not called, because"
+                f" `{path}.rollout.open_ended_reward=true` chooses {OPEN_ENDED}"
+            )

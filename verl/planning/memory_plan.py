@@ -7,15 +7,17 @@ On CPU a "device" is the share that a process has of its node. Needs no torch.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
+from verl.config.model import FSDPConfig
 from verl.config.rollout import COLLECTIVE
 from verl.planning import memory_model
 from verl.planning.machine import GIB, Machine, MemoryPlan, Parts, Phase
 from verl.planning.memory_model import ModelSetup, ModelShape
-from verl.planning.planned_run import PlannedModel, PlannedPass, PlannedRun
+from verl.planning.planned_run import PlannedModel, PlannedPass, PlannedRun, PlannedServer
 
 C = TypeVar("C")  # a config tree
+Shapes = dict[PlannedServer, ModelShape]
 ReadShape = Callable[..., ModelShape]  # `verl.planning.model_sizes.read_shape`
 
 NUMBER_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -29,6 +31,7 @@ ASLEEP_BYTES = {True: 1 * GIB, False: 3 * GIB}
 LOCKED_ROUNDING = 1.45
 PUBLISHED_VERSIONS = 2  # of the weights, which wait for engines in other processes
 SENT_BYTES = 2 * (64 << 20)  # of a GPU, for each engine that it sends weights to
+SERVED_CACHE_BYTES = GIB // 4  # of keys and values of a model that is served on CPU
 BATCH_COPIES = 3  # in the controller, Ray's object store, and the workers
 
 
@@ -83,10 +86,15 @@ def plan_memory(run: PlannedRun, read_shape: ReadShape, machine: Machine) -> Mem
     for phase in phases:
         if phase.name not in ("load", "gen"):
             phase.device.update(_sleeping_engine(run, machine))
+    shapes = {server: read_shape(server.model, FSDPConfig(), **of_server(server)) for server in run.servers}
+    phases += _awake_servers(run, models, shapes, machine)
+    device |= _sleeping_servers(shapes, machine)
+    node |= _server_processes(shapes, machine)
     phases = [
         replace(phase, device=phase.device | device, host=phase.host | host, node=phase.node | node)
         for phase in phases
     ]
+    phases += _servers_of_own(shapes, machine)
     trained = [f"{model.planned.role}: {model.shape.trained_text}" for model in models if model.is_trained]
     return MemoryPlan(tuple(phases), machine, run.trainer.n_gpus_per_node, tuple(trained))
 
@@ -167,6 +175,71 @@ def _sleeping_engine(run: PlannedRun, machine: Machine) -> Parts:
     if machine.device == "cpu" or engine is None or engine.options.name != "vllm":
         return {}
     return {"sleeping engine": ASLEEP_BYTES[engine.options.enforce_eager]}
+
+
+def of_server(server: PlannedServer) -> dict[str, Any]:
+    """Return the arguments of `read_shape` for a model that is only served."""
+    return {"option": server.option, "is_trained": False, "head": "causal"}
+
+
+def _awake_servers(
+    run: PlannedRun, models: Sequence[HeldModel], shapes: Shapes, machine: Machine
+) -> list[Phase]:
+    """The phase in which models score that share the GPUs which train."""
+    shared = [server for server in shapes if server.options.colocate]
+    if machine.device == "cpu" or not shared:
+        return []
+    engines = {
+        server.option: max(
+            int(server.options.gpu_memory_utilization * machine.device_bytes), server.weights(shapes[server])
+        )
+        for server in shared
+    }
+    return [Phase("reward", {"models": _resting(models)} | _sleeping_engine(run, machine) | engines)]
+
+
+def _sleeping_servers(shapes: Shapes, machine: Machine) -> Parts:
+    """Return what a GPU holds for each server on it, which is a process of its own."""
+    if machine.device == "cpu":
+        return {}
+    return {
+        f"{server.option}, asleep": CONTEXT_BYTES["cuda"] + ASLEEP_BYTES[server.options.enforce_eager]
+        for server in shapes
+        if server.options.colocate
+    }
+
+
+def _server_processes(shapes: Shapes, machine: Machine) -> Parts:
+    """Return the host memory of all servers, as if they were on one node."""
+    parts: Parts = {}
+    for server, shape in shapes.items():
+        options, weights = server.options, server.weights(shape)
+        held = PROCESS_BYTES + VLLM_BYTES
+        if machine.device == "cpu":
+            held += weights + SERVED_CACHE_BYTES
+        elif options.colocate:
+            held += int(LOCKED_ROUNDING * weights)  # they wait in host memory
+        parts[server.option] = options.num_devices * held
+    return parts
+
+
+def _servers_of_own(shapes: Shapes, machine: Machine) -> list[Phase]:
+    """Return what servers hold all the time on GPUs of their own."""
+    if machine.device == "cpu":
+        return []
+    return [
+        Phase(
+            server.option,
+            {
+                "engine": max(
+                    int(server.options.gpu_memory_utilization * machine.device_bytes), server.weights(shape)
+                ),
+                "context": CONTEXT_BYTES["cuda"],
+            },
+        )
+        for server, shape in shapes.items()
+        if server.options.takes_devices
+    ]
 
 
 def _common(run: PlannedRun, models: Sequence[HeldModel], machine: Machine) -> tuple[Parts, Parts, Parts]:

@@ -18,6 +18,7 @@ from verl.config.model import (
     as_number,
 )
 from verl.config.ppo import PPOConfig
+from verl.config.reward_servers import RewardServerConfig
 from verl.config.rollout import RolloutConfig
 from verl.config.sft import SFTConfig
 from verl.config.trainer import RunConfig
@@ -133,6 +134,27 @@ class PlannedEngine:
         return parts
 
 
+@dataclass(frozen=True, eq=False)
+class PlannedServer:
+    """A model that the run serves for the reward function."""
+
+    name: str
+    options: RewardServerConfig
+
+    @property
+    def option(self) -> str:
+        return f"reward_servers.{self.name}"
+
+    @property
+    def model(self) -> ModelConfig:
+        return ModelConfig(model_path=self.options.model_path)
+
+    def weights(self, shape: ModelShape) -> int:
+        """Bytes of the weights on each of its devices."""
+        number = {"fp32": 4}.get(self.options.dtype, 2)
+        return number * shape.params // self.options.tensor_parallel_size
+
+
 @dataclass(frozen=True)
 class PlannedRun:
     """Everything that the memory of a run depends on, except the sizes of its models."""
@@ -146,6 +168,7 @@ class PlannedRun:
     epochs: Mapping[str, int] = field(default_factory=dict)  # over them, by trained role
     ring: int = 1  # ranks of a ring, of all that share a row
     reference: bool = False  # the KL term needs one; with adapters it is the policy without them
+    servers: tuple[PlannedServer, ...] = ()
 
     @property
     def shared_engine(self) -> PlannedEngine | None:
@@ -209,6 +232,7 @@ def planned_ppo(config: PPOConfig) -> PlannedRun:
         {role: getattr(section, "ppo_epochs", 1) for role, section in roles.items()},
         config.worker.actor.ring_size,
         config.use_reference,
+        tuple(PlannedServer(*item) for item in config.reward_servers.items() if item[1].is_served),
     )
 
 

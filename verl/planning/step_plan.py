@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from verl.config.model import AUTO, MicroBatchSize, PolicyConfig, as_number
 from verl.config.ppo import PPOConfig
+from verl.config.reward_servers import RewardServerConfig
 from verl.config.rollout import COLLECTIVE, OBJECT_STORE, RolloutConfig
 from verl.config.sft import SFTConfig
 from verl.config.trainer import RunConfig, TrainerConfig
@@ -70,6 +71,7 @@ def make_plan(config: PPOConfig, dataset_size: int | None = None) -> StepPlan:
         *([] if worker.hybrid_engine else _sampling_processes(config.trainer, rollout)),
         PlanLine("models", str(len(config.models)), "", ", ".join(config.models)),
         PlanLine("rollout engines", str(config.num_engines), "", engine),
+        *(_server_line(name, server) for name, server in config.reward_servers.items()),
         PlanLine("prompts", str(prompts), _share(prompts, config.num_engines), "per engine"),
         PlanLine("rollout calls", str(prompts // config.loader_batch_size)),
         PlanLine("sequences", str(sequences), _share(sequences, dp_size), responses),
@@ -130,6 +132,15 @@ def _sampling_processes(trainer: TrainerConfig, rollout: RolloutConfig) -> list[
         PlanLine("sampling processes", str(count), "", f"they only sample, {order}{more}"),
         PlanLine("weights to them", "", "", WAYS[way]),
     ]
+
+
+def _server_line(name: str, server: RewardServerConfig) -> PlanLine:
+    if not server.is_served:
+        return PlanLine(f"reward server {name}", "0", "", f"{server.kind}, runs at {server.url}")
+    place = "in turn, on the devices that train" if server.colocate else "on devices of its own"
+    split = f"{server.num_replicas} replicas, tensor parallel {server.tensor_parallel_size}"
+    remark = f"{server.kind}, {place}: {split}, {server.model_path}"
+    return PlanLine(f"reward server {name}", str(server.num_devices), "", remark)
 
 
 def _update_line(name: str, actor: PolicyConfig, rows: int, max_length: int) -> PlanLine:

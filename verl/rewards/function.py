@@ -3,14 +3,14 @@
 
 A reward file is plain Python; its `REWARD_TYPE` says how its function is called:
 
-    batch (default)  f(list[dict], **kwargs) -> list[dict[str, float]]
+    batch (default)  f(list[dict], **kwargs) -> list[dict[str, float]]      also `async def`
     sequential       f(dict, **kwargs) -> dict[str, float]                  also `async def`
     dataproto        f(data, **kwargs) -> {"reward": (B,) tensor or list, other names: the same}
 
 Each dict holds `response`, `response_length`, `ground_truth`, `prompt` and every other column of the row;
 `data` has them as lists: `data.responses`, `data.prompts`, ... The result needs `overall`, for dataproto
-`reward`: a number, or for a conversation a list with the reward of each turn. Nothing here imports torch: a
-reward process starts in a tenth of a second.
+`reward`: a number, or for a conversation a list with the reward of each turn. A parameter `servers` gets the
+models of `reward_servers` by name. Nothing here imports torch: a process starts in a tenth of a second.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ import inspect
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from itertools import chain, groupby
+from itertools import groupby
 from numbers import Real
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -27,12 +27,14 @@ from typing import Any
 
 from verl.rewards import turns
 from verl.rewards.foreign_signatures import wrapper_for
+from verl.rewards.servers import SECTION, Specs, connect
 from verl.utils import user_file
 from verl.utils.user_file import import_file, shorten
 
 OPTION = "worker.reward.reward_function"
 KWARGS_OPTION = "worker.reward.reward_function_kwargs"
 DEFAULT_FUNCTION = "main"
+SERVERS = "servers"  # parameter that gets the models of `reward_servers`
 TRACEBACK_HEADING = "Traceback in the reward function (most recent call last):"
 # Of the function: the name of its argument, and what that is.
 ARGUMENTS = {
@@ -104,7 +106,15 @@ class RewardFunction:
         return self.check(self.call(inputs), rows, inputs)
 
     async def _call_concurrently(self, inputs: Sequence[dict[str, Any]]) -> list[Any]:
-        return await asyncio.gather(*chain.from_iterable(self.call([row_input]) for row_input in inputs))
+        if self.reward_type == "sequential":
+            each = await asyncio.gather(*(self.call_async([row_input]) for row_input in inputs))
+            return [scores for (scores,) in each]
+        return await self.call_async(inputs)
+
+    async def call_async(self, inputs: Sequence[dict[str, Any]]) -> Any:
+        """Call an `async def` function once and await its result, which is that of `call`."""
+        called = self.call(inputs)
+        return [await called[0]] if self.reward_type == "sequential" else await called
 
     def call(self, inputs: Sequence[dict[str, Any]]) -> Any:
         """Call the function once; a `sequential` one takes one dict, and its result is put into a list."""
@@ -201,11 +211,15 @@ class RewardFunction:
 
 
 def load_reward_function(
-    spec: str, kwargs: dict[str, Any] | None = None, default_type: str = "batch"
+    spec: str,
+    kwargs: dict[str, Any] | None = None,
+    default_type: str = "batch",
+    servers: Specs | None = None,
 ) -> RewardFunction:
     """Import a reward file, `path.py[:function]`, and check that its function can be called with `kwargs`.
 
-    `default_type` is the `REWARD_TYPE` of a file that sets none.
+    `default_type` is the `REWARD_TYPE` of a file that sets none. `servers` are the models of the run, for
+    the function's parameter of that name.
 
     Raises:
         FileNotFoundError: There is no such file.
@@ -223,9 +237,11 @@ def load_reward_function(
     line = code.co_firstlineno if code else 0
     _check_convention(function, function_name, f"{path}:{line}", path)
     is_async = inspect.iscoroutinefunction(function)
-    if is_async and reward_type != "sequential":
+    if is_async and reward_type == "dataproto":
         what = f"`{function_name}` is `async def`, which `REWARD_TYPE` {reward_type!r} does not call"
-        raise ValueError(f'{path}: {what}: set REWARD_TYPE = "sequential"')
+        raise ValueError(f'{path}: {what}: set REWARD_TYPE = "sequential" or "batch"')
+    if servers:
+        kwargs[SERVERS] = _models_for(function, servers, f"{path}:{line}", function_name)
     _check_kwargs(function, kwargs, f"{path}:{line}", function_name, reward_type)
     name = str(getattr(module, "REWARD_NAME", path.stem))
     return RewardFunction(function, kwargs, path, function_name, line, name, reward_type, is_async)
@@ -287,6 +303,15 @@ def _check_convention(function: Callable[..., Any], name: str, where: str, path:
         )
 
 
+def _models_for(function: Callable[..., Any], servers: Specs, where: str, name: str) -> dict[str, Any]:
+    if SERVERS not in inspect.signature(function).parameters:
+        raise ValueError(
+            f"`{SECTION}` has {sorted(servers)}, which {where} `{name}` does not take: give it a parameter"
+            f" `{SERVERS}`, or remove the section"
+        )
+    return connect(servers)
+
+
 def _check_kwargs(
     function: Callable[..., Any], kwargs: dict[str, Any], where: str, name: str, reward_type: str
 ) -> None:
@@ -296,6 +321,11 @@ def _check_kwargs(
     except TypeError as error:
         if not kwargs:
             argument, what = ARGUMENTS[reward_type]
+            if _only_lacks_servers(signature):
+                raise ValueError(
+                    f"`{SECTION}` must name a model for the parameter `{SERVERS}` of {where} `{name}`:"
+                    f" set `{SECTION}.judge.model_path` or `{SECTION}.judge.url`"
+                ) from error
             raise ValueError(
                 f"`{OPTION}`: {where} `{name}{signature}` must take one argument ({error}): it is called as"
                 f" `{name}({argument})`, with {what}; others need a default, or a value in `{KWARGS_OPTION}`"
@@ -304,6 +334,14 @@ def _check_kwargs(
             f"`{KWARGS_OPTION}` ({kwargs}) must be arguments of {where} `{name}`: {error}; it accepts"
             f" {list(signature.parameters)[1:]}"
         ) from error
+
+
+def _only_lacks_servers(signature: inspect.Signature) -> bool:
+    try:
+        signature.bind(None, **{SERVERS: None})
+    except TypeError:
+        return False
+    return True
 
 
 def _size(values: Any) -> int | str:

@@ -8,11 +8,12 @@ they finish, and the scores are read at the end.
 
 import math
 import pickle
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain, groupby, pairwise
 from pathlib import Path
 from queue import Empty
+from types import MappingProxyType
 from typing import Any
 
 from verl.config.worker import RewardConfig
@@ -20,8 +21,10 @@ from verl.rewards import turns
 from verl.rewards.failures import FAILURES, RETRIES, FailedCalls
 from verl.rewards.function import OPTION, Scores
 from verl.rewards.pool import Batch, Call, RewardPool
+from verl.rewards.servers import Specs
 from verl.rewards.worker_process import Failure
 
+Awake = Callable[[], AbstractContextManager[Any]]
 UNPICKLABLE = (pickle.PicklingError, AttributeError, TypeError)
 Row = tuple[int, dict[str, Any]]  # index of a response in its batch, and what the function sees of it
 
@@ -38,12 +41,22 @@ class RewardManager(AbstractContextManager["RewardManager"]):
             job.result()  # {"overall": [1.0, 0.0]}
 
     Responses whose call fails without ending the run are appended to `failure_log` as JSON Lines.
+
+    Args:
+        servers: Models of the run that the function asks.
+        awake: Keeps servers awake inside a block that sleep otherwise; then calls wait for `result`.
     """
 
-    def __init__(self, config: RewardConfig, failure_log: Path | None = None) -> None:
+    def __init__(
+        self,
+        config: RewardConfig,
+        failure_log: Path | None = None,
+        servers: Specs = MappingProxyType({}),
+        awake: Awake | None = None,
+    ) -> None:
         if not config.reward_function:
             raise ValueError(f"`{OPTION}` must be path.py:function, got {config.reward_function!r}")
-        self._pool = RewardPool(config.reward_function, config)
+        self._pool = RewardPool(config.reward_function, config, servers)
         try:
             ready = self._pool.wait_until_loaded()
         except BaseException:
@@ -53,11 +66,14 @@ class RewardManager(AbstractContextManager["RewardManager"]):
         self.reward_type = ready.reward_type
         self._config = config
         self._failure_log = failure_log
+        self.waits = awake is not None  # for `result` before any response is scored
+        self.awake: Awake = awake or nullcontext
 
     def start(self) -> "RewardJob":
         """Start scoring a batch. Several may run at the same time."""
         failed = FailedCalls(self._config, self._failure_log)
-        return RewardJob(self._pool, self.reward_type, self._config, failed)
+        held_until = self.awake if self.waits else None
+        return RewardJob(self._pool, self.reward_type, self._config, failed, held_until)
 
     def pids(self) -> list[int]:
         return self._pool.pids()
@@ -71,13 +87,25 @@ class RewardManager(AbstractContextManager["RewardManager"]):
 
 
 class RewardJob:
-    """Scores the responses of one batch."""
+    """Scores the responses of one batch.
 
-    def __init__(self, pool: RewardPool, reward_type: str, config: RewardConfig, failed: FailedCalls) -> None:
+    Args:
+        awake: If given, nothing is scored before `result`, and then inside of this block.
+    """
+
+    def __init__(
+        self,
+        pool: RewardPool,
+        reward_type: str,
+        config: RewardConfig,
+        failed: FailedCalls,
+        awake: Awake | None = None,
+    ) -> None:
         self._pool = pool
         self._reward_type = reward_type
         self._config = config
         self._failed = failed
+        self._awake = awake
         self._held: list[Row] = []  # not yet handed to the pool
         self._submitted: set[int] = set()
         self._scores: dict[int, Scores] = {}
@@ -97,15 +125,12 @@ class RewardJob:
         assert self._submitted.isdisjoint(index), f"these responses were submitted before: {index}"
         self._submitted.update(index)
         self._held.extend(zip(index, inputs, strict=True))
-        if self._reward_type == "dataproto":  # called once, by `result`
+        if self._reward_type == "dataproto" or self._awake is not None:  # called by `result`
             return
-        size = 1 if self._reward_type == "sequential" else max(self._config.batch_size, 0)
+        size = self._size_of_call
         num_ready = len(self._held) - (len(self._held) % size if size else 0)
         ready, self._held = self._held[:num_ready], self._held[num_ready:]
-        if size:
-            self._call([ready[at : at + size] for at in range(0, num_ready, size)])
-        else:
-            self._call(spread_groups(ready, self._config.num_cpus))
+        self._call(self._divided(ready))
 
     def result(self) -> dict[str, list[float]]:
         """Wait for all scores, or for a failure that ends the run.
@@ -119,15 +144,26 @@ class RewardJob:
             TimeoutError: With `on_failure=error`, a call took longer than `worker.reward.timeout_s`.
             RuntimeError: With `on_failure=error`, a process died; or calls failed for too many responses.
         """
-        if self._held:
-            held, self._held = self._held, []
-            self._call([sorted(held, key=lambda row: row[0])])
-        self._collect()
-        while not self._is_over():
-            self._take(self._finished.get())
+        with self._awake() if self._awake is not None and self._held else nullcontext():
+            held, self._held = sorted(self._held, key=lambda row: row[0]), []
+            self._call([held] if self._reward_type == "dataproto" and held else self._divided(held))
+            self._collect()
+            while not self._is_over():
+                self._take(self._finished.get())
         self._failed.report()
         self._raise_failure()
         return self._columns()
+
+    @property
+    def _size_of_call(self) -> int:
+        """Responses of a call; 0 is whole groups."""
+        return 1 if self._reward_type == "sequential" else max(self._config.batch_size, 0)
+
+    def _divided(self, rows: list[Row]) -> list[list[Row]]:
+        size = self._size_of_call
+        if size:
+            return [rows[at : at + size] for at in range(0, len(rows), size)]
+        return spread_groups(rows, self._config.num_cpus)
 
     def _call(self, batches: list[list[Row]]) -> None:
         calls = []
@@ -222,6 +258,8 @@ class NoRewardFunction:
     """Replaces the manager in a run without a reward function."""
 
     reward_type = "batch"
+    waits = False
+    awake: Awake = nullcontext
 
     def start(self) -> "TurnRewards":
         return TurnRewards()

@@ -20,10 +20,12 @@ from functools import partial
 from itertools import count, takewhile
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
+from types import MappingProxyType
 from typing import Any
 
 from verl.config.worker import RewardConfig
 from verl.rewards.function import OPTION, TRACEBACK_HEADING, Scores, describe, split_spec, timeout_message
+from verl.rewards.servers import Specs
 from verl.rewards.worker_process import Answer, Failure, Ready, serve
 from verl.utils.processes.child_channel import BadMessageError, ChildChannel, run_together
 from verl.utils.processes.child_process import ChildProcess, describe_exit
@@ -69,13 +71,13 @@ class RewardPool:
     at a time, so that only the one that ends its process fails.
     """
 
-    def __init__(self, spec: str, config: RewardConfig) -> None:
+    def __init__(self, spec: str, config: RewardConfig, servers: Specs = MappingProxyType({})) -> None:
         path, function_name = split_spec(spec)
         self.function, self.path = f"{path}:{function_name}", str(path)
         self.config = config
         kwargs = dict(config.reward_function_kwargs)
         limits = config.timeout_s, config.memory_limit_gb
-        self._serve = partial(serve, self.function, kwargs, config.reward_type, *limits)
+        self._serve = partial(serve, self.function, kwargs, config.reward_type, *limits, dict(servers))
         self._processes: list[RewardProcess] = []
         self._open: set[Call] = set()  # submitted and not finished
         self._hopeless: list[Call] = []  # hung or died since the last success, in batches without scores

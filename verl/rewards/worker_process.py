@@ -25,6 +25,7 @@ from verl.rewards.function import (
     load_reward_function,
     timeout_message,
 )
+from verl.rewards.servers import Specs
 
 Inputs = list[dict[str, Any]]
 
@@ -64,6 +65,7 @@ def serve(
     default_type: str,
     timeout_s: float,
     memory_limit_gb: float | None,
+    servers: Specs,
     connection: Connection,
 ) -> None:
     """Load the function `spec` (path.py:function) and answer calls until the connection closes."""
@@ -72,7 +74,7 @@ def serve(
     memory = MemoryLimit(memory_limit_gb)
     memory.set()
     try:
-        reward = load_reward_function(spec, kwargs, default_type)
+        reward = load_reward_function(spec, kwargs, default_type, servers)
     except (ValueError, OSError) as error:
         memory.lift()
         connection.send(Failure(type(error), f"{error}{memory.hint(error.__cause__)}"))
@@ -132,7 +134,7 @@ class RewardWorker:
         try:
             rows, inputs = pickle.loads(payload)
             async with limit:
-                returned = [await self.reward.call(inputs)[0]]
+                returned = await self.reward.call_async(inputs)
             answer = Answer(call_number, self.reward.check(returned, rows, inputs), None)
         except (Exception, SystemExit) as error:  # noqa: BLE001 (a user's function raises anything)
             if limit.expired() and isinstance(error, TimeoutError):

@@ -134,7 +134,7 @@ class TrainingCommand(Generic[C]):
         try:
             check_versions(self.engine(config))
             with locked_run_folder(config.trainer):
-                check_run(config.trainer)
+                check_run(config.trainer, config.num_serving)
                 self.look(config)  # its notes come when the data is opened
                 check_weights(self.describe(config))
                 if config.trainer.max_restarts > 0:
@@ -156,14 +156,18 @@ class TrainingCommand(Generic[C]):
         return end.status
 
 
-def check_run(trainer: RunConfig) -> None:
-    """Check devices, loggers and the checkpoint to resume from, before anything is loaded."""
+def check_run(trainer: RunConfig, num_serving: int = 0) -> None:
+    """Check devices, loggers and the checkpoint to resume from, before anything is loaded.
+
+    Args:
+        num_serving: Devices of `reward_servers`.
+    """
     if trainer.device == "cuda" and not shows_gpu() and not joins_cluster():
         raise RuntimeError(
             "`trainer.device` (cuda) needs a GPU, and this machine shows none: set `trainer.device=cpu`, or"
             " `auto` for any machine"
         )
-    check_cores(trainer)
+    check_cores(trainer, num_serving)
     check_loggers(trainer.logger)
     checkpoint_to_resume(
         trainer.checkpoint_folder, trainer.load_checkpoint_path, trainer.find_last_checkpoint
@@ -178,9 +182,9 @@ def check_weights(run: PlannedRun) -> None:
             raise FileNotFoundError(f"`worker.{planned.role}.model.model_path` {problem}")
 
 
-def check_cores(trainer: RunConfig) -> None:
+def check_cores(trainer: RunConfig, num_serving: int = 0) -> None:
     """Raise if the run is on CPU, starts its own Ray and has more processes than this machine has cores."""
-    problem = None if trainer.device == "cuda" else trainer.core_problem()
+    problem = None if trainer.device == "cuda" else trainer.core_problem(num_serving)
     if problem is None or (trainer.device == "auto" and list_gpus()):
         return
     if not joins_cluster():

@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         lambda config: config.worker.rollout.name,
         train_once,
         VERL_KEYS,
-        lambda config: look_at_prompts(config.data, config.worker),
+        lambda config: look_at_prompts(config.data, config.worker, config.reward_servers),
     ).run(arguments)
 
 

@@ -17,6 +17,7 @@ from verl.data.rl_dataset import RLHFDataset, collate_fn
 from verl.protocol import DataProto
 from verl.rewards.failures import reason
 from verl.rewards.pool import RewardPool
+from verl.rewards.servers import specs_of
 from verl.trainer import reward_trial
 from verl.trainer.reward_trial import check_scores, failed_calls, sample_responses, score_samples
 from verl.trainer.rollouts.sampler import reward_columns, with_uids
@@ -94,15 +95,17 @@ def check_reward(config: PPOConfig) -> None:
     """Score the samples of the first usable row in a process of its own, and log their scores.
 
     It takes little longer than `worker.reward.timeout_s`: samples that are not scored by then are left out.
+    Nothing is scored if the function asks a model that the run has yet to serve.
 
     Raises:
         ValueError: The function cannot be loaded; or it fails for all samples, or for one with
             `worker.reward.on_failure=error`.
     """
-    options = config.worker.reward
-    if options.reward_function is None:
+    options = config.worker.scoring
+    servers = specs_of(config.reward_servers)
+    if options.reward_function is None or not all(spec.is_ready for spec in servers.values()):
         return
-    pool = RewardPool(options.reward_function, replace(options, num_cpus=1, on_failure="mask"))
+    pool = RewardPool(options.reward_function, replace(options, num_cpus=1, on_failure="mask"), servers)
     try:
         rows = _open_rows(config.data, config.worker)  # while the process imports the file
         converses = config.worker.rollout.multi_turn.enable

@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from queue import Empty
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from verl.config.data import DataConfig
@@ -17,6 +18,7 @@ from verl.rewards.failures import reason
 from verl.rewards.function import split_calls
 from verl.rewards.manager import pickle_inputs
 from verl.rewards.pool import Batch, Call, RewardPool
+from verl.rewards.servers import Specs
 
 MARGIN_S = 3.0  # for the pool to notice that a call took too long, and where
 WRONG = "no such answer"  # used if no other row has another ground truth
@@ -90,9 +92,16 @@ def one_turn(prompt: str, response: str) -> dict[str, Any]:
 
 
 def look_at_reward(
-    rows: Sequence[Row], data: DataConfig, options: RewardConfig, *, converses: bool = False
+    rows: Sequence[Row],
+    data: DataConfig,
+    options: RewardConfig,
+    servers: Specs = MappingProxyType({}),
+    *,
+    converses: bool = False,
 ) -> None:
     """Load the reward function and score samples of the first rows, if that is soon done.
+
+    A function that asks a model which the run will serve is only loaded.
 
     The check of the run, see `check_reward`, decides on all that depends on the model.
 
@@ -101,10 +110,10 @@ def look_at_reward(
     """
     if options.reward_function is None:
         return
-    pool = RewardPool(options.reward_function, replace(options, num_cpus=1, on_failure="mask"))
+    pool = RewardPool(options.reward_function, replace(options, num_cpus=1, on_failure="mask"), servers)
     try:
         reward_type = pool.wait_until_loaded(LOOK_S).reward_type
-        if not rows:
+        if not rows or not all(spec.is_ready for spec in servers.values()):
             return
         # the second row has the wrong answer
         samples = sample_responses(PlainRows(rows, data), 2, converses=converses)[:3]

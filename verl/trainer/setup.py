@@ -51,6 +51,7 @@ from verl.trainer.evaluation.categories import Categories
 from verl.trainer.prepare import start_processes
 from verl.trainer.prime import PrimeRewards
 from verl.trainer.ray_trainer import RayPPOTrainer
+from verl.trainer.reward_servers.servers import RewardServers
 from verl.trainer.rollouts.balancing import Balancer
 from verl.trainer.rollouts.collector import RolloutCollector
 from verl.trainer.rollouts.engines import Engines, OwnEngines, SharedEngines
@@ -99,7 +100,10 @@ def running_trainer(
     with ExitStack() as stack:
         with phase("data"):
             cache = open_cache(stack)
-            reward = open_reward(stack, worker.reward, folder)
+            servers = stack.enter_context(
+                RewardServers(config.reward_servers, pool.device, folder, config.num_devices)
+            )
+            reward = open_reward(stack, worker.scoring, folder, servers)
             media = media_options(data, worker.rollout)
             tools = schemas_of(worker.rollout.multi_turn)
             readers = load_readers(worker.actor.model, data.override_chat_template, media, cache, tools)
@@ -122,7 +126,12 @@ def running_trainer(
             tools=tools,
             in_lockstep=trainer.async_training.deterministic,
         )
-        workers, engines = start_engines(stack, worker, trainer, pool, processes, options)
+        servers.start_own()
+        workers, engines = start_engines(stack, worker, trainer, pool, processes, options, config.num_devices)
+        if config.reward_servers:
+            with phase("reward servers"):
+                servers.start_shared(workers.processes)
+                servers.wait_until_started()
         tracker = stack.enter_context(open_tracker(config, training_steps, checkpoint))
 
         shows_training = trainer.async_training.samples_ahead
@@ -137,6 +146,7 @@ def running_trainer(
         sampling = make_schedule(engines, collector, trainer.async_training, training_steps, at_once)
         balancer = Balancer(config.dp_size, worker.rollout.n, mini_batches, worker.actor.share_prompt)
         prime = [PrimeRewards(workers, balancer, worker.prime.update)] if config.use_prime else []
+        stages = [*prime, *([servers.metrics] if servers.models else [])]
         validator = Validator(
             sampler, workers, loaders.val, worker, config.dp_size, trainer.val_generations_to_log,
             num_recorded=trainer.rollouts_to_keep, categories=Categories(data.category_keys, data.answer_key),
@@ -151,7 +161,7 @@ def running_trainer(
             keep_whole_images=trainer.keep_whole_images,
         )  # fmt: skip
         yield RayPPOTrainer(
-            config, workers, sampling, balancer, prime, validator, run_state, rollout_log, tracker
+            config, workers, sampling, balancer, stages, validator, run_state, rollout_log, tracker
         )
         write_timeline(trainer)
 
@@ -192,10 +202,13 @@ def open_cache(stack: ExitStack) -> MediaCache:
     return cache
 
 
-def open_reward(stack: ExitStack, reward: RewardConfig, folder: Path) -> RewardManager | NoRewardFunction:
+def open_reward(
+    stack: ExitStack, reward: RewardConfig, folder: Path, servers: RewardServers
+) -> RewardManager | NoRewardFunction:
     if reward.reward_function is None:
         return NoRewardFunction()
-    return stack.enter_context(RewardManager(reward, folder / "reward_failures.jsonl"))
+    awake = servers.awake if servers.sleep else None
+    return stack.enter_context(RewardManager(reward, folder / "reward_failures.jsonl", servers.specs, awake))
 
 
 def num_rows(loaders: Loaders) -> int:
@@ -257,6 +270,7 @@ def start_engines(
     pool: ResourcePool,
     processes: WorkerProcesses | None,
     options: RunOptions,
+    num_devices: int,  # of the run
 ) -> tuple[RayWorkerGroup, Engines]:
     """Start the processes that train, and the ones that sample if these are others."""
     timeout_s, size = trainer.worker_timeout_s, worker.rollout.tensor_parallel_size
@@ -266,7 +280,7 @@ def start_engines(
     warm_up = partial(import_rollout_worker, worker.rollout.name)
 
     def new_processes() -> WorkerProcesses:
-        return start_processes(engine_pool(trainer, size, pool.device), warm_up, stack)
+        return start_processes(engine_pool(num_devices, size, pool.device), warm_up, stack)
 
     def new_group(number: int, its: WorkerProcesses) -> RayWorkerGroup:
         group = RayWorkerGroup(
@@ -297,7 +311,7 @@ def start_engines(
     roster = Roster(
         groups,
         start_another,
-        engine_pool(trainer, size, pool.device).num_free,
+        engine_pool(num_devices, size, pool.device).num_free,
         num_places=trainer.max_gpus_for_rollout // size,
         max_restarts=trainer.async_training.max_engine_restarts,
     )

@@ -9,11 +9,13 @@ import pytest
 from tests.architecture.source import ROOT
 from tests.helpers.chat_server import ChatServer, Reply
 from tests.helpers.vllm_server import vllm_server
+from verl.config.reward_servers import RewardServerConfig
 from verl.config.worker import RewardConfig
 from verl.models.tiny import save_tiny_model
 from verl.rewards.function import load_reward_function
 from verl.rewards.graders.llm_judge import Judge
 from verl.rewards.manager import RewardManager
+from verl.rewards.servers import specs_of
 
 FILE = f"{ROOT / 'examples' / 'reward_function' / 'llm_judge.py'}:compute_score"
 PLACEHOLDER = {"base_url": "http://localhost:1/v1", "model": "m"}
@@ -110,9 +112,19 @@ def test_a_refusal_ends_the_job_with_url_status_remedy_and_row():
     assert [part for part in expected if part not in str(raised.value)] == []
 
 
-def test_a_judge_without_address_is_found_before_the_first_response():
-    with pytest.raises(ValueError, match=r"missing.*base_url.*`worker\.reward\.reward_function_kwargs`"):
+def test_a_judge_without_address_is_an_error_that_names_both_ways_to_give_one():
+    with pytest.raises(
+        ValueError, match=r"set `reward_servers\.judge\.model_path`, or `base_url` and `model`"
+    ):
         scores_of({}, ["Ada"])
+
+
+def test_the_judge_may_be_a_model_of_the_run():
+    with ChatServer(Reply("Score: 5")) as server:
+        servers = specs_of({"judge": RewardServerConfig(url=server.url)})
+        (scores,) = load_reward_function(FILE, servers=servers).score(rows(["Ada"]))
+
+    assert scores["overall"] == 0.5
 
 
 @pytest.fixture(scope="module")

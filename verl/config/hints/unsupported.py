@@ -15,10 +15,6 @@ REFUSED = {  # accept only the default; completes "this version has no ..."
         "frames of the engine's own, whose log-probs would not be those of training; set"
         " `worker.rollout.num_video_frames` for both"
     ),
-    "open_ended_reward": (
-        "judge in the rollout; set `worker.reward.reward_function` to"
-        " `examples/reward_function/llm_judge.py:compute_score`, which asks a language model"
-    ),
 }
 _ONE_DIVISION = "the actor's `ulysses_size` and `ring_size` apply to every model"
 INERT = {  # accept every value; completes "no effect: ..."

@@ -30,6 +30,10 @@ class WorkerProcess:
         with collection_paused(), suppress(Exception):
             imports()
 
+    def visible_devices(self) -> str:
+        """Return the GPUs that the process sees, as its environment has them."""
+        return os.environ.get("CUDA_VISIBLE_DEVICES", "")
+
     def host(self, worker_class: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Build the worker; its other methods come after this one."""
         self._worker = worker_class(*args, **kwargs)
@@ -83,6 +87,10 @@ class WorkerProcesses:
         except BaseException:
             self.kill()
             raise
+
+    def visible_devices(self, first: int, count: int) -> list[str]:
+        """Return the GPUs of `count` processes from a rank on."""
+        return ray.get([handle.visible_devices.remote() for handle in self.handles[first : first + count]])
 
     def kill(self) -> None:
         """Kill the processes and release the pool; may be called twice."""

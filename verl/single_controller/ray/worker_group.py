@@ -135,6 +135,10 @@ class RayWorkerGroup:
             self.kill()
 
     @property
+    def processes(self) -> WorkerProcesses:
+        return self._processes
+
+    @property
     def world_size(self) -> int:
         return self.pool.world_size
 

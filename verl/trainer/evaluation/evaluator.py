@@ -22,6 +22,7 @@ from verl.trainer.evaluation.categories import Categories
 from verl.trainer.evaluation.pass_at_k import powers_up_to
 from verl.trainer.evaluation.report import Evaluation, Question, ScoredResponse, by_category, summarize
 from verl.trainer.metrics import StageTimer
+from verl.trainer.reward_servers.servers import RewardServers
 from verl.trainer.rollouts.engines import SharedEngines
 from verl.trainer.rollouts.rollout_log import RolloutLog
 from verl.trainer.rollouts.sampler import Sampler
@@ -105,7 +106,10 @@ def running_evaluator(
     data, worker, folder = config.data, config.worker, Path(config.trainer.checkpoint_folder)
     with ExitStack() as stack:
         cache = open_cache(stack)
-        reward = open_reward(stack, worker.reward, folder)
+        servers = stack.enter_context(
+            RewardServers(config.reward_servers, pool.device, folder, config.num_devices)
+        )
+        reward = open_reward(stack, worker.scoring, folder, servers)
         media = media_options(data, worker.rollout)
         tools = schemas_of(worker.rollout.multi_turn)
         readers = load_readers(worker.actor.model, data.override_chat_template, media, cache, tools)
@@ -118,9 +122,12 @@ def running_evaluator(
         options = ppo_options(
             shared, data, config.algorithm, roles, has_old_pass=config.has_old_pass, tools=tools
         )
+        servers.start_own()
         workers = start_workers(
             stack, pool, processes, FSDPWorker, worker, options, config.trainer.worker_timeout_s
         )
+        servers.start_shared(workers.processes)
+        servers.wait_until_started()
         tracker = stack.enter_context(open_tracker(config, 0, None))
         on_progress = None if worker.rollout.disable_tqdm else tracker.progress
         engines = SharedEngines(workers, worker)

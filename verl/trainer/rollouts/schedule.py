@@ -65,7 +65,13 @@ class InTurn:
 
     def collect(self, step: int, timer: StageTimer) -> Collected:
         with self.engines.awake(step - 1, timer):
-            return self.collector.collect(step)
+            collected = self.collector.collect(step)
+        reward = self.collector.sampler.reward
+        if not reward.waits:
+            return collected
+        with timer("reward"), reward.awake():  # between sampling and training, for which its models sleep
+            values = collected.scoring.result()
+        return collected._replace(scoring=Scoring([lambda: values]))
 
     def current(self, version: int, timer: StageTimer) -> AbstractContextManager[None]:
         return self.engines.awake(version, timer)

@@ -10,7 +10,7 @@ from typing import TypeVar
 import ray
 
 from verl.config.schema import ConfigError, check_config
-from verl.config.trainer import RunConfig, RunTree
+from verl.config.trainer import RunTree
 from verl.distributed.gpus import list_gpus
 from verl.planning.machine import Machine, find_machine
 from verl.single_controller.ray.cluster import connect
@@ -18,6 +18,7 @@ from verl.single_controller.ray.resource_pool import ClusterError, ResourcePool,
 from verl.trainer.run.stopping import hangups_for_us_only
 from verl.utils.rank_logger import get_logger
 
+SAMPLING = "trainer.n_gpus_for_rollout"
 RETRY_S = 1.0  # between looks for missing machines
 
 C = TypeVar("C", bound=RunTree)
@@ -68,13 +69,18 @@ def find_devices(config: C, device: str, wait_s: float) -> tuple[C, ResourcePool
 
 
 def check_all_fit(config: RunTree, capacities: Sequence[int]) -> None:
-    """Raise a ClusterError unless devices are left to sample in addition to the ones that train."""
+    """Raise a ClusterError unless devices are left in addition to the ones that train."""
     trainer, found = config.trainer, sum(capacities)
-    if trainer.num_processes > found:
-        others = trainer.num_processes - trainer.world_size
+    if config.num_devices > found:
+        uses = {
+            "train": trainer.world_size,
+            "sample (`trainer.n_gpus_for_rollout`)": trainer.num_processes - trainer.world_size,
+            "serve models of the reward (`reward_servers.NAME.n_gpus`)": config.num_serving,
+        }
+        named = " and ".join(f"{count} to {use}" for use, count in uses.items() if count)
         raise ClusterError(
-            f"the run needs {trainer.world_size} devices to train and {others} to sample"
-            f" (`trainer.n_gpus_for_rollout`), and the cluster has {found}: lower one of them, or join nodes"
+            f"the run needs {config.num_devices} devices, {named}, and the cluster has {found}: lower one of"
+            " them, or join nodes"
         )
 
 
@@ -106,7 +112,7 @@ def largest_run(config: C, capacities: Sequence[int]) -> C | None:
 def _sizes(config: RunTree, capacities: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Yield nodes and processes per node that fit, most processes first, then fewest nodes."""
     trainer, ranked = config.trainer, sorted(capacities, reverse=True)
-    left = sum(ranked) - (trainer.num_processes - trainer.world_size)  # by the processes that sample
+    left = sum(ranked) - (config.num_devices - trainer.world_size)  # by processes that sample or serve
     sizes = [
         (nnodes, per_node)
         for nnodes in range(1, min(trainer.nnodes, len(ranked)) + 1)
@@ -116,16 +122,19 @@ def _sizes(config: RunTree, capacities: Sequence[int]) -> Iterator[tuple[int, in
     yield from sorted(sizes, key=lambda size: (-size[0] * size[1], size[0]))
 
 
-def engine_pool(trainer: RunConfig, size: int, device: str) -> ResourcePool:
-    """Describe the `size` devices of a rollout engine in processes of its own, on any node."""
-    return ResourcePool(
-        1, size, device, neighbors=trainer.num_processes - size, options=("trainer.n_gpus_for_rollout",)
-    )
+def engine_pool(num_devices: int, size: int, device: str, option: str = SAMPLING) -> ResourcePool:
+    """Describe the `size` devices of an engine in processes of its own, on any node.
+
+    Args:
+        num_devices: Devices of the run.
+        option: That asks for them.
+    """
+    return ResourcePool(1, size, device, neighbors=num_devices - size, options=(option,))
 
 
 def _pool_of(config: RunTree, device: str) -> ResourcePool:
     trainer = config.trainer
-    others = trainer.num_processes - trainer.world_size
+    others = config.num_devices - trainer.world_size
     return ResourcePool(trainer.nnodes, trainer.n_gpus_per_node, device, neighbors=others)
 
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig
 
 from verl.checkpoint.tracker import checkpoint_to_resume
 from verl.config.model import ModelConfig
-from verl.config.schema import list_options, value_at
+from verl.config.schema import list_options, plain, value_at
 from verl.config.trainer import RunTree
 from verl.data.loader import PromptLoader
 from verl.planning.planned_run import PlannedModel
@@ -105,7 +105,7 @@ def model_digests(model: ModelConfig) -> dict[str, str | None]:
 
 
 def _options(config: RunTree) -> dict[str, Any]:
-    options = {entry.key: value_at(config, entry.key) for entry in list_options(type(config))}
+    options = {entry.key: plain(value_at(config, entry.key)) for entry in list_options(type(config))}
     return json.loads(json.dumps(options))  # as they are read from a checkpoint
 
 

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models of `reward_servers` as the reward function gets them: `servers["NAME"]`.
+
+The run writes where its replicas are into a file, the board, which every scoring process reads before it
+sends a request: addresses change when a replica dies and another one starts.
+"""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verl.config.reward_servers import RewardServerConfig
+
+SECTION = "reward_servers"
+CHAT_DEFAULTS = {"temperature": 0.0, "max_tokens": 512}
+
+
+@dataclass(frozen=True)
+class Board:
+    """A file with the addresses of a model's replicas; it implements `Addresses`."""
+
+    path: Path
+    key: str
+    identity: str
+    patience_s: float
+
+    def publish(self, urls: Sequence[str], lost: str | None = None) -> None:
+        """Write the addresses of the living replicas; `lost` says why there will be none."""
+        new = self.path.with_suffix(".new")
+        new.write_text(json.dumps({"urls": list(urls), "lost": lost}))
+        os.replace(new, self.path)  # a reader sees the whole of one version
+
+    def living(self) -> list[str]:
+        state = json.loads(self.path.read_text())
+        if state["lost"] is not None:
+            raise ConnectionError(state["lost"])
+        return state["urls"]
+
+
+@dataclass(frozen=True)
+class Unstarted:
+    """The place of the addresses of a model before the run starts it."""
+
+    name: str
+    key: str = "none"
+    identity: str = ""
+    patience_s: float = 0.0
+
+    def living(self) -> list[str]:
+        raise ConnectionError(f"`{SECTION}.{self.name}` is not served yet: only a run starts it")
+
+
+@dataclass(frozen=True)
+class ServerSpec:
+    """A model and where it is, as plain data that is sent to scoring processes."""
+
+    name: str
+    config: RewardServerConfig
+    board: Board | None = None  # of a model that the run serves; None while it does not
+
+    @property
+    def is_ready(self) -> bool:
+        """True if requests can be sent, at least soon."""
+        return not self.config.is_served or self.board is not None
+
+
+Specs = Mapping[str, ServerSpec]
+
+
+def specs_of(configs: Mapping[str, RewardServerConfig]) -> dict[str, ServerSpec]:
+    """Describe servers of which the run has started none."""
+    return {name: ServerSpec(name, config) for name, config in configs.items()}
+
+
+def connect(specs: Specs) -> dict[str, Any]:
+    """Return the models by name: `Judge`, `Scorer`, `Classifier` or `Embedder`.
+
+    Raises:
+        ValueError: The key of an endpoint is not set.
+    """
+    return {name: _connected(spec) for name, spec in specs.items()}
+
+
+def _connected(spec: ServerSpec) -> Any:
+    # Imported here, because they need `openai`, and most reward functions ask no model.
+    from verl.rewards.graders.llm_judge import Judge  # noqa: PLC0415
+    from verl.rewards.graders.scorers import Classifier, Embedder, Scorer  # noqa: PLC0415
+
+    config, own = spec.config, {}
+    if config.kind == "chat":
+        fields = CHAT_DEFAULTS | config.sampling
+        own = {name: fields.pop(name) for name in CHAT_DEFAULTS} | {"options": fields}
+    kind = {"chat": Judge, "score": Scorer, "classify": Classifier, "embed": Embedder}[config.kind]
+    return kind(
+        config.url or f"{SECTION}.{spec.name}",
+        spec.name if config.is_served else config.served_model or spec.name,
+        api_key_env=config.api_key_env,
+        max_concurrency=config.max_concurrency,
+        max_retries=config.max_retries,
+        timeout_s=config.timeout_s,
+        cache_dir=config.cache_dir,
+        addresses=spec.board or Unstarted(spec.name) if config.is_served else None,
+        **own,
+    )

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The models of `reward_servers` in a run: started with it, awake while responses are scored."""
+
+import secrets
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+from verl.config.reward_servers import RewardServerConfig
+from verl.protocol import DataProto
+from verl.rewards.servers import SECTION, Board, ServerSpec
+from verl.single_controller.ray.processes import WorkerProcesses
+from verl.trainer.metrics import Metrics, StageTimer
+from verl.trainer.reward_servers.model import ServedModel
+from verl.trainer.reward_servers.replica import OwnDevices, Replica, SharedDevices
+from verl.trainer.run.cluster_join import engine_pool
+from verl.workers.rollout.served.model_server import ServerLaunch
+
+LOGS = "reward_servers"  # folder of the servers' output, in that of the run
+
+
+class RewardServers(AbstractContextManager["RewardServers"]):
+    """All models that the reward function asks.
+
+    Example::
+
+        with RewardServers(config.reward_servers, "cuda", folder, num_devices=8) as servers:
+            servers.start_own()                # in the background
+            ...                                # start the processes that train
+            servers.start_shared(processes)    # on their devices
+            servers.wait_until_started()
+            with servers.awake():
+                ...                            # `servers.specs` say where they are
+
+    Args:
+        num_devices: Number of devices of the run.
+    """
+
+    def __init__(
+        self, configs: Mapping[str, RewardServerConfig], device: str, folder: Path, num_devices: int
+    ) -> None:
+        self.configs, self.device, self.num_devices = configs, device, num_devices
+        self.logs = folder / LOGS
+        self.models: dict[str, ServedModel] = {}
+        self._boards = tempfile.TemporaryDirectory(prefix="verl-reward-servers-")
+        self._key = secrets.token_urlsafe()
+        self._lock = threading.RLock()
+        self._num_awake = 0  # blocks of `awake` that are open
+        self.specs = {name: ServerSpec(name, config, self._board(name)) for name, config in configs.items()}
+
+    @property
+    def sleep(self) -> bool:
+        """True if a model shares the devices that train, so that responses wait until they are sampled."""
+        return any(config.is_served and config.colocate for config in self.configs.values())
+
+    def start_own(self) -> None:
+        """Start the models with devices of their own, in the background."""
+        for name, config in self.configs.items():
+            if config.takes_devices:
+                size, option = config.tensor_parallel_size, f"{SECTION}.{name}.n_gpus"
+                pools = [
+                    engine_pool(self.num_devices, size, self.device, option)
+                    for _ in range(config.num_replicas)
+                ]
+                self._start(name, [OwnDevices(pool) for pool in pools])
+
+    def start_shared(self, processes: WorkerProcesses) -> None:
+        """Start the models that share the devices of processes, one after the other, and have them sleep."""
+        shared = [name for name, config in self.configs.items() if config.is_served and config.colocate]
+        for name, size in ((name, self.configs[name].tensor_parallel_size) for name in shared):
+            count = self.configs[name].num_replicas
+            self._start(name, [shared_devices(processes, size * at, size) for at in range(count)])
+            self.models[name].wait_until_started()
+
+    def wait_until_started(self) -> None:
+        """Wait for all models; raises the error of one that did not start."""
+        for name, model in self.models.items():
+            if self.configs[name].takes_devices:
+                model.wait_until_started()
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """Keep all models awake inside the block, which may be entered again inside."""
+        self._count(1)
+        try:
+            yield
+        finally:
+            self._count(-1)
+
+    def metrics(self, batch: DataProto, timer: StageTimer) -> tuple[DataProto, Metrics]:
+        """Add the number of restarts so far to a step's metrics; a reward stage of the trainer."""
+        restarts = {name: float(model.num_restarts) for name, model in self.models.items()}
+        return batch, {f"{SECTION}/{name}/restarts": count for name, count in restarts.items()}
+
+    def __exit__(self, *_: object) -> None:
+        for model in self.models.values():
+            model.close()
+        self._boards.cleanup()
+
+    def _count(self, change: int) -> None:
+        with self._lock:
+            before, self._num_awake = self._num_awake, self._num_awake + change
+            sleepers = [model for name, model in self.models.items() if self.configs[name].colocate]
+            if before == 0:
+                for model in sleepers:
+                    model.wake()
+            elif self._num_awake == 0:
+                for model in sleepers:
+                    model.sleep()
+
+    def _board(self, name: str) -> Board | None:
+        config = self.configs[name]
+        if not config.is_served:
+            return None
+        path = Path(self._boards.name) / f"{name}.json"
+        return Board(path, self._key, str(config.model_path), config.start_timeout_s)
+
+    def _start(self, name: str, places: Sequence[OwnDevices | SharedDevices]) -> None:
+        config, board = self.configs[name], self.specs[name].board
+        assert board is not None, "the run serves it"
+        replicas = [
+            Replica(
+                ServerLaunch(name, config, self.device, self._key, str(self.logs / f"{name}-{number}.log")),
+                place,
+            )
+            for number, place in enumerate(places)
+        ]
+        self.models[name] = ServedModel(
+            name, replicas, board, max_restarts=config.max_restarts, sleeps=config.colocate
+        )
+
+
+def shared_devices(processes: WorkerProcesses, first: int, count: int) -> SharedDevices:
+    """Describe the devices of `count` processes from a rank on, which are on one node."""
+    slot = processes.pool.slots()[first]
+    if processes.pool.device == "cpu":
+        return SharedDevices(slot.node_id, None)
+    return SharedDevices(slot.node_id, ",".join(processes.visible_devices(first, count)))
