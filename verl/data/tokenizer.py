@@ -4,7 +4,7 @@
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoProcessor, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoProcessor, AutoTokenizer, PreTrainedTokenizerBase, ProcessorMixin
 
 from verl.data.files import use_modelscope_hub_if_asked
 from verl.data.prompt_template import read_chat_template
@@ -41,7 +41,7 @@ def load_tokenizer(
 def load_processor(
     model_path: str | Path, override_chat_template: str | None = None, trust_remote_code: bool = False
 ) -> Any | None:
-    """Load the processor of a model that reads images or videos; None for a text model."""
+    """Load the processor of a model that reads media; None for a text model."""
     use_modelscope_hub_if_asked()
     try:
         processor = AutoProcessor.from_pretrained(str(model_path), trust_remote_code=trust_remote_code)
@@ -49,7 +49,7 @@ def load_processor(
         if any(Path(model_path).glob("*processor_config.json")):
             raise ValueError(f"the processor of {model_path} does not load: {error}") from error
         return None
-    if not hasattr(processor, "image_processor"):  # AutoProcessor returns the tokenizer of a text model
+    if not isinstance(processor, ProcessorMixin):  # AutoProcessor returns the tokenizer of a text model
         return None
     if override_chat_template is not None:
         processor.chat_template = read_chat_template(override_chat_template)

@@ -21,7 +21,7 @@ from verl.distributed.device import is_gpu
 from verl.distributed.fsdp import full_named_tensors, make_mesh, torch_dtype
 from verl.distributed.offload import Offloader
 from verl.distributed.sequence_parallel import SequenceParallel
-from verl.models.families.interface import VisionFamily, is_part
+from verl.models.families.interface import MediaFamily, is_part
 from verl.models.families.registry import encoder_of, family_of, whole_config
 from verl.models.flops import FlopsCounter
 from verl.models.lora import adapted_layers, adapted_parameters
@@ -30,7 +30,7 @@ from verl.models.registry import check_model
 from verl.models.scalar_head import is_scalar
 from verl.optim.build import build_optimizer
 from verl.optim.schedules import build_scheduler
-from verl.workers.model_builder import adapter_config, build_model
+from verl.workers.model_builder import adapter_config, build_model, trainable_options
 from verl.workers.packing.forward import BaseForward, PackedForward
 from verl.workers.packing.sp_strategy import Strategy, StrategyPlanner
 from verl.workers.packing.vision_features import FrozenTower
@@ -105,9 +105,10 @@ class ShardedModel:
     def _frozen_tower(self) -> FrozenTower | None:
         config, options, setup = self.model.config, self.options, self.setup
         family = family_of(config)
-        if setup.media is None or not isinstance(family, VisionFamily) or not options.freeze_vision_tower:
+        if setup.media is None or not isinstance(family, MediaFamily):
             return None
-        if family.audio_encoder and not options.freeze_audio_tower:
+        frozen = trainable_options(options, f"worker.{self.role}.model").frozen_senses
+        if not family.encoders.keys() <= frozen:
             return None
         dtype = torch_dtype(self.fsdp.mp_param_dtype)
         return FrozenTower(self.model, config, setup.media, setup.device, dtype, setup.sp, setup.embeds_dir)
