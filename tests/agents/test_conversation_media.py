@@ -200,6 +200,18 @@ def test_an_answer_is_not_heard_next_to_audio_of_the_prompt(tmp_path):
     assert shown.failed and "audio of its own, which the rollout engine cannot tell apart" in shown.text
 
 
+@pytest.mark.parametrize(("kind", "unread"), [("qwen2_audio", "images"), ("mistral3", "videos")])
+def test_an_answer_with_media_of_a_kind_that_the_model_does_not_read_fails(kind, unread, tmp_path):
+    (image,) = pictures((64, 64))
+    media = {"images": [image], "videos": [save_video(tmp_path / "a.mp4", 64, 64, 8)]}
+    conversation = begin(rules_with_media(kind), [{"role": "user", "content": "How many?"}])
+    say(conversation, f"{CALL}{END}")
+
+    (shown,) = conversation.observe([Observation("one", **{unread: media[unread]})])
+
+    assert shown.failed and f"reads no {unread}" in shown.text
+
+
 def test_media_of_answers_are_references_with_bytes(tmp_path):
     rules = rules_with_media("qwen2_5_vl", max_parallel_calls=4)
     image, other = pictures((40, 60), (64, 64))

@@ -152,7 +152,10 @@ class Family:
 
 
 class MediaFamily(Family, ABC):
-    """A family of models that read media: images, videos or audio."""
+    """A family of models that read media: images, videos or audio.
+
+    Shapes and inputs of kinds that the models do not read raise a ValueError.
+    """
 
     kinds: ClassVar[tuple[Kind, ...]] = ()  # of media that the models read
     processors: ClassVar[tuple[str, ...]] = ()  # names of classes
@@ -186,7 +189,7 @@ class MediaFamily(Family, ABC):
 
     def image_shape(self, processor: Any, height: int, width: int) -> MediumShape:
         """Return the shape of an image of this size in pixels."""
-        raise NotImplementedError(f"{type(self).__name__} reads no images")
+        raise ValueError(f"{type(self).__name__} reads no images")
 
     def video_shape(
         self, processor: Any, num_frames: int, height: int, width: int, meta: Mapping[str, Any]
@@ -196,11 +199,11 @@ class MediaFamily(Family, ABC):
         Args:
             meta: That of `verl.data.media.video`; with sound also `num_samples`, at the processor's rate.
         """
-        raise NotImplementedError(f"{type(self).__name__} reads no videos")
+        raise ValueError(f"{type(self).__name__} reads no videos")
 
     def audio_shape(self, processor: Any, num_samples: int) -> MediumShape:
         """Return the shape of an audio clip of so many samples at the processor's rate."""
-        raise NotImplementedError(f"{type(self).__name__} reads no audio")
+        raise ValueError(f"{type(self).__name__} reads no audio")
 
     def expand(self, processor: Any, prompt_ids: list[int], shape: MediaShape) -> list[int]:
         """Replace the placeholder of each medium by its tokens.
@@ -247,15 +250,15 @@ class MediaFamily(Family, ABC):
 
     def image_inputs(self, processor: Any, image: Image.Image) -> dict[str, Tensor]:
         """Return the tensors of an RGB image's `Medium`."""
-        raise NotImplementedError(f"{type(self).__name__} reads no images")
+        raise ValueError(f"{type(self).__name__} reads no images")
 
     def video_inputs(self, processor: Any, frames: np.ndarray, meta: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return the tensors of the `Medium` of a video (T, H, W, 3) uint8."""
-        raise NotImplementedError(f"{type(self).__name__} reads no videos")
+        raise ValueError(f"{type(self).__name__} reads no videos")
 
     def audio_inputs(self, processor: Any, samples: np.ndarray) -> dict[str, Tensor]:
         """Return the tensors of the `Medium` of an audio clip (N,) float32 at the processor's rate."""
-        raise NotImplementedError(f"{type(self).__name__} reads no audio")
+        raise ValueError(f"{type(self).__name__} reads no audio")
 
     def own_inputs(self, media: Sequence[Medium]) -> dict[str, Tensor]:
         """Return the arguments of the model's own forward for media in the order of their tokens."""
