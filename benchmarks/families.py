@@ -27,7 +27,7 @@ repair_cuda_builds()  # before transformers is imported
 from transformers import AutoConfig, AutoProcessor
 
 from verl.logger.file import read_log
-from verl.models.families.interface import VisionFamily
+from verl.models.families.interface import MediaFamily
 from verl.models.families.registry import family_of
 from verl.models.tiny import TINY_MODELS, save_tiny_model
 
@@ -50,7 +50,7 @@ def pixel_limits(model: Path) -> list[str]:
     """Return options that remove the demo's limits of pixels where they have no effect and are refused."""
     config = AutoConfig.from_pretrained(model)
     family = family_of(config)
-    if not isinstance(family, VisionFamily):
+    if not isinstance(family, MediaFamily):
         return []
     processor = AutoProcessor.from_pretrained(model)
     if not all(family.sized_by(processor, kind) for kind in family.kinds):

@@ -47,7 +47,7 @@ from verl.models.attention.layouts import SharedLayout
 from verl.models.deferred_logits import DeferredLogits
 from verl.models.families.interface import MediaShape, Medium, MediumShape
 from verl.models.families.mrope import continue_positions
-from verl.models.families.registry import vision_family_of
+from verl.models.families.registry import media_family_of
 from verl.models.flops import FlopsCounter, peak_flops
 from verl.models.fused_log_probs import TokenLogProbs
 from verl.models.hub_names import meta_model
@@ -252,7 +252,7 @@ def make_group(
     text = torch.randint(ordinary, (num_text,), generator=generator)
     prompt = torch.cat([torch.tensor(image * options.images, dtype=torch.int64), text])
     shape = MediaShape(images=[MediumShape([], {"grid_thw": grid})] * options.images)
-    positions = vision_family_of(config).positions(config, prompt, shape)  # (4, P)
+    positions = media_family_of(config).positions(config, prompt, shape)  # (4, P)
     assert positions is not None, "the model has M-RoPE"
     responses = [torch.randint(ordinary, (length,), generator=generator) for length in lengths]
     patches = options.images * grid[1] * grid[2], 3 * vision.temporal_patch_size * vision.patch_size**2

@@ -44,7 +44,7 @@ from verl.data.media.audio import AudioOptions, read_audio
 from verl.data.media.video import VideoOptions, read_video
 from verl.logger.file import read_log
 from verl.models.families.interface import KINDS as MEDIA
-from verl.models.families.interface import MediaShape, MediumShape, VisionFamily
+from verl.models.families.interface import MediaFamily, MediaShape, MediumShape
 from verl.models.families.registry import family_of
 from verl.models.tiny import save_tiny_model
 from verl.utils.quiet import no_weight_bars
@@ -267,7 +267,7 @@ def find_positions(config: Any, inputs: dict[str, Any]) -> dict[str, torch.Tenso
     Empty for models with positions 0, 1, 2, ...
     """
     family = family_of(config)
-    if not isinstance(family, VisionFamily):
+    if not isinstance(family, MediaFamily):
         return {}
     grids = {kind: torch.as_tensor(inputs.get(f"{kind}_grid_thw", ())).tolist() for kind in MEDIA}
     seconds = inputs.get("second_per_grid_ts", [1.0] * len(grids["video"]))

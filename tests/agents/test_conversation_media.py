@@ -17,7 +17,9 @@ from tests.helpers.media import save_video
 from tests.helpers.tool_templates import TEMPLATES
 from verl.agents.interface import Observation
 from verl.agents.media import ConversationMedia, join_media
-from verl.data.media.loader import MediaLoader
+from verl.data.media.audio import wav_bytes
+from verl.data.media.loader import MediaLoader, references_in_order
+from verl.data.media.references import sound_of
 from verl.data.media.sizes import MediaOptions
 from verl.models.families.interface import MediaShape
 from verl.models.tiny import TINY_MODELS
@@ -27,7 +29,7 @@ FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v", "gemma3_vl", "internvl
 QUESTION = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "How many?"}]}]
 
 
-def rules_with_media(kind, template=None, **options):
+def rules_with_media(kind, template=None, hears_videos=False, **options):
     """Return rules for a tiny model, with its own template or one of `TEMPLATES` with its image tokens."""
     tiny, recipe = load_tiny(kind), TINY_MODELS[kind]
     processor = copy(tiny.processor)
@@ -36,7 +38,7 @@ def rules_with_media(kind, template=None, **options):
         source = TEMPLATES[template].replace("<|vision_start|><|image_pad|><|vision_end|>", recipe.image)
         source = source.replace("<|vision_start|><|video_pad|><|vision_end|>", recipe.video)
         processor.chat_template = source
-    loader = MediaLoader(processor, MediaOptions(0, 1 << 20))
+    loader = MediaLoader(processor, MediaOptions(0, 1 << 20, hears_videos=hears_videos))
     media = ConversationMedia(loader, lambda ids, shape: tiny.family.positions(tiny.config, ids, shape))
     return rules_of(tokenizer=tiny.processor.tokenizer, media=media, max_tokens=5000, **options)
 
@@ -154,6 +156,60 @@ def test_a_video_in_the_prompt_and_images_and_videos_in_answers(kind, tmp_path):
         "order"
     )
     assert finished.trajectory.media["videos"][0]["bytes"]
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_omni", "qwen3_omni_moe"])
+def test_videos_of_the_prompt_and_of_answers_are_heard_in_one_conversation(kind, tmp_path):
+    rules = rules_with_media(kind, hears_videos=True)
+    family, config = load_tiny(kind).family, load_tiny(kind).config
+    video, own = save_video(tmp_path / "a.mp4", 64, 64, 16), save_video(tmp_path / "b.mp4", 64, 64, 32)
+    (image,) = pictures((64, 64))
+    question = [{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": "How many?"}]}]
+    conversation = begin(rules, question, {"videos": [video], "sounds": [sound_of(video)]})
+
+    say(conversation, f"{CALL}{END}")
+    conversation.observe([Observation("one", images=[image], videos=[own])])
+    request = conversation.request()
+    Path(own).unlink()  # as a tool may do with its file
+    say(conversation, f"5{END}")
+
+    heard = rules.media.loader.decode(request.media).sounds
+    assert len(heard) == 2 and len(heard[0][0]) < len(heard[1][0])  # silence as long as the videos
+    finished = conversation.finish()
+    whole, _, shape = whole_of(rules, conversation, conversation._row.prompt, finished)
+    prompt = len(whole) - len(finished.token_ids)
+    assert finished.token_ids == whole[prompt:]
+    assert all("turns" in each.facts for each in shape.videos)
+    assert torch.equal(
+        finished.trajectory.position_ids, family.positions(config, torch.tensor(whole), shape)[:, prompt:]
+    )
+    assert [kind for kind, _ in references_in_order(request.media)] == [
+        "image", "video", "audio", "video", "audio",
+    ]  # fmt: skip
+
+
+def test_an_answer_is_not_heard_next_to_audio_of_the_prompt(tmp_path):
+    rules = rules_with_media("qwen2_5_omni", hears_videos=True)
+    audio = {"bytes": wav_bytes(np.ones(16000, dtype=np.float32), 16000)}
+    question = [{"role": "user", "content": [{"type": "audio"}, {"type": "text", "text": "How many?"}]}]
+    conversation = begin(rules, question, {"audios": [audio]})
+    say(conversation, f"{CALL}{END}")
+
+    (shown,) = conversation.observe([Observation("one", videos=[save_video(tmp_path / "a.mp4", 64, 64, 8)])])
+
+    assert shown.failed and "audio of its own, which the rollout engine cannot tell apart" in shown.text
+
+
+@pytest.mark.parametrize(("kind", "unread"), [("qwen2_audio", "images"), ("mistral3", "videos")])
+def test_an_answer_with_media_of_a_kind_that_the_model_does_not_read_fails(kind, unread, tmp_path):
+    (image,) = pictures((64, 64))
+    media = {"images": [image], "videos": [save_video(tmp_path / "a.mp4", 64, 64, 8)]}
+    conversation = begin(rules_with_media(kind), [{"role": "user", "content": "How many?"}])
+    say(conversation, f"{CALL}{END}")
+
+    (shown,) = conversation.observe([Observation("one", **{unread: media[unread]})])
+
+    assert shown.failed and f"reads no {unread}" in shown.text
 
 
 def test_media_of_answers_are_references_with_bytes(tmp_path):

@@ -481,11 +481,3 @@ def test_a_pass_for_old_log_probs_runs_only_where_something_reads_them_before_th
     minimal, options, expected
 ):
     assert load(minimal, *ONE_UPDATE, *options).has_old_pass is expected
-
-
-def test_conversations_do_not_hear_videos(minimal):
-    tools = "worker.rollout.multi_turn.enable=true", "worker.rollout.multi_turn.tools=calculator"
-
-    (problem,) = problems_of(minimal, "data.use_audio_in_video=true", *tools)
-
-    assert problem.startswith("`data.use_audio_in_video` must be false with `worker.rollout.multi_turn")

@@ -48,6 +48,7 @@ from tests.helpers.family_training import (
 )
 from tests.helpers.media import save_video
 from tests.workers.rollout.reference import rollout_config, setup_of
+from verl.agents.media import join_shapes
 from verl.data.media.audio import wav_bytes
 from verl.data.media.loader import MediaLoader
 from verl.data.media.sizes import MediaOptions
@@ -65,7 +66,8 @@ from verl.workers.packing.media_inputs import MEDIA_KEYS
 from verl.workers.packing.vision_features import FrozenTower
 from verl.workers.rollout.engines import build_rollout_engine
 
-KINDS = [name for family in FAMILIES for name, tiny in family.tiny.items() if tiny.vision is not None]
+KINDS = [name for family in FAMILIES for name, tiny in family.tiny.items() if tiny.encoders]
+SEEING = [name for family in FAMILIES for name, tiny in family.tiny.items() if tiny.vision is not None]
 PAGE = ROOT / "docs" / "models.md"
 TABLE = re.compile(r"(?<=<!-- families -->\n).*?(?=<!-- end -->)", re.DOTALL)
 WIDE, SMALL = (80, 160), (64, 64)  # sizes of images; the first is more than one tile or slice
@@ -74,20 +76,20 @@ Error = float  # the largest of log-probs, and the relative one of gradients
 
 @cache
 def groups_of(kind: str) -> list[Group]:
-    """Two images, one image and a conversation that shows others, text; videos where the model reads them."""
-    rng = np.random.default_rng(0)
+    """Two media, one and a conversation that shows others, text; and every kind that the model reads."""
+    rng, kinds = np.random.default_rng(0), load_tiny(kind).family.kinds
     wide, small = random_image(rng, *WIDE), random_image(rng, *SMALL)
+    clip, long, short = random_clip(rng, 4, 64, 64), random_sound(rng, 4.3), random_sound(rng, 0.5)
+    film = clip._replace(sound=random_sound(rng, 2.7).samples)
+    first, second = (wide, small) if "image" in kinds else (long, short)
     groups: list[Group] = [
-        (["look:\n", wide, " or\n", small, "?"], (5, 8, 3)),
-        ([small, "How many?"], (4, 1, [2, ["closer:\n", wide], 3])),
+        (["look:\n", first, " or\n", second, "?"], (5, 8, 3)),
+        ([second, "How many?"], (4, 1, [2, ["closer:\n", first], 3])),
         (["What colour is the shape?"], (6,)),
     ]
-    if "video" in load_tiny(kind).family.kinds:
-        clip = random_clip(rng, 4, 64, 64)
+    if "video" in kinds:
         groups += [([clip, "What moves?"], (3, 2)), (["first\n", clip, "then\n", wide], (4, 2))]
-    if "audio" in load_tiny(kind).family.kinds:
-        long, short = random_sound(rng, 4.3), random_sound(rng, 0.5)
-        film = clip._replace(sound=random_sound(rng, 2.7).samples)
+    if {"audio", "video"} <= {*kinds}:
         groups += [
             ([long, "How many?"], (3, 2)),
             (["first\n", short, clip, small, long], (4, [2, [short], 1])),
@@ -129,12 +131,12 @@ def adapted(kind: str) -> Error:
 
 
 def frozen(kind: str) -> Error:
-    """`freeze_vision_tower`: nothing that makes features has a gradient, all others keep theirs."""
+    """All encoders frozen: nothing that makes features has a gradient, all others keep theirs."""
     tiny = load_tiny(kind)
     batch, held = batch_of(tiny, groups_of(kind))
     plain, model = load_model(tiny, False), load_model(tiny, True)
-    hears = bool(tiny.family.audio_encoder)
-    options = TrainableOptions(freeze_vision_tower=True, freeze_audio_tower=hears)
+    senses = tiny.family.encoders
+    options = TrainableOptions(freeze_vision_tower="vision" in senses, freeze_audio_tower="audio" in senses)
     select_trainable(model, options, "worker.actor.model")
     parts = encoder_of(tiny.config)
     for name, parameter in plain.named_parameters():
@@ -261,20 +263,22 @@ class Files:
     """Rows whose media are files, as the references in a batch name them."""
 
     def __init__(self, tiny: Tiny, folder: Path) -> None:
-        rng = np.random.default_rng(0)
-        paths = [folder / "wide.png", folder / "small.png"]
-        for path, size in zip(paths, [WIDE, SMALL], strict=True):
+        rng, kinds = np.random.default_rng(0), tiny.family.kinds
+        wide, small, long, short = (
+            str(folder / name) for name in ("wide.png", "small.png", "long.wav", "short.wav")
+        )
+        for path, size in ((wide, WIDE), (small, SMALL)):
             random_image(rng, *size).save(path)
-        wide, small = map(str, paths)
-        self.rows: list[dict[str, list[str]]] = [{"images": [wide, small]}, {"images": [small]}, {}]
-        self.observed = {"images": [wide]}
-        if "video" in tiny.family.kinds:
+        for path, seconds in ((long, 4.3), (short, 0.5)):
+            Path(path).write_bytes(wav_bytes(random_sound(rng, seconds).samples, 16000))
+        name, first, second = ("images", wide, small) if "image" in kinds else ("audios", long, short)
+        self.rows: list[dict[str, list[str]]] = [{name: [first, second]}, {name: [second]}, {}]
+        self.observed = {name: [first]}
+        if "video" in kinds:
             clip = save_video(folder / "clip.mkv", 64, 64, 8)
             self.rows += [{"videos": [clip]}, {"images": [wide], "videos": [clip]}]
-        if "audio" in tiny.family.kinds:
-            sound = folder / "sound.wav"
-            sound.write_bytes(wav_bytes(random_sound(rng, 4.3).samples, 16000))
-            self.rows += [{"audios": [str(sound)]}, {"images": [wide], "audios": [str(sound)] * 2}]
+        if {"audio", "image"} <= {*kinds}:
+            self.rows += [{"audios": [long]}, {"images": [wide], "audios": [long] * 2}]
 
 
 def _batch_of_files(tiny: Tiny, loader: MediaLoader, files: Files) -> DataProto:
@@ -285,7 +289,7 @@ def _batch_of_files(tiny: Tiny, loader: MediaLoader, files: Files) -> DataProto:
         prompt, shape = _read(tiny, loader, refs)
         answer = torch.randint(20, 300, (5,), generator=generator)
         talk = torch.cat([answer[:3], observation, answer[3:]])
-        both = MediaShape([*shape.images, *seen.images], shape.videos, shape.audios)
+        both = join_shapes(shape, seen)
         for response, media, observed in ((answer, shape, {}), (talk, both, files.observed)):
             ids = torch.cat([prompt, response])
             positions = tiny.family.positions(tiny.config, ids, media)

@@ -6,7 +6,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.helpers.causal_families import FAMILIES, build_family
 from verl.models.deferred_logits import DeferredLogits
-from verl.models.families.interface import VisionFamily
+from verl.models.families.interface import MediaFamily
 from verl.models.families.registry import family_of
 from verl.models.hub_names import auto_class
 from verl.models.registry import check_model, prepare_model
@@ -131,7 +131,7 @@ def test_vision_language_models_are_recognized_by_their_config(tmp_path):
     config = AutoConfig.from_pretrained(save_tiny_model(tmp_path, "qwen2_5_vl"))
 
     assert family_of(config).position_rows == 4
-    assert not isinstance(family_of(build("llama").config), VisionFamily)
+    assert not isinstance(family_of(build("llama").config), MediaFamily)
 
 
 def test_the_vision_tower_runs_all_images_through_one_packed_attention_per_layer(tmp_path, monkeypatch):

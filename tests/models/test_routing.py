@@ -7,6 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from verl.config.model import FSDPConfig, ModelConfig
+from verl.models.families.registry import load_config
 from verl.models.families.tiny_sizes import TEXT
 from verl.models.hub_names import meta_model
 from verl.models.lora_weights import AdapterConfig, is_adapter
@@ -117,9 +118,9 @@ def test_recomputed_activations_are_recorded_once_and_change_no_gradient():
         torch.testing.assert_close(found[1][name], grad, atol=1e-7, rtol=1e-5)
 
 
-@pytest.fixture(scope="module", params=["qwen3_moe", "qwen3_vl_moe"])
+@pytest.fixture(scope="module", params=["qwen3_moe", "qwen3_vl_moe", "qwen3_omni_moe"])
 def config(request, tmp_path_factory):
-    return AutoConfig.from_pretrained(save_tiny_model(tmp_path_factory.mktemp("model"), request.param))
+    return load_config(save_tiny_model(tmp_path_factory.mktemp("model"), request.param))
 
 
 def frozen(model):

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sizes of models on the meta device, compared with the weights in the files of the same models."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -42,7 +44,7 @@ def test_the_weights_are_those_of_the_files(tmp_path, family):
     assert shape.stored == 4 * in_files
     planned = shape.root + shape.text.layers * shape.text.params + tower
     assert planned == in_files if has_equal_layers(model) else in_files < planned < 1.2 * in_files
-    assert (shape.tower is not None) == (TINY_MODELS[family].vision is not None)
+    assert (shape.tower is not None) == bool(TINY_MODELS[family].encoders)
 
 
 def test_a_frozen_model_is_held_in_bf16_and_has_no_trained_weights(tmp_path):
@@ -61,6 +63,26 @@ def test_the_weights_of_a_frozen_tower_are_not_trained(tmp_path):
     shape = shape_of(folder, freeze_vision_tower=True)
 
     assert shape.params - shape.trained == visual > 0
+
+
+def test_a_token_of_audio_has_two_frames_in_the_plan_of_a_model_that_hears(tmp_path):
+    shape = shape_of(save_tiny_model(tmp_path, "qwen2_audio"))
+
+    assert shape.tower is not None and shape.patches_per_token == 2
+    assert (shape.tower.layers, shape.tower.hidden, shape.tower.intermediate) == (2, 64, 128)
+
+
+@pytest.mark.parametrize(("depth", "patches"), [(3, 4), (1, 2)])  # layers of vision
+def test_the_plan_has_the_encoder_that_keeps_most_for_a_token(tmp_path, monkeypatch, depth, patches):
+    recipe = TINY_MODELS["qwen2_5_omni"]
+    vision = {**recipe.vision, "depth": depth, "fullatt_block_indexes": [0], "hidden_size": 32}
+    audio = {**recipe.audio, "encoder_layers": 2}
+    monkeypatch.setitem(TINY_MODELS, "qwen2_5_omni", replace(recipe, vision=vision, audio=audio))
+
+    shape = shape_of(save_tiny_model(tmp_path, "qwen2_5_omni"))
+
+    # Vision: layers x 32 channels x 4 patches; audio: 2 layers x 64 channels x 2 frames.
+    assert shape.patches_per_token == patches
 
 
 def test_adapters_are_trained_in_float32_on_weights_in_bf16(tmp_path):

@@ -244,7 +244,8 @@ class AgentConversation:
         images, videos = _by_kind(given)
         self._check_images(len(images), context)
         try:
-            return reader.of(Observation(images=images, videos=videos))
+            before = None if context is None else context.row.media
+            return reader.of(Observation(images=images, videos=videos), before)
         except (ValueError, OSError) as error:
             raise ApiError(f"a medium cannot be read: {error}", param="messages") from error
 

@@ -138,7 +138,8 @@ class Conversation:
         may read them: media that cannot be read make one fail.
         """
         self.is_waiting = False
-        answers = [readable(self.rules, answer) for answer in self._in_order(observations)]
+        before = self._row.media
+        answers = [readable(self.rules, answer, before) for answer in self._in_order(observations)]
         shown = tuple(answer.observation for answer in answers)
         rewards = [observation.reward for observation in shown if observation.reward is not None]
         self._turns[-1] = replace(

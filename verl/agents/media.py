@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from verl.agents.interface import Observation
-from verl.data.media.loader import MediaData, MediaLoader, references_in_order
-from verl.data.media.references import Reference, payload, reading
+from verl.data.media.loader import MediaData, MediaLoader, kinds_in_order
+from verl.data.media.references import Reference, payload, reading, sound_of
 from verl.data.messages import references
 from verl.models.families.interface import KINDS, Kind, MediaShape
 
@@ -31,16 +31,28 @@ class ConversationMedia:
         kinds = loader.family.kinds
         self._has_order = len({loader.family.token_kind(kind) for kind in kinds}) < len(kinds)
 
-    def of(self, observation: Observation) -> tuple[dict[str, list[Reference]], MediaShape]:
+    def of(
+        self, observation: Observation, before: MediaData = None
+    ) -> tuple[dict[str, list[Reference]], MediaShape]:
         """Return the media of an observation, by reference and with their bytes: a tool's files may go.
 
+        Args:
+            before: Media of the conversation so far.
+
         Raises:
-            ValueError: One cannot be read.
+            ValueError: One cannot be read, or heard.
         """
         media = {
             "images": [_with_bytes("image", ref) for ref in references(observation.images, "image", None)],
             "videos": [_with_bytes("video", ref) for ref in references(observation.videos, "video", None)],
         }
+        if media["videos"] and self.loader.hears_videos:
+            if (before or {}).get("audios"):
+                raise ValueError(
+                    "the conversation has audio of its own, which the rollout engine cannot tell apart from"
+                    " the sound of videos (`data.use_audio_in_video`)"
+                )
+            media["sounds"] = [sound_of(video) for video in media["videos"]]
         return media, self.loader.measure(media)
 
     def with_order(self, media: Mapping[str, Any], token_ids: Sequence[int]) -> Mapping[str, Any]:
@@ -76,8 +88,10 @@ def join_media(first: MediaData, second: MediaData) -> MediaData:
     joined: dict[str, Any] = {
         f"{kind}s": [ref for media in both for ref in media.get(f"{kind}s") or ()] for kind in KINDS
     }
+    if any(media.get("sounds") for media in both):
+        joined["sounds"] = [ref for media in both for ref in media.get("sounds") or ()]
     if any("order" in media for media in both):
-        joined["order"] = [kind for media in both for kind, _ in references_in_order(media)]
+        joined["order"] = [kind for media in both for kind in kinds_in_order(media)]
     return joined
 
 

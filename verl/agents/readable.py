@@ -23,14 +23,18 @@ class Readable(NamedTuple):
     row: Row | None = None  # of the context that its messages begin
 
 
-def readable(rules: ConversationRules, observation: Observation) -> Readable:
-    """Return an observation as the policy may read it; one that it cannot read says so and fails."""
+def readable(rules: ConversationRules, observation: Observation, before: MediaData = None) -> Readable:
+    """Return an observation as the policy may read it; one that it cannot read says so and fails.
+
+    Args:
+        before: Media of the conversation so far.
+    """
     if observation.messages is not None:
         return _with_messages(rules, observation)
     options = rules.options
     answer = Readable(observation)
     if observation.images or observation.videos:
-        answer = _with_media(rules, observation)
+        answer = _with_media(rules, observation, before)
     text = rules.renderer.plain(answer.observation.text)
     limit, side = options.max_tool_response_length, options.tool_response_truncate_side
     text = cut_text(rules.tokenizer, text, limit, side)
@@ -46,12 +50,13 @@ def _with_messages(rules: ConversationRules, observation: Observation) -> Readab
         return Readable(replace(failure, images=(), videos=()))
 
 
-def _with_media(rules: ConversationRules, observation: Observation) -> Readable:
+def _with_media(rules: ConversationRules, observation: Observation, before: MediaData) -> Readable:
     without = replace(observation, images=(), videos=())
     if rules.media is None:
         return Readable(replace(without, text=f"{observation.text}\n{NO_MEDIA}".lstrip()))
     try:
-        media, shape = rules.media.of(observation)
+        media, shape = rules.media.of(observation, before)
     except ValueError as error:
         return Readable(replace(without, text=f"Error: {error}.", failed=True))
-    return Readable(replace(observation, **media), media, shape)
+    shown = replace(observation, images=media["images"], videos=media["videos"])
+    return Readable(shown, media, shape)

@@ -26,6 +26,7 @@ TOOL_ROLE = re.compile(r"""["']tool["']""")
 RESPONSE, END_OF_RESPONSE = "<tool_response>\n", "\n</tool_response>"  # in a user's message
 PART = re.compile(r"""\{["']type["']:""")  # of a list of parts that a template wrote as it is
 UNNAMED = ToolCall("unknown", {})
+OBSERVED: tuple[Kind, ...] = ("image", "video")  # what an `Observation` holds
 MAX_KEPT = 256  # renderings; the policy may invent names of tools
 SHOWN = 60  # characters of two texts from their first difference
 
@@ -193,8 +194,13 @@ class ObservationRenderer:
 
     # --- checks at the start
 
+    @property
+    def _shown_kinds(self) -> list[Kind]:
+        """The kinds of media of observations that the model reads, which have no audio of their own."""
+        return [kind for kind in OBSERVED if kind in self.placeholders.values()]
+
     def _find_style(self, knows_tools: bool) -> Style:
-        has_media = bool(self.placeholders)
+        has_media = bool(self._shown_kinds)
         styles = [Style("tool", has_media), Style("tool", False), Style("user", has_media)]
         reasons = []
         for style in dict.fromkeys(styles if knows_tools else styles[2:]):
@@ -210,7 +216,7 @@ class ObservationRenderer:
 
     def _problem_of(self, style: Style, num_calls: int = 1) -> str | None:
         """Return why a template cannot show observations so; None if it can."""
-        kinds = sorted(set(self.placeholders.values()))
+        kinds = self._shown_kinds
         seen = Observation("seen", images=["one"] * ("image" in kinds), videos=["one"] * ("video" in kinds))
         calls = [ToolCall("look", {})] * num_calls
         try:

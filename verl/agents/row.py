@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tokens of a conversation, twice: as the engine takes them, and as training does.
 
-The engine takes one placeholder for each image or video, training the tokens of each (`VisionFamily.expand`).
+The engine takes one placeholder for each image or video, training the tokens of each (`MediaFamily.expand`).
 """
 
 from collections.abc import Sequence
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from verl.agents.interface import Message, OwnPrompt
 from verl.agents.media import ConversationMedia, as_lists, join_media, join_shapes
-from verl.data.media.loader import MediaData, references_in_order
-from verl.models.families.interface import Kind, MediaShape
+from verl.data.media.loader import MediaData, kinds_in_order
+from verl.models.families.interface import MediaShape
 
 
 class Prompt(NamedTuple):
@@ -76,7 +76,7 @@ class Row:
         """Return the piece of these tokens, expanded as after the row so far."""
         if self._reader is None or media is None:
             return Piece(token_ids, token_ids)
-        order: list[Kind] = [kind for kind, _ in references_in_order(self.media)]
+        order = kinds_in_order(self.media)
         expanded = self._reader.expand(token_ids, self.token_ids[-1], shape, self._shape, order)
         return Piece(token_ids, expanded, self._reader.with_order(media, token_ids), shape)
 

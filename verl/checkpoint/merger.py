@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig
 
 from verl.checkpoint.sharded import HUGGINGFACE
 from verl.checkpoint.shards import AdaptedShards, Shards, open_shards, reading
-from verl.checkpoint.unread_tensors import unread_tensors
+from verl.checkpoint.unread_tensors import copy_unread_files, unread_tensors
 from verl.models.families.registry import family_of, load_config, whole_config
 from verl.models.hub_names import HubNames
 from verl.models.lora_weights import is_adapter
@@ -38,7 +38,8 @@ def merge_checkpoint(
 
     A value model becomes a sequence-classification model with one label, or a token-classification model if
     its score has a bias. LoRA adapters are folded into the weights of their base, which is then held in
-    memory. Tensors that training does not load, such as Qwen3.5's `mtp.*`, are those of the base model.
+    memory. Tensors that training does not load, such as Qwen3.5's `mtp.*`, are those of the base model, in
+    its type unless `dtype` asks for another.
     """
     local_dir = Path(local_dir)
     folder = local_dir / HUGGINGFACE
@@ -52,19 +53,24 @@ def merge_checkpoint(
     ):
         config = load_config(folder, trust_remote_code=trust_remote_code)
         names = HubNames(config, trust_remote_code)
-    shards = open_shards(local_dir)
+    family, shards, trained_dtype = family_of(config), open_shards(local_dir), dtype
     if any(map(is_adapter, shards.names())):
         shards = AdaptedShards(shards, local_dir, base_model, config, trust_remote_code)
-        dtype = dtype or shards.base_dtype
-    trained = _hub_tensors(shards, names, local_dir)
-    tensors = itertools.chain(trained, unread_tensors(local_dir, family_of(config).unread, base_model))
-    if dtype is not None:
-        tensors = ((name, part.to(dtype) if part.is_floating_point() else part) for name, part in tensors)
+        trained_dtype = dtype or shards.base_dtype
+    trained = _cast(_hub_tensors(shards, names, local_dir), trained_dtype)
+    unread = _cast(unread_tensors(local_dir, family.unread, base_model), dtype)
     with _writing(folder):
-        parts = by_folder(tensors, family_of(config).folders)
+        parts = by_folder(itertools.chain(trained, unread), family.folders)
         dtypes = [_write_files(folder / name, part, max_file_bytes) for name, part in parts]
         _set_dtype(folder, config, dtypes[0])
+        copy_unread_files(local_dir, family.unread_files, folder, base_model)
     return folder
+
+
+def _cast(tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+    """Convert tensors of floating-point numbers; None keeps them."""
+    for name, tensor in tensors:
+        yield name, tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
 
 
 @contextmanager

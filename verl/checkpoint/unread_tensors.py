@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors of a base model that training does not load, such as a head that drafts further tokens.
+"""Tensors and files of a base model that training does not load, such as a head that drafts further tokens.
 
 A merged model keeps them as they are, so that it has all parts of the model that it replaces.
 """
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,7 +29,7 @@ def unread_tensors(
     if not starts:
         return
     base = base_model or _base_of(local_dir)
-    folder = None if base is None else _folder_of(base)
+    folder = None if base is None else _folder_of(base, "*.safetensors")
     files = [] if folder is None else sorted(folder.glob("*.safetensors"))
     if not files:
         logger.warning(
@@ -45,15 +46,26 @@ def unread_tensors(
                     yield name, tensors.get_tensor(name)
 
 
+def copy_unread_files(
+    local_dir: Path, names: tuple[str, ...], target: Path, base_model: str | None = None
+) -> None:
+    """Copy the base model's files of these names to a merged model; arguments as for `unread_tensors`."""
+    base = base_model or _base_of(local_dir) if names else None
+    folder = None if base is None else _folder_of(base, *names)
+    for name in names:
+        if folder is not None and (folder / name).is_file():
+            shutil.copyfile(folder / name, target / name)
+
+
 def _base_of(local_dir: Path) -> str | None:
     manifest = local_dir / MANIFEST  # checkpoints of other trainers have none
     return json.loads(manifest.read_text()).get(BASE_MODEL) if manifest.is_file() else None
 
 
-def _folder_of(base: str) -> Path | None:
+def _folder_of(base: str, *patterns: str) -> Path | None:
     if Path(base).is_dir():
         return Path(base)
     try:
-        return Path(snapshot_download(base, local_files_only=True, allow_patterns=["*.safetensors"]))
+        return Path(snapshot_download(base, local_files_only=True, allow_patterns=list(patterns)))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError):
         return None

@@ -127,11 +127,6 @@ class PPOConfig(RunTree):
                 " or `worker.reward_model.model.model_path`, or an environment or an agent in"
                 " `worker.rollout.multi_turn`, whose turns earn rewards"
             )
-        if self.data.use_audio_in_video and self.worker.rollout.multi_turn.enable:
-            yield (
-                "`data.use_audio_in_video` must be false with `worker.rollout.multi_turn.enable=true`: in"
-                " conversations videos are not heard"
-            )
         yield from algorithm_problems(self.data, self.worker, self.algorithm, self.trainer)
         yield from server_problems(self.reward_servers, self.worker, self.algorithm, self.trainer)
         yield from self._own_processes()

@@ -36,7 +36,7 @@ from verl.data.messages import BadRowError
 from verl.data.rl_dataset import RLHFDataset
 from verl.data.sft_dataset import SFTDataset
 from verl.data.tokenizer import load_processor, load_tokenizer
-from verl.models.families.interface import VisionFamily
+from verl.models.families.interface import MediaFamily
 from verl.models.families.registry import family_of, load_config, register_family
 from verl.protocol import DataProto
 from verl.utils.rank_logger import get_logger
@@ -242,7 +242,7 @@ def load_readers(
         return Readers(tokenizer, None, None, None, tools)
     model_config = load_config(model.model_path, trust_remote_code=model.trust_remote_code)
     family = family_of(model_config)
-    if not isinstance(family, VisionFamily):
+    if not isinstance(family, MediaFamily):
         return Readers(tokenizer, None, None, None, tools)
     media = MediaLoader(processor, options, cache, family)
     positions = partial(family.positions, model_config)

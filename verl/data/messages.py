@@ -124,19 +124,20 @@ def media_of(
         "images": read(row.get(config.image_key), "image", config.image_dir),
         "videos": read(row.get(config.video_key), "video", config.video_dir or config.image_dir),
     }
+    if "image" not in kinds:
+        if any(media.values()):
+            raise BadRowError("the row has images or videos, which the model cannot read")
+        media = {}
     if "audio" in kinds:
         media["audios"] = read(row.get(config.audio_key), "audio", config.audio_dir or config.image_dir)
-        if config.use_audio_in_video and media["videos"]:
+        if config.use_audio_in_video and media.get("videos"):
             if media["audios"]:
                 raise BadRowError(
                     "the row has audio besides videos whose sound is heard (`data.use_audio_in_video`), which"
                     " the rollout engine cannot tell apart: leave out one of the two"
                 )
             media["sounds"] = [sound_of(video) for video in media["videos"]]
-    if kinds:
-        check_counts(messages, media, media_columns(config, kinds), row)
-    elif any(media.values()):
-        raise BadRowError("the row has images or videos, which the model cannot read")
+    check_counts(messages, media, media_columns(config, kinds), row)
     return media if any(media.values()) else None
 
 

@@ -43,7 +43,7 @@ def load_tokenizer(
 def load_processor(
     model_path: str | Path, override_chat_template: str | None = None, trust_remote_code: bool = False
 ) -> Any | None:
-    """Load the processor of a model that reads images or videos; None for a text model."""
+    """Load the processor of a model that reads media; None for a text model."""
     use_modelscope_hub_if_asked()
     try:
         processor = AutoProcessor.from_pretrained(str(model_path), trust_remote_code=trust_remote_code)
@@ -51,7 +51,7 @@ def load_processor(
         if processor_files(Path(model_path)):
             raise ValueError(f"the processor of {model_path} does not load: {error}") from error
         return None
-    if not hasattr(processor, "image_processor"):  # AutoProcessor returns the tokenizer of a text model
+    if not hasattr(processor, "tokenizer"):  # AutoProcessor returns the tokenizer of a text model
         return None
     if override_chat_template is not None:
         processor.chat_template = read_chat_template(override_chat_template)

@@ -8,6 +8,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
     AutoProcessor,
     AutoTokenizer,
 )
@@ -20,6 +21,7 @@ __all__ = (
     "AutoConfig",
     "AutoModelForCausalLM",
     "AutoModelForImageTextToText",
+    "AutoModelForMultimodalLM",
     "AutoProcessor",
     "AutoTokenizer",
 )

@@ -17,18 +17,24 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
-from verl.models.auto import AutoModelForCausalLM, AutoModelForImageTextToText
+from verl.models.auto import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
+)
 from verl.models.families.registry import family_of, transposed_experts
 from verl.models.scalar_head import ScalarModels, is_scalar
 
+# Of models whose config has this part.
+OF_ENCODERS = {"vision_config": AutoModelForImageTextToText, "audio_config": AutoModelForMultimodalLM}
 PREFIX_CHANGE = "PrefixChange"  # of transformers 5.17 and later
 LAYER_OF = re.compile(r"^(.*\.\d+)\.")  # a name up to its last number: the layer
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
     """Return the auto class of a config's models, a `ScalarModels` if they score."""
-    has_vision = "vision_config" in config.to_dict()
-    auto = AutoModelForImageTextToText if has_vision else AutoModelForCausalLM
+    options = config.to_dict()
+    auto = next((auto for name, auto in OF_ENCODERS.items() if name in options), AutoModelForCausalLM)
     return ScalarModels(auto) if is_scalar(config) else auto
 
 
@@ -64,7 +70,7 @@ class HubNames:
     def __init__(self, config: PreTrainedConfig, trust_remote_code: bool = False) -> None:
         # An empty model, because sharding renames the classes of a real one.
         self._model = meta_model(config, trust_remote_code=trust_remote_code)
-        keep_tower_prefixes(self._model)
+        correct_conversions(self._model)
         tensors = dict(self._model.state_dict())
         converted = _to_hub(self._model, tensors)
         self.memory_shapes = {name: tensor.shape for name, tensor in tensors.items()}  # including tied ones
@@ -112,15 +118,23 @@ def tied_names(model: PreTrainedModel) -> set[str]:
     return dict(model.named_parameters(remove_duplicate=False)).keys() - dict(model.named_parameters()).keys()
 
 
-def keep_tower_prefixes(model: PreTrainedModel) -> None:
-    """Make transformers write `vision_tower.vision_model.…`, as checkpoints on the hub and vLLM have it.
+def correct_conversions(model: PreTrainedModel) -> None:
+    """Make transformers write names as checkpoints on the hub and vLLM have them.
 
-    It removes the second part on loading, and puts it back only in models that it has loaded.
+    On loading it removes the second part of `vision_tower.vision_model.…`, and puts it back only in models
+    that it has loaded. Of Qwen2-Audio both the model and its base have a rule for `language_model.model.…`,
+    so that transformers 5.19 would write that part twice.
     """
     conversions = get_model_conversion_mapping(model, add_legacy=False)
+    own = [each.source_patterns for each in conversions if each.scope_prefix is None]
+    repeated = [each for each in conversions if each.scope_prefix is not None and each.source_patterns in own]
     # A prefix of the whole model is found on loading, not fixed by the architecture.
-    kept = [each for each in conversions if type(each).__name__ != PREFIX_CHANGE or each.scope_prefix]
-    if any(type(each).__name__ == PREFIX_CHANGE for each in kept):
+    kept = [
+        each
+        for each in conversions
+        if each not in repeated and (type(each).__name__ != PREFIX_CHANGE or each.scope_prefix)
+    ]
+    if repeated or any(type(each).__name__ == PREFIX_CHANGE for each in kept):
         vars(model)["_weight_conversions"] = kept
 
 

@@ -15,7 +15,7 @@ from verl.distributed.fsdp import fsdp_blocks
 from verl.models.attention.interface import ATTENTION
 from verl.models.attention.layouts import Layout, PackedLayout
 from verl.models.deferred_logits import DeferredLogits, DeferringHead
-from verl.models.families.interface import Family, Kind, Medium, VisionFamily, is_part
+from verl.models.families.interface import Family, Kind, MediaFamily, Medium, is_part
 from verl.models.families.registry import encoder_of, family_of
 from verl.models.vision import (
     Features,
@@ -48,7 +48,7 @@ def set_attention(model: PreTrainedModel, name: str, vision_name: str) -> None:
 
 def set_packed_attention(model: PreTrainedModel) -> None:
     family = family_of(model.config)
-    tower = family.tower_attention if isinstance(family, VisionFamily) else ATTENTION
+    tower = family.tower_attention if isinstance(family, MediaFamily) else ATTENTION
     set_attention(model, ATTENTION, tower)
 
 
@@ -119,9 +119,9 @@ def _packed_forward(original: Callable, family: Family) -> Callable:
             layout = PackedLayout.of(cu_seqlens, blocks=blocks)
         encoded: list[Tensor] = []
         if media:
-            vision = _reading_media(self, family)
-            owner = self.get_submodule(vision.media_owner)
-            encoded = encode_media(vision, owner, media, media_share)
+            reader = _reading_media(self, family)
+            owner = self.get_submodule(reader.media_owner)
+            encoded = encode_media(reader, owner, media, media_share)
         if only_encode:
             return encoded
         if read is None or layout is None:
@@ -145,8 +145,8 @@ def _packed_forward(original: Callable, family: Family) -> Callable:
     return forward
 
 
-def _reading_media(model: PreTrainedModel, family: Family) -> VisionFamily:
-    if not isinstance(family, VisionFamily):
+def _reading_media(model: PreTrainedModel, family: Family) -> MediaFamily:
+    if not isinstance(family, MediaFamily):
         raise NotImplementedError(f"{type(model).__name__} does not support images or videos")
     return family
 

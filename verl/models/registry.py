@@ -19,7 +19,7 @@ from verl.models.attention.block_inputs import record_block_inputs
 from verl.models.attention.kernels import CHUNKED, LAYER_TYPES, SLIDING, AttentionRule
 from verl.models.attention.sequence_parallel_layouts import ring_obstacle
 from verl.models.deferred_logits import DeferredLogits, DeferringHead
-from verl.models.families.interface import WHAT_TO_WRITE, Medium, VisionFamily
+from verl.models.families.interface import WHAT_TO_WRITE, MediaFamily, Medium
 from verl.models.families.registry import family_of, is_named
 from verl.models.linear_attention.layers import linear_layers, pack_linear_layers
 from verl.models.linear_attention.row_layers import STATE_TYPES, row_layers, run_whole_rows
@@ -81,7 +81,7 @@ def check_sequence_parallel(config: PretrainedConfig, sp: SequenceParallel) -> N
 
 def _ring_obstacle(config: PretrainedConfig) -> str | None:
     family, text = family_of(config), config.get_text_config()
-    if isinstance(family, VisionFamily) and family.block_layers(config):
+    if isinstance(family, MediaFamily) and family.block_layers(config):
         return "tokens of an image cannot attend to each other in both directions"
     return ring_obstacle(_attention_rule(text), text.max_position_embeddings)
 
@@ -239,7 +239,7 @@ def _check_rows(model: PreTrainedModel, processor: Any) -> tuple[list[Tensor], l
     generator = torch.Generator().manual_seed(0)  # the same on every rank
     rows = [torch.randint(min(256, text.vocab_size), (size,), generator=generator) for size in (length, 9)]
     family = family_of(config)
-    if not isinstance(family, VisionFamily):
+    if not isinstance(family, MediaFamily):
         return rows, []
     markers = sorted(special_tokens(config))
     ordinary = min(set(range(len(markers) + 1)) - set(markers))
@@ -302,7 +302,7 @@ def _padded(model: PreTrainedModel, rows: list[Tensor], media: list[Medium]) -> 
     starts = torch.tensor([padded.shape[1] - len(row) for row in rows], device=padded.device)[:, None]
     family = family_of(model.config)
     inputs = family.own_arguments(model.config, padded)
-    if media and isinstance(family, VisionFamily):
+    if media and isinstance(family, MediaFamily):
         inputs |= family.own_inputs(media)
     few = "logits_to_keep" in inspect.signature(model.forward).parameters
     logits = model(

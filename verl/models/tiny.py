@@ -19,7 +19,7 @@ from verl.models.auto import AutoConfig
 from verl.models.families.interface import TinyModel
 from verl.models.families.registry import FAMILIES, family_of, trained_part, wholes
 from verl.models.families.tiny_sizes import MOE, TEXT
-from verl.models.hub_names import auto_class, keep_tower_prefixes
+from verl.models.hub_names import auto_class, correct_conversions
 from verl.models.tiny_words import word_tokenizer
 from verl.utils.quiet import no_weight_bars
 from verl.utils.weight_files import by_folder, save_weights
@@ -138,13 +138,11 @@ def build_config(recipe: TinyModel, tokenizer: PreTrainedTokenizerFast, **overri
     }
     tied = overrides.pop("tie_word_embeddings", recipe.text.get("tie_word_embeddings", True))
     text = {**recipe.text, **special, **overrides, "tie_word_embeddings": tied}
-    if recipe.vision is None:
+    if not recipe.encoders:
         return AutoConfig.for_model(recipe.model_type, **text)
     ids = {name: tokenizer.vocab[token] for name, token in recipe.token_ids.items()}
-    config = {"text_config": text, "vision_config": dict(recipe.vision), "tie_word_embeddings": tied}
-    if recipe.audio is not None:
-        config["audio_config"] = dict(recipe.audio)
-    config |= {**recipe.options, **ids}
+    encoders = {name: dict(options) for name, options in recipe.encoders.items()}
+    config = {"text_config": text, **encoders, "tie_word_embeddings": tied, **recipe.options, **ids}
     part = wholes().get(recipe.model_type)
     return AutoConfig.for_model(
         recipe.model_type, **(config if part is None else {part: config, **recipe.whole})
@@ -165,7 +163,7 @@ def _fill_constants(model: torch.nn.Module, recipe: TinyModel) -> None:
 
 def write_model(model: Any, config: Any, directory: Path) -> None:
     """Write a model as the hub has it; `config` is its config, or that of a model of which it is a part."""
-    keep_tower_prefixes(model)
+    correct_conversions(model)
     with no_weight_bars():
         model.save_pretrained(directory)
     family, file = family_of(model.config), directory / WEIGHTS
@@ -214,7 +212,7 @@ def save_tiny_model(
         eos_token_id=[tokenizer.eos_token_id, tokenizer.pad_token_id],
         pad_token_id=tokenizer.pad_token_id,
         # As rollouts do. Random weights may prefer media placeholder tokens.
-        suppress_tokens=None if chosen.vision is None else [tokenizer.vocab[token] for token in media],
+        suppress_tokens=None if not chosen.encoders else [tokenizer.vocab[token] for token in media],
     )
     write_model(model, config, directory)
     tokenizer.save_pretrained(directory)

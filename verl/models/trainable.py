@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from verl.models.families.interface import VisionFamily, is_part
+from verl.models.families.interface import MediaFamily, Sense, is_part
 from verl.models.families.registry import family_of
 from verl.models.lora import adapted_parameters, attach_adapters, compile_pattern
 from verl.models.lora_weights import AdapterConfig, is_adapter, plain_name
@@ -29,6 +29,12 @@ class TrainableOptions:
     freeze_audio_tower: bool = False
     freeze_router: bool = False  # of a mixture of experts; no adapters either
     balances_router: bool = False  # the loss reads router logits
+
+    @property
+    def frozen_senses(self) -> set[Sense]:
+        """The senses whose encoders are frozen."""
+        frozen: dict[Sense, bool] = {"vision": self.freeze_vision_tower, "audio": self.freeze_audio_tower}
+        return {sense for sense, is_frozen in frozen.items() if is_frozen}
 
 
 def select_trainable(model: PreTrainedModel, options: TrainableOptions, option: str) -> None:
@@ -62,16 +68,11 @@ def select_trainable(model: PreTrainedModel, options: TrainableOptions, option: 
 
 def _frozen_encoders(model: PreTrainedModel, options: TrainableOptions, option: str) -> list[str]:
     family = family_of(model.config)
-    encoders = (family.vision_encoder, family.audio_encoder) if isinstance(family, VisionFamily) else ((), ())
-    frozen: list[str] = []
-    for kind, is_frozen, encoder in zip(
-        ("vision", "audio"), (options.freeze_vision_tower, options.freeze_audio_tower), encoders, strict=True
-    ):
-        if is_frozen and not encoder:
-            name = type(model).__name__
-            logger.warning("`%s.freeze_%s_tower` has no effect: %s has no %s tower", option, kind, name, kind)
-        frozen += encoder if is_frozen else ()
-    return frozen
+    encoders = family.encoders if isinstance(family, MediaFamily) else {}
+    for sense in options.frozen_senses - encoders.keys():
+        text, name = "`%s.freeze_%s_tower` has no effect: %s has no %s tower", type(model).__name__
+        logger.warning(text, option, sense, name, sense)
+    return [part for sense, parts in encoders.items() if sense in options.frozen_senses for part in parts]
 
 
 def _frozen_routers(model: PreTrainedModel, options: TrainableOptions, option: str) -> list[str]:

@@ -18,7 +18,7 @@ from verl.distributed.length_balancing import split_evenly
 from verl.distributed.sequence_parallel import SequenceParallel
 from verl.distributed.ulysses import gather_rows
 from verl.models.attention.blocks import Blocks
-from verl.models.families.interface import Family, Kind, Medium, VisionFamily
+from verl.models.families.interface import Family, Kind, MediaFamily, Medium
 
 Features = dict[Kind, list[Tensor]]  # (tokens, hidden size x (1 + deepstack levels)) of each medium
 
@@ -51,7 +51,7 @@ class MediaShare:
 
 
 def encode_media(
-    family: VisionFamily,
+    family: MediaFamily,
     owner: Any,  # the module with `get_image_features`
     media: Sequence[Medium],
     share: MediaShare | None = None,  # `media` are this rank's share, from `share_media`
@@ -62,7 +62,7 @@ def encode_media(
 
 
 def share_media(
-    family: VisionFamily, config: Any, media: Sequence[Medium], sp: SequenceParallel, blank: Sequence[Medium]
+    family: MediaFamily, config: Any, media: Sequence[Medium], sp: SequenceParallel, blank: Sequence[Medium]
 ) -> tuple[list[Medium], MediaShare]:
     """Select this rank's frames or tiles of the media of a packed sequence: the largest share is minimal.
 
@@ -85,7 +85,7 @@ def share_media(
 
 def blocks_of(family: Family, config: Any, input_ids: Tensor) -> Blocks | None:
     """Return the images and frames in packed tokens (N,) whose tokens attend to each other, if any do."""
-    if not isinstance(family, VisionFamily) or not (layers := family.block_layers(config)):
+    if not isinstance(family, MediaFamily) or not (layers := family.block_layers(config)):
         return None
     tokens = torch.cat(list(family.media_tokens(config, input_ids).values()))
     return Blocks.of(tokens.sort().values, layers)
@@ -96,7 +96,7 @@ def in_order(features: Sequence[Tensor], order: Mapping[Kind, Sequence[int]]) ->
     return {kind: [features[index] for index in numbers] for kind, numbers in order.items() if numbers}
 
 
-def order_of(family: VisionFamily, media: Sequence[Medium]) -> dict[Kind, list[int]]:
+def order_of(family: MediaFamily, media: Sequence[Medium]) -> dict[Kind, list[int]]:
     """Return the numbers of the media whose features replace tokens of each kind."""
     order: dict[Kind, list[int]] = {}
     for number, medium in enumerate(media):

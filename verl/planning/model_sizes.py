@@ -4,7 +4,7 @@
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 from verl.config.model import FSDPConfig, ModelConfig, OptimConfig
 from verl.distributed.fsdp import fsdp_blocks
-from verl.models.families.interface import is_part
-from verl.models.families.registry import encoder_of, patches_per_token
+from verl.models.families.interface import DEFAULT_PATCHES, MediaFamily, is_part
+from verl.models.families.registry import encoder_of, family_of
 from verl.models.hub_names import meta_model
 from verl.models.layer_configs import experts_per_token, layer_heads
 from verl.models.lora import (
@@ -82,9 +82,10 @@ def model_shape(model: PreTrainedModel) -> ModelShape:
     blocks = fsdp_blocks(model)
     encoder = encoder_of(config)
     in_tower = {module for name, module in model.named_modules() if is_part(name, encoder)}
-    tower_blocks = _most_common([block for block in blocks if block in in_tower])
+    # A media token may come from any encoder: the plan has the one that keeps most for it.
+    tower = max(_towers(model, blocks), key=lambda each: each.kept, default=NO_TOWER)
     text_blocks = [block for block in blocks if block not in in_tower]
-    in_blocks = {id(param) for block in text_blocks + tower_blocks for param in block.parameters()}
+    in_blocks = {id(param) for block in text_blocks + tower.blocks for param in block.parameters()}
     params = list(model.parameters())
     trained = [param for param in params if param.requires_grad]
     root = [param for param in params if id(param) not in in_blocks]
@@ -101,10 +102,40 @@ def model_shape(model: PreTrainedModel) -> ModelShape:
         vocab=1 if head is None else len(head.weight),
         is_tied=head is not None and head.weight is embedding.weight,
         text=_text_stack(config.get_text_config(), text_blocks),
-        tower=_tower_stack(config.vision_config, tower_blocks) if tower_blocks else None,
-        patches_per_token=patches_per_token(config),
+        tower=tower.stack,
+        patches_per_token=tower.patches_per_token,
         frozen_experts=len(experts_without_adapter(model)) if is_adapted else 0,
     )
+
+
+class _Tower(NamedTuple):
+    """An encoder's blocks and their sizes."""
+
+    blocks: list[nn.Module]
+    stack: Stack | None
+    patches_per_token: int
+
+    @property
+    def kept(self) -> int:
+        """Numbers that its layers keep for a token."""
+        return 0 if self.stack is None else self.stack.layers * self.stack.hidden * self.patches_per_token
+
+
+NO_TOWER = _Tower([], None, DEFAULT_PATCHES)
+
+
+def _towers(model: PreTrainedModel, blocks: list[nn.Module]) -> list[_Tower]:
+    config: Any = model.config
+    family, names = family_of(config), {module: name for name, module in model.named_modules()}
+    if not isinstance(family, MediaFamily):
+        return []
+    towers = []
+    for sense, parts in family.encoders.items():
+        own = _most_common([block for block in blocks if is_part(names[block], parts)])
+        if own:
+            stack = _tower_stack(getattr(config, f"{sense}_config"), own)
+            towers.append(_Tower(own, stack, family.patches_per_token(config, sense)))
+    return towers
 
 
 def _most_common(blocks: list[nn.Module]) -> list[nn.Module]:

@@ -19,7 +19,7 @@ from verl.data.tokenizer import load_processor, load_tokenizer
 from verl.distributed.device import backend_of, set_device, set_seed
 from verl.distributed.sequence_parallel import SequenceParallel, data_parallel_group
 from verl.models.attention.flash_packages import select_kernels
-from verl.models.families.interface import VisionFamily
+from verl.models.families.interface import MediaFamily
 from verl.models.families.registry import family_of
 from verl.protocol import DataProto
 from verl.single_controller.dispatch import Dispatch, register
@@ -63,7 +63,7 @@ class DeviceWorker(Worker):
         arguments = (model.tokenizer_path, options.override_chat_template, model.trust_remote_code)
         self.tokenizer, self.processor = load_tokenizer(*arguments), load_processor(*arguments)
         self.media = None
-        if self.processor is not None and isinstance(family, VisionFamily):
+        if self.processor is not None and isinstance(family, MediaFamily):
             self.media = MediaLoader(self.processor, options.media, options.media_cache, family)
 
 

@@ -21,7 +21,7 @@ from verl.distributed.device import is_gpu
 from verl.distributed.fsdp import full_named_tensors, make_mesh, torch_dtype
 from verl.distributed.offload import Offloader
 from verl.distributed.sequence_parallel import SequenceParallel
-from verl.models.families.interface import VisionFamily, is_part
+from verl.models.families.interface import MediaFamily, is_part
 from verl.models.families.registry import encoder_of, family_of, whole_config
 from verl.models.flops import FlopsCounter
 from verl.models.lora import adapted_layers, adapted_parameters
@@ -30,7 +30,7 @@ from verl.models.registry import check_model
 from verl.models.scalar_head import is_scalar
 from verl.optim.build import build_optimizer
 from verl.optim.schedules import build_scheduler
-from verl.workers.model_builder import adapter_config, build_model
+from verl.workers.model_builder import adapter_config, build_model, trainable_options
 from verl.workers.packing.forward import BaseForward, PackedForward
 from verl.workers.packing.sp_strategy import Strategy, StrategyPlanner
 from verl.workers.packing.vision_features import FrozenTower, TrainedTower
@@ -104,9 +104,10 @@ class ShardedModel:
 
     def _frozen_tower(self) -> FrozenTower | None:
         family, options, media = family_of(self.model.config), self.options, self.setup.media
-        if media is None or not isinstance(family, VisionFamily) or not options.freeze_vision_tower:
+        if media is None or not isinstance(family, MediaFamily):
             return None
-        if family.audio_encoder and not options.freeze_audio_tower:
+        frozen = trainable_options(options, f"worker.{self.role}.model").frozen_senses
+        if not family.encoders.keys() <= frozen:
             return None
         return self._tower(FrozenTower, media, self.setup.embeds_dir)
 
@@ -118,7 +119,7 @@ class ShardedModel:
     def engine_tower(self) -> FrozenTower | None:
         """The tower that encodes prompts for the rollout engine; None if the engine has its own."""
         family = family_of(self.model.config)
-        is_needed = isinstance(family, VisionFamily) and family.embeds_prompts
+        is_needed = isinstance(family, MediaFamily) and family.embeds_prompts
         if self.tower is not None or self.setup.media is None or not is_needed:
             return self.tower
         return self._tower(TrainedTower, self.setup.media)

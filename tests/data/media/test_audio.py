@@ -18,7 +18,8 @@ from verl.data.media.audio import AudioOptions, read_audio, wav_bytes
 from verl.data.media.cache import MediaCache
 from verl.data.media.loader import MediaLoader
 from verl.data.media.sizes import MediaOptions
-from verl.data.messages import media_of, references
+from verl.data.messages import build_messages, media_of, references
+from verl.data.prompt_template import PromptFormat
 from verl.data.tokenizer import load_processor
 from verl.models.tiny import save_tiny_model
 
@@ -213,3 +214,37 @@ def test_a_film_without_sound_is_heard_as_silence(loader, tmp_path):
 def test_sound_of_films_beside_other_audio_is_a_bad_row(film):
     with pytest.raises(BadRowError, match="audio besides videos whose sound is heard"):
         heard_media(row_of([film], audios=["a.wav"]))
+
+
+@pytest.fixture(scope="module")
+def hearing(tmp_path_factory):
+    """The loader of a model that hears only."""
+    processor = load_processor(save_tiny_model(tmp_path_factory.mktemp("audio"), "qwen2_audio"))
+    return MediaLoader(processor, MediaOptions(1, 1 << 20), MediaCache(None))
+
+
+def test_a_model_that_hears_only_reads_audio_and_no_other_markers(hearing):
+    row = {"question": "<audio><image>?", "audios": [{"bytes": wav_bytes(tone("left", RATE), RATE)}]}
+
+    messages = build_messages(row["question"], row, PromptFormat(None), hearing.readable)
+    media = media_of(row, messages, HEARD, hearing.readable)
+
+    assert messages[0]["content"] == [{"type": "audio"}, {"type": "text", "text": "<image>?"}]
+    assert [len(shape.tokens) for shape in hearing.measure(media).audios] == [25]
+    (clip,) = hearing.media(media)
+    assert len(clip.tensors["input_features"]) == clip.facts["frames"] + 1  # what the convolutions see
+
+
+@pytest.mark.parametrize("kind", ["images", "videos"])
+def test_what_a_model_that_hears_only_cannot_see_is_a_bad_row(hearing, kind):
+    with pytest.raises(BadRowError, match="images or videos, which the model cannot read"):
+        media_of({kind: ["a"]}, [{"role": "user", "content": "?"}], HEARD, hearing.readable)
+
+
+def test_the_longest_clip_of_thirty_seconds_is_heard(hearing):
+    def clip(seconds):
+        return {"audios": [{"bytes": wav_bytes(np.ones(int(seconds * RATE), dtype=np.float32), RATE)}]}
+
+    assert len(hearing.measure(clip(30)).audios[0].tokens) == 750
+    with pytest.raises(ValueError, match="longer than the 30 s that the model hears"):
+        hearing.measure(clip(30.1))

@@ -23,7 +23,7 @@ from tests.helpers.families import (
     media_of,
     random_row,
 )
-from tests.helpers.family_table import KINDS
+from tests.helpers.family_table import KINDS, SEEING
 from verl.models.families.interface import Kind
 
 SEEDS = 4, 7, 10  # a video and three images; videos around an image; two images and two videos
@@ -38,14 +38,19 @@ class Limits(NamedTuple):
     high: int = 200
     # Kinds of media of the rows in which transformers' own forward can be asked, in place of all.
     forward: tuple[tuple[Kind, ...], ...] = ()
+    positions: tuple[Kind, ...] = ()  # kinds in the rows whose positions are transformers', in place of all
+    shortest_s: float = 0.1  # of audio
 
 
 # After a video transformers' positions differ from vLLM's, which training uses: see `test_position_ids.py`.
-QWEN_VL = Limits(forward=(IMAGE,))
+QWEN_VL = Limits(forward=(IMAGE,), positions=IMAGE)
+# There positions of videos have fractions, and shorter clips depend on others: see `test_qwen_omni.py`.
+QWEN3_OMNI = Limits(forward=(("image", "audio"),), positions=("image", "audio"), shortest_s=1.0)
 # Both kinds share a token, so that their forward takes one at a time: see `test_glm_v.py`.
 GLM_V = Limits(forward=(IMAGE, VIDEO))
 LIMITS = {
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), QWEN_VL),
+    "qwen3_omni_moe": QWEN3_OMNI,
     **dict.fromkeys(("glm4v", "glm4v_moe", "glm46v"), GLM_V),
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), Limits(40, 400)),
     **dict.fromkeys(("gemma3_vl", "gemma4", "gemma4_moe"), Limits(8, 300)),
@@ -76,10 +81,11 @@ def row(tiny, kind, seed):
     return row_of(tiny, kind, seed)
 
 
-def row_of(tiny: Tiny, kind: str, seed: int, media: tuple[Kind, ...] | None = None):
+def row_of(tiny: Tiny, kind: str, seed: int, media: tuple[Kind, ...] = ()):
     limits = LIMITS.get(kind, Limits())
     rng = np.random.default_rng(seed)
-    return random_row(rng, limits.low, limits.high, kinds=media or tiny.family.kinds)
+    kinds = media or tiny.family.kinds
+    return random_row(rng, limits.low, limits.high, kinds, shortest_s=limits.shortest_s)
 
 
 def test_tokens_counted_from_sizes_are_the_processors(tiny, row):
@@ -96,6 +102,7 @@ def test_rows_of_text_are_the_processors_and_run_through_the_models_own_forward(
     assert_inputs_are_the_processors(tiny, row)
 
 
+@pytest.mark.parametrize("kind", SEEING)
 def test_an_image_of_any_size_has_the_processors_number_of_tokens(tiny, kind):
     limits = LIMITS.get(kind, Limits())
 
@@ -103,7 +110,7 @@ def test_an_image_of_any_size_has_the_processors_number_of_tokens(tiny, kind):
 
 
 def test_positions_are_the_models(tiny, kind, seed):
-    media = IMAGE if LIMITS.get(kind) is QWEN_VL else None
+    media = LIMITS.get(kind, Limits()).positions
 
     assert_positions_are_the_models(tiny, row_of(tiny, kind, seed, media))
 

@@ -121,8 +121,9 @@ def test_recurrent_text_models_have_the_noise_of_bfloat16_after_each_sync(kind, 
     assert max(ratios) < 1.5
 
 
-def test_a_model_that_hears_has_its_own_log_probs_for_every_kind_of_media(single_process):
-    tiny = load_tiny("qwen2_5_omni")
+@pytest.mark.parametrize("kind", ["qwen2_5_omni", "qwen3_omni_moe"])
+def test_a_model_that_hears_has_its_own_log_probs_for_every_kind_of_media(kind, single_process):
+    tiny = load_tiny(kind)
     rng = np.random.default_rng(0)
     sounds = [random_sound(rng, seconds) for seconds in (0.4, 4.3)]
     rows = [
@@ -147,3 +148,21 @@ def test_a_model_that_hears_has_its_own_log_probs_for_every_kind_of_media(single
 
     assert engine_error(tiny, engine, rows, seeds=(1,)) < 1e-4
     engine.close()
+
+
+def test_a_model_that_hears_only_has_its_own_log_probs_from_audio_and_from_features(single_process):
+    tiny = load_tiny("qwen2_audio")
+    rng = np.random.default_rng(0)
+    short, long, longest = (random_sound(rng, seconds) for seconds in (0.3, 4.31, 30.0))
+    rows = [["What colour?"], [long, "How many?"], ["first ", short, " then ", longest, short, "?"]]
+    engine = build_rollout_engine(
+        rollout_config(max_model_len=1024), setup_of(tiny.folder, takes_embeddings=True)
+    )
+    assert engine.takes_embeddings
+
+    errors = [
+        engine_error(tiny, engine, rows, as_features=features, seeds=(1,)) for features in (False, True)
+    ]
+    engine.close()
+
+    assert max(errors) < 1e-4

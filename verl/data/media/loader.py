@@ -37,10 +37,12 @@ from verl.data.media.video import (
     read_video,
     video_meta,
 )
-from verl.models.families.interface import KINDS, Kind, MediaShape, Medium, MediumShape, VisionFamily
+from verl.models.families.interface import KINDS, Kind, MediaFamily, MediaShape, Medium, MediumShape
 from verl.models.families.registry import family_of_processor
 
 MediaData = Mapping[str, Sequence[Reference]] | None
+# A model that reads the first of these knows the markers of all.
+TOGETHER: tuple[tuple[Kind, ...], ...] = (("image", "video"), ("audio",))
 BUDGET_VARIABLE = "MODEL_SEQ_LEN"  # read by qwen-vl-utils, whose limits frame sizes follow
 FORMAT = {
     "image": "3",
@@ -77,7 +79,7 @@ class MediaLoader:
         processor: Any,
         options: MediaOptions,
         cache: MediaCache | None = None,
-        family: VisionFamily | None = None,
+        family: MediaFamily | None = None,
     ) -> None:
         self.processor = processor
         self.family = family or family_of_processor(processor)
@@ -87,6 +89,7 @@ class MediaLoader:
         self._images = options.of_images()
         self._videos = options.of_videos(self.family.frame_factor(processor))
         self._audio = self._audio_options()
+        self.hears_videos = options.hears_videos and self._audio is not None
         self._sized_by: dict[Kind, tuple[str, ...]] = {}
         smallest = self.family.smallest_frame(processor)
         options.check_budget(smallest)
@@ -118,9 +121,9 @@ class MediaLoader:
         return self._sized_by[kind]
 
     @property
-    def readable(self) -> tuple[str, ...]:
+    def readable(self) -> tuple[Kind, ...]:
         """The kinds of media whose markers in a prompt are not plain text."""
-        return ("image", "video", "audio") if "audio" in self.family.kinds else ("image", "video")
+        return tuple(kind for kinds in TOGETHER if kinds[0] in self.family.kinds for kind in kinds)
 
     # --- files
 
@@ -337,19 +340,23 @@ def references_in_order(media: MediaData) -> Iterator[tuple[Kind, Reference]]:
 
     The sound of a video comes after it.
     """
-    refs = {kind: list((media or {}).get(f"{kind}s") or ()) for kind in KINDS}
-    order = (media or {}).get("order") or [kind for kind in KINDS for _ in refs[kind]]
-    assert len(order) == sum(map(len, refs.values())), "`order` names the kind of each medium"
-    remaining = {kind: iter(refs[kind]) for kind in KINDS}
+    remaining = {kind: iter((media or {}).get(f"{kind}s") or ()) for kind in KINDS}
     sounds = iter(media["sounds"]) if media and media.get("sounds") else None
-    for name in order:
-        kind = KINDS[KINDS.index(name)]
+    for kind in kinds_in_order(media):
         yield kind, next(remaining[kind])
         if kind == "video" and sounds is not None:
             yield "audio", next(sounds)
 
 
-def shape_of(family: VisionFamily, processor: Any, decoded: DecodedMedia) -> MediaShape:
+def kinds_in_order(media: MediaData) -> list[Kind]:
+    """Return the kinds of a row's media by the order of their markers; sounds of videos have none."""
+    counts = {kind: len((media or {}).get(f"{kind}s") or ()) for kind in KINDS}
+    order = (media or {}).get("order") or [kind for kind in KINDS for _ in range(counts[kind])]
+    assert len(order) == sum(counts.values()), "`order` names the kind of each medium"
+    return [KINDS[KINDS.index(name)] for name in order]
+
+
+def shape_of(family: MediaFamily, processor: Any, decoded: DecodedMedia) -> MediaShape:
     """Return the shapes of decoded media."""
     return MediaShape(
         [family.image_shape(processor, image.height, image.width) for image in decoded.images],
@@ -362,7 +369,7 @@ def shape_of(family: VisionFamily, processor: Any, decoded: DecodedMedia) -> Med
 
 
 def media_in_order(
-    family: VisionFamily, processor: Any, prompt_ids: list[int], decoded: DecodedMedia, shape: MediaShape
+    family: MediaFamily, processor: Any, prompt_ids: list[int], decoded: DecodedMedia, shape: MediaShape
 ) -> list[Medium]:
     """Return decoded media as the model's encoders read them, in the order of their placeholders."""
     images = [family.image_inputs(processor, image) for image in decoded.images]
@@ -400,7 +407,7 @@ def _with_facts(
 
 
 def _video_shape(
-    family: VisionFamily, processor: Any, frames: np.ndarray, meta: Mapping[str, Any]
+    family: MediaFamily, processor: Any, frames: np.ndarray, meta: Mapping[str, Any]
 ) -> MediumShape:
     num_frames, height, width, _ = frames.shape
     return family.video_shape(processor, num_frames, height, width, meta)

@@ -29,6 +29,7 @@ class MediaOptions:
     cache_dir: str | None = None  # keeps decoded videos for later runs
     urls: DownloadOptions | None = None  # None refuses URLs
     limits: tuple[str, ...] = ()  # names of the bounds of pixels that the user chose
+    hears_videos: bool = False  # along with their frames, if the model hears
 
     @classmethod
     def from_data(cls, data: Any, **others: Any) -> "MediaOptions":
@@ -36,7 +37,10 @@ class MediaOptions:
         urls = DownloadOptions.from_data(data) if data.allow_media_urls else None
         pixels = data.min_pixels or 0, data.max_pixels or sys.maxsize  # null is no bound
         limits = tuple(f"data.{name}" for name in chosen_limits(data))
-        return cls(*pixels, data.video_fps, cache_dir=data.cache_dir, urls=urls, limits=limits, **others)
+        return cls(
+            *pixels, data.video_fps, cache_dir=data.cache_dir, urls=urls, limits=limits,
+            hears_videos=data.use_audio_in_video, **others,
+        )  # fmt: skip
 
     def of_images(self) -> SizeOptions:
         return SizeOptions(self.min_pixels, self.max_pixels)

@@ -25,6 +25,7 @@ from verl.models.families.interface import (
     MediaShape,
     Medium,
     MediumShape,
+    Sense,
     TinyModel,
     VisionFamily,
     example_pixels,
@@ -142,7 +143,7 @@ class Gemma3(VisionFamily):
         ids = torch.tensor([config.boi_token_id, *image, config.eoi_token_id])
         return ExampleRow(ids, [Medium("image", {"pixel_values": pixels}, {"features": len(image)})])
 
-    def patches_per_token(self, config: Any) -> int:
+    def patches_per_token(self, config: Any, sense: Sense) -> int:
         vision = config.vision_config
         return (vision.image_size // vision.patch_size) ** 2 // config.mm_tokens_per_image
 
@@ -305,7 +306,7 @@ class Gemma4(VisionFamily):
         medium = Medium("image", tensors, {"grid": grid, "features": len(tokens)})
         return ExampleRow(torch.tensor([config.boi_token_id, *tokens, config.eoi_token_id]), [medium])
 
-    def patches_per_token(self, config: Any) -> int:
+    def patches_per_token(self, config: Any, sense: Sense) -> int:
         return config.vision_config.pooling_kernel_size**2
 
     def frame_factor(self, processor: Any) -> int:

@@ -27,8 +27,9 @@ from verl.models.families.interface import (
     MediaShape,
     Medium,
     MediumShape,
+    Sense,
     VisionFamily,
-    image_token_id,
+    media_token_id,
 )
 
 TEXT_TENSORS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
@@ -88,8 +89,8 @@ class GenericFamily(VisionFamily):
         return next(iter(self.structure.encoder[1:]), None)
 
     @property
-    def vision_encoder(self) -> tuple[str, ...]:
-        return self.structure.encoder
+    def encoders(self) -> dict[Sense, tuple[str, ...]]:
+        return {"vision": self.structure.encoder}
 
     # --- tokens
 
@@ -119,7 +120,7 @@ class GenericFamily(VisionFamily):
         return {name: value for name, value in joined.items() if name in known}
 
     def own_arguments(self, config: Any, input_ids: Tensor) -> dict[str, Tensor]:
-        is_image = (input_ids == image_token_id(config)).long()
+        is_image = (input_ids == media_token_id(config, "image")).long()
         return {name: is_image for name in TOKEN_TYPES if name in self.structure.arguments}
 
     def image_features(self, owner: Any, inputs: dict[str, Tensor]) -> Any:
@@ -142,7 +143,7 @@ class GenericFamily(VisionFamily):
         return list(torch.cat(features).split(counts))
 
     def units(self, config: Any, facts: Mapping[str, Any]) -> list[int]:
-        return [dict(facts["counts"]).get(image_token_id(config), 0)]
+        return [dict(facts["counts"]).get(media_token_id(config, "image"), 0)]
 
     def example(self, config: Any, processor: Any, generator: torch.Generator | None = None) -> ExampleRow:
         """Return a row of a blank image, or with a generator one of two random images of different sizes."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Model families: all that training has to know of a type of model beyond its transformers class.
 
-`Family` describes text models, `VisionFamily` models that read images, and perhaps videos and audio. Each
-family has a file, which `registry.py` lists; `GenericFamily` reads a model that has none through its own
-processor and `get_image_features`.
+`Family` describes text models, `MediaFamily` models that read media of any kind, among which a `VisionFamily`
+reads images. Each family has a file, which `registry.py` lists; `GenericFamily` reads a model that has none
+through its own processor and `get_image_features`.
 """
 
 import re
@@ -19,9 +19,14 @@ from torch import Tensor
 
 Kind = Literal["image", "video", "audio"]
 KINDS: tuple[Kind, ...] = ("image", "video", "audio")
+Sense = Literal["vision", "audio"]  # of an encoder; `freeze_vision_tower` and `freeze_audio_tower` name them
 DEFAULT_PATCHES = 4  # of a token
-# Of configs, for the token whose embeddings are replaced by features.
-IMAGE_TOKENS = ("image_token_id", "image_token_index", "media_placeholder_token_id")
+# Of configs, for the tokens whose embeddings are replaced by features.
+TOKEN_OPTIONS: Mapping[Kind, tuple[str, ...]] = {
+    "image": ("image_token_id", "image_token_index", "media_placeholder_token_id"),
+    "video": ("video_token_id",),
+    "audio": ("audio_token_id",),
+}
 # Names of a language model's tensors in a model that reads media, as checkpoints have them.
 LANGUAGE_MODEL = re.compile(
     r"(?:(?:model\.)?(?:language_model|llm)\.)?"
@@ -94,7 +99,7 @@ class TinyModel:
 
     model_type: str
     text: Mapping[str, Any]  # options of the language model's config
-    vision: Mapping[str, Any] | None = None  # options of the tower's config
+    vision: Mapping[str, Any] | None = None  # options of the config of the encoder of images
     options: Mapping[str, Any] = field(default_factory=dict)  # of the whole model's config
     special_tokens: Sequence[str] = ()  # in addition to those of the Qwen models
     named_tokens: Mapping[str, str] = field(default_factory=dict)  # of the tokenizer: `image_token`
@@ -109,6 +114,12 @@ class TinyModel:
     audio: Mapping[str, Any] | None = None  # options of the config of the encoder of audio
     whole: Mapping[str, Any] = field(default_factory=dict)  # options of the config of which this is a part
 
+    @property
+    def encoders(self) -> dict[str, Mapping[str, Any]]:
+        """Options of the encoders' configs, by their names in the config of the model."""
+        given = {"vision_config": self.vision, "audio_config": self.audio}
+        return {name: options for name, options in given.items() if options is not None}
+
 
 class Family:
     """A family of language models."""
@@ -122,6 +133,7 @@ class Family:
 
     # Starts of the names of tensors on the hub that transformers does not load; merged models keep them.
     unread: ClassVar[tuple[str, ...]] = ()
+    unread_files: ClassVar[tuple[str, ...]] = ()  # of their checkpoints, which merged models keep as well
 
     # Where the hub has these models as parts of larger ones: the names of their configs in those of the whole
     # models, by the types of these; and the start of their tensors' names.
@@ -148,36 +160,31 @@ class Family:
         return {}
 
 
-class VisionFamily(Family, ABC):
-    """A family of models that read images, and perhaps videos and audio."""
+class MediaFamily(Family, ABC):
+    """A family of models that read media: images, videos or audio.
 
-    kinds: ClassVar[tuple[Kind, ...]] = ("image",)  # of media that the models read
+    Shapes and inputs of kinds that the models do not read raise a ValueError.
+    """
+
+    kinds: ClassVar[tuple[Kind, ...]] = ()  # of media that the models read
     processors: ClassVar[tuple[str, ...]] = ()  # names of classes
 
     # --- modules
 
-    media_owner: ClassVar[str] = "model"  # the module with `get_image_features`
-    tower: ClassVar[str] = "model.vision_tower"
-    projector: ClassVar[str | None] = "model.multi_modal_projector"  # None if the tower contains it
-    audio_tower: ClassVar[str | None] = None
+    media_owner: ClassVar[str] = "model"  # the module that the encoders belong to
 
-    # transformers' name of the tower's attention; with lengths of packed patches `VISION_ATTENTION`
+    # transformers' name of the encoders' attention; with lengths of packed patches `VISION_ATTENTION`
     tower_attention: ClassVar[str] = "sdpa"
 
     @property
-    def vision_encoder(self) -> tuple[str, ...]:
-        """The modules and parameters that turn pixels into features, which `freeze_vision_tower` freezes."""
-        return (self.tower,) if self.projector is None else (self.tower, self.projector)
-
-    @property
-    def audio_encoder(self) -> tuple[str, ...]:
-        """The modules that turn audio into features, which `freeze_audio_tower` freezes."""
-        return () if self.audio_tower is None else (self.audio_tower,)
+    @abstractmethod
+    def encoders(self) -> dict[Sense, tuple[str, ...]]:
+        """The modules and parameters that turn pixels, or samples, into features."""
 
     @property
     def encoder(self) -> tuple[str, ...]:
         """The modules and parameters that turn media into features."""
-        return (*self.vision_encoder, *self.audio_encoder)
+        return tuple(name for names in self.encoders.values() for name in names)
 
     # --- tokens and positions
 
@@ -189,9 +196,9 @@ class VisionFamily(Family, ABC):
         """Return the kinds of media by the token that stands for one in a rendered prompt."""
         return {self.token_of(processor, kind): kind for kind in self.kinds}
 
-    @abstractmethod
     def image_shape(self, processor: Any, height: int, width: int) -> MediumShape:
         """Return the shape of an image of this size in pixels."""
+        raise ValueError(f"{type(self).__name__} reads no images")
 
     def video_shape(
         self, processor: Any, num_frames: int, height: int, width: int, meta: Mapping[str, Any]
@@ -201,11 +208,11 @@ class VisionFamily(Family, ABC):
         Args:
             meta: That of `verl.data.media.video`; with sound also `num_samples`, at the processor's rate.
         """
-        raise NotImplementedError(f"{type(self).__name__} reads no videos")
+        raise ValueError(f"{type(self).__name__} reads no videos")
 
     def audio_shape(self, processor: Any, num_samples: int) -> MediumShape:
         """Return the shape of an audio clip of so many samples at the processor's rate."""
-        raise NotImplementedError(f"{type(self).__name__} reads no audio")
+        raise ValueError(f"{type(self).__name__} reads no audio")
 
     def expand(self, processor: Any, prompt_ids: list[int], shape: MediaShape) -> list[int]:
         """Replace the placeholder of each medium by its tokens.
@@ -227,11 +234,8 @@ class VisionFamily(Family, ABC):
 
     def media_tokens(self, config: Any, input_ids: Tensor) -> dict[Kind, Tensor]:
         """Return where features replace the embeddings of expanded, packed ids (N,): (n,) for each kind."""
-        tokens: dict[Kind, int] = {"image": image_token_id(config)}
-        for kind in self.kinds[1:]:
-            if self.token_kind(kind) == kind:
-                tokens[kind] = getattr(config, f"{kind}_token_id")
-        return {kind: (input_ids == token).nonzero()[:, 0] for kind, token in tokens.items()}
+        kinds: list[Kind] = [kind for kind in self.kinds if self.token_kind(kind) == kind]
+        return {kind: (input_ids == media_token_id(config, kind)).nonzero()[:, 0] for kind in kinds}
 
     def token_kind(self, kind: Kind) -> Kind:
         """Return the kind under which `media_tokens` lists the tokens of media of this kind.
@@ -253,17 +257,17 @@ class VisionFamily(Family, ABC):
 
     # --- model inputs and features
 
-    @abstractmethod
     def image_inputs(self, processor: Any, image: Image.Image) -> dict[str, Tensor]:
         """Return the tensors of an RGB image's `Medium`."""
+        raise ValueError(f"{type(self).__name__} reads no images")
 
     def video_inputs(self, processor: Any, frames: np.ndarray, meta: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return the tensors of the `Medium` of a video (T, H, W, 3) uint8."""
-        raise NotImplementedError(f"{type(self).__name__} reads no videos")
+        raise ValueError(f"{type(self).__name__} reads no videos")
 
     def audio_inputs(self, processor: Any, samples: np.ndarray) -> dict[str, Tensor]:
         """Return the tensors of the `Medium` of an audio clip (N,) float32 at the processor's rate."""
-        raise NotImplementedError(f"{type(self).__name__} reads no audio")
+        raise ValueError(f"{type(self).__name__} reads no audio")
 
     def own_inputs(self, media: Sequence[Medium]) -> dict[str, Tensor]:
         """Return the arguments of the model's own forward for media in the order of their tokens."""
@@ -291,10 +295,9 @@ class VisionFamily(Family, ABC):
     def example(self, config: Any, processor: Any, generator: torch.Generator | None = None) -> ExampleRow:
         """Return a row of one small medium for each encoder: blank, or with a generator of random values."""
 
-    def patches_per_token(self, config: Any) -> int:
-        """Return the patches of the tower that make one token, for the memory plan."""
-        merge = getattr(config.vision_config, "spatial_merge_size", None)
-        return DEFAULT_PATCHES if merge is None else merge**2
+    def patches_per_token(self, config: Any, sense: Sense) -> int:
+        """Return the patches or frames in the layers of an encoder that make a token, for the memory plan."""
+        return DEFAULT_PATCHES
 
     # --- media options
 
@@ -304,23 +307,7 @@ class VisionFamily(Family, ABC):
         None do if a larger image of some shape has other tokens: then limits of its pixels have an effect.
         Audio has no pixels.
         """
-        if kind == "audio":
-            return ()
-        for sizes in COMPARED_SIZES:
-            small, large = (self._tokens_of_size(processor, kind, *size) for size in sizes)
-            if small != large:
-                return ()
-        part = getattr(processor, f"{kind}_processor", None) or processor.image_processor
-        return tuple(name for name in SIZE_OPTIONS if getattr(part, name, None) is not None)
-
-    def _tokens_of_size(self, processor: Any, kind: Kind, height: int, width: int) -> int:
-        if kind == "image":
-            return len(self.image_shape(processor, height, width).tokens)
-        meta = {
-            "total_num_frames": 2, "fps": 1.0, "duration": 2.0, "frames_indices": [0, 1],
-            "video_backend": "pyav", "do_sample_frames": False,
-        }  # fmt: skip
-        return len(self.video_shape(processor, 2, height, width, meta).tokens)
+        return ()
 
     def frame_factor(self, processor: Any) -> int:
         """Return the edge in pixels of the part of a frame that a token stands for."""
@@ -359,6 +346,49 @@ class VisionFamily(Family, ABC):
         return {"do_sample_frames": False} if "video" in kinds else {}
 
 
+class VisionFamily(MediaFamily, ABC):
+    """A family of models that read images, and perhaps videos and audio."""
+
+    kinds: ClassVar[tuple[Kind, ...]] = ("image",)
+    tower: ClassVar[str] = "model.vision_tower"
+    projector: ClassVar[str | None] = "model.multi_modal_projector"  # None if the tower contains it
+
+    @property
+    def encoders(self) -> dict[Sense, tuple[str, ...]]:
+        return {"vision": (self.tower,) if self.projector is None else (self.tower, self.projector)}
+
+    @abstractmethod
+    def image_shape(self, processor: Any, height: int, width: int) -> MediumShape:
+        """Return the shape of an image of this size in pixels."""
+
+    @abstractmethod
+    def image_inputs(self, processor: Any, image: Image.Image) -> dict[str, Tensor]:
+        """Return the tensors of an RGB image's `Medium`."""
+
+    def patches_per_token(self, config: Any, sense: Sense) -> int:
+        merge = getattr(config.vision_config, "spatial_merge_size", None)
+        return DEFAULT_PATCHES if merge is None else merge**2
+
+    def sized_by(self, processor: Any, kind: Kind) -> tuple[str, ...]:
+        if kind == "audio":
+            return ()
+        for sizes in COMPARED_SIZES:
+            small, large = (self._tokens_of_size(processor, kind, *size) for size in sizes)
+            if small != large:
+                return ()
+        part = getattr(processor, f"{kind}_processor", None) or processor.image_processor
+        return tuple(name for name in SIZE_OPTIONS if getattr(part, name, None) is not None)
+
+    def _tokens_of_size(self, processor: Any, kind: Kind, height: int, width: int) -> int:
+        if kind == "image":
+            return len(self.image_shape(processor, height, width).tokens)
+        meta = {
+            "total_num_frames": 2, "fps": 1.0, "duration": 2.0, "frames_indices": [0, 1],
+            "video_backend": "pyav", "do_sample_frames": False,
+        }  # fmt: skip
+        return len(self.video_shape(processor, 2, height, width, meta).tokens)
+
+
 def language_model_name(name: str) -> str | None:
     """Return the name that a tensor of a whole model has in its language model; None for other parts."""
     found = LANGUAGE_MODEL.fullmatch(name)
@@ -372,19 +402,20 @@ def is_part(name: str, parts: Sequence[str]) -> bool:
     return name in parts or name.startswith(tuple(f"{part}." for part in parts))
 
 
-def image_token_id(config: Any) -> int:
-    """Return the token whose embeddings are replaced by features."""
-    for name in IMAGE_TOKENS:
+def media_token_id(config: Any, kind: Kind) -> int:
+    """Return the token of this kind of media whose embeddings are replaced by features."""
+    for name in TOKEN_OPTIONS[kind]:
         token = getattr(config, name, None)
         if isinstance(token, int):
             return token
+    options = ", ".join(TOKEN_OPTIONS[kind])
     raise NotImplementedError(
-        f"{config.model_type}: the config names no image token ({', '.join(IMAGE_TOKENS)}): {WHAT_TO_WRITE}"
+        f"{config.model_type}: the config names no {kind} token ({options}): {WHAT_TO_WRITE}"
     )
 
 
 def example_pixels(shape: Sequence[int], generator: torch.Generator | None) -> Tensor:
-    """Return the pixels of `VisionFamily.example`: zeros, or with a generator random ones from 0 to 1."""
+    """Return the pixels of `MediaFamily.example`: zeros, or with a generator random ones from 0 to 1."""
     return torch.zeros(*shape) if generator is None else torch.rand(*shape, generator=generator)
 
 

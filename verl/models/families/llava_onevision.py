@@ -30,6 +30,7 @@ from verl.models.families.interface import (
     Kind,
     Medium,
     MediumShape,
+    Sense,
     TinyModel,
     VisionFamily,
     example_pixels,
@@ -159,8 +160,8 @@ class LlavaOnevision(VisionFamily):
     }  # fmt: skip
 
     @property
-    def vision_encoder(self) -> tuple[str, ...]:
-        return (*super().vision_encoder, "model.image_newline")
+    def encoders(self) -> dict[Sense, tuple[str, ...]]:
+        return {"vision": (self.tower, "model.multi_modal_projector", "model.image_newline")}
 
     # --- tokens
 

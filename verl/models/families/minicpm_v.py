@@ -25,6 +25,7 @@ from verl.models.families.interface import (
     MediaShape,
     Medium,
     MediumShape,
+    Sense,
     TinyModel,
     VisionFamily,
     example_pixels,
@@ -157,7 +158,7 @@ class MiniCPMV46(VisionFamily):
         return [torch.cat(list(itertools.islice(remaining, count))) for count in counts]
 
     def units(self, config: Any, facts: Mapping[str, Any]) -> list[int]:
-        patches = self.patches_per_token(config)
+        patches = self.patches_per_token(config, "vision")
         return [height * width // patches for height, width in facts["target_sizes"]]
 
     def cut(self, config: Any, medium: Medium, first: int, stop: int) -> Medium:
@@ -178,7 +179,7 @@ class MiniCPMV46(VisionFamily):
         tokens = torch.tensor([config.image_token_id] * (math.prod(size) // edge**2))
         return ExampleRow(tokens, [Medium("image", {"pixel_values": pixels}, {"target_sizes": [size]})])
 
-    def patches_per_token(self, config: Any) -> int:
+    def patches_per_token(self, config: Any, sense: Sense) -> int:
         return PATCHES_OF_TOKEN[config.downsample_mode]
 
     def smallest_frame(self, processor: Any) -> int:

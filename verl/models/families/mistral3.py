@@ -18,6 +18,7 @@ from verl.models.families.interface import (
     Family,
     Medium,
     MediumShape,
+    Sense,
     TinyModel,
     VisionFamily,
     example_pixels,
@@ -133,7 +134,7 @@ class Mistral3(VisionFamily):
     def engine_overrides(self, config: Any) -> dict[str, Any]:
         return engine_scaling(config)
 
-    def patches_per_token(self, config: Any) -> int:
+    def patches_per_token(self, config: Any, sense: Sense) -> int:
         return config.spatial_merge_size**2
 
     def frame_factor(self, processor: Any) -> int:

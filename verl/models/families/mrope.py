@@ -31,6 +31,8 @@ class MropeConstants:
     spatial_merge_size: int = 2
     tokens_per_second: float = 1.0
     audio_token_id: int | None = None
+    # Tokens that open the sound of a video, and close it, which share positions with those around them.
+    shared_edges: int = 0
 
     @classmethod
     def from_config(cls, config: Any) -> "MropeConstants":
@@ -53,12 +55,13 @@ def mrope_positions(
 ) -> Tensor:
     """Return positions (4, L) int64: text, time, height and width; a video is one grid.
 
-    In a video with sound, audio tokens have positions like text, from the video's first one on. The tokens
-    that open and close the sound share positions with those around them, which open and close the video. The
-    text continues after the last turn.
+    In a video with sound, audio tokens have positions like text, from the video's first one on. In some
+    models the tokens that open and close the sound share positions with those around them, which open and
+    close the video. The text continues after the last turn.
 
     Sources: Qwen2-VL, section 2.1 (https://arxiv.org/abs/2409.12191); Qwen2.5-Omni, section 2.2
-    (https://arxiv.org/abs/2503.20215), and `get_rope_index` of its model in transformers.
+    (https://arxiv.org/abs/2503.20215), Qwen3-Omni, section 2.3 (https://arxiv.org/abs/2509.17765), and
+    `get_rope_index` of their models in transformers.
 
     Raises:
         ValueError: The tokens do not fit the grids.
@@ -86,7 +89,8 @@ def mrope_positions(
         size = len(expected)
         if tokens[at : at + size] != expected:
             raise ValueError(f"the image or video at token {at} needs {size} media tokens")
-        shared = int(sound is not None)  # positions before the video and after it, of two tokens each
+        # positions before the video and after it, of two tokens each
+        shared = 0 if sound is None else constants.shared_edges
         first = position + at - start - shared  # of the image or video
         parts.append(np.minimum(_text(at - start, position), first - 1))
         parts += [run + first for _, run in runs]

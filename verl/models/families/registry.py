@@ -7,18 +7,20 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from verl.models.auto import AutoConfig
+from verl.models.families.audio.qwen2_5_omni import Qwen25Omni
+from verl.models.families.audio.qwen2_audio import Qwen2Audio
+from verl.models.families.audio.qwen3_omni import Qwen3Omni
 from verl.models.families.cohere import CohereVision
 from verl.models.families.deepseek_vl import DeepseekVL
 from verl.models.families.gemma import Gemma3, Gemma4
 from verl.models.families.generic import GenericFamily
 from verl.models.families.glm_v import GlmV
-from verl.models.families.interface import DEFAULT_PATCHES, Family, VisionFamily
+from verl.models.families.interface import Family, Kind, MediaFamily
 from verl.models.families.internvl import InternVL
 from verl.models.families.llava_onevision import LlavaOnevision
 from verl.models.families.minicpm_v import MiniCPMV46, MiniCPMV47
 from verl.models.families.mistral3 import Ministral3, Mistral3
 from verl.models.families.qwen3_5 import HybridText, Qwen35
-from verl.models.families.qwen_omni import Qwen25Omni
 from verl.models.families.qwen_vl import Qwen3VL, Qwen25VL, QwenVL
 from verl.models.families.vila import Vila
 from verl.utils.registry import Registry
@@ -28,6 +30,8 @@ FAMILIES: tuple[Family, ...] = (
     Qwen25VL(),
     Qwen3VL(),
     Qwen25Omni(),
+    Qwen3Omni(),
+    Qwen2Audio(),
     HybridText(),
     Qwen35(),
     Ministral3(),
@@ -47,7 +51,7 @@ TEXT, GENERIC = Family(), GenericFamily()
 
 OWN_FAMILIES: Registry[Any] = Registry("worker.actor.model.family")  # of users' files
 _by_processor = {
-    name: family for family in FAMILIES if isinstance(family, VisionFamily) for name in family.processors
+    name: family for family in FAMILIES if isinstance(family, MediaFamily) for name in family.processors
 }
 TYPES: dict[str, Family] = {  # those of users' files are added
     name: family for family in FAMILIES for name in family.model_types
@@ -92,14 +96,14 @@ def family_of(config: Any) -> Family:
     return family.of(config) if isinstance(family, GenericFamily) else family
 
 
-def vision_family_of(config: Any) -> VisionFamily:
+def media_family_of(config: Any) -> MediaFamily:
     """Return the family of a model that reads media."""
     family = family_of(config)
-    assert isinstance(family, VisionFamily), f"{config.model_type} reads no media"
+    assert isinstance(family, MediaFamily), f"{config.model_type} reads no media"
     return family
 
 
-def family_of_processor(processor: Any) -> VisionFamily:
+def family_of_processor(processor: Any) -> MediaFamily:
     """Return the family that a processor's class belongs to; several types of models may share one."""
     return _by_processor.get(type(processor).__name__, GENERIC)
 
@@ -110,25 +114,25 @@ def transposed_experts(config: Any) -> tuple[str, ...]:
 
 
 def encoder_of(config: Any) -> tuple[str, ...]:
-    """Return the modules that turn pixels into features; a text model has none."""
+    """Return the modules that turn media into features; a text model has none."""
     family = family_of(config)
-    return family.encoder if isinstance(family, VisionFamily) else ()
+    return family.encoder if isinstance(family, MediaFamily) else ()
 
 
 def engine_encoder_of(config: Any) -> tuple[str, ...]:
-    """Return vLLM's names of the modules that turn pixels into features."""
+    """Return vLLM's names of the modules that turn media into features."""
     family = family_of(config)
-    if not isinstance(family, VisionFamily):
+    if not isinstance(family, MediaFamily):
         return ()
     # vLLM has tower and projector at the top, transformers below the model, where vLLM runs that as well
     names = [name for part in family.encoder for name in (part, part.rpartition(".")[2])]
     return (*names, *family.engine_modules)
 
 
-def patches_per_token(config: Any) -> int:
-    """Return the patches of the vision tower that make one token; of no interest for a text model."""
+def kinds_of(config: Any) -> tuple[Kind, ...]:
+    """Return the kinds of media that a model reads; none for a text model."""
     family = family_of(config)
-    return family.patches_per_token(config) if isinstance(family, VisionFamily) else DEFAULT_PATCHES
+    return family.kinds if isinstance(family, MediaFamily) else ()
 
 
 def is_named(config: Any) -> bool:

@@ -26,6 +26,7 @@ from verl.models.families.interface import (
     ExampleRow,
     Medium,
     MediumShape,
+    Sense,
     TinyModel,
     VisionFamily,
     example_pixels,
@@ -141,7 +142,7 @@ class Vila(VisionFamily):
         ids = torch.full((sum(self.units(config, facts)),), config.image_token_id)
         return ExampleRow(ids, [Medium("image", {PIXELS["image"]: example_pixels(size, generator)}, facts)])
 
-    def patches_per_token(self, config: Any) -> int:
+    def patches_per_token(self, config: Any, sense: Sense) -> int:
         return config.downsampling**2
 
     # --- media options

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from verl.config.schema import value_at
-from verl.models.families.interface import Family, MediaShape, VisionFamily
+from verl.models.families.interface import Family, MediaFamily, MediaShape
 from verl.models.families.registry import register_family
 from verl.optim.build import parameter_groups
 from verl.optim.schedules import Position
@@ -20,7 +20,7 @@ from verl.trainer.extensions.used import UsedExtension
 
 STEPS, WARMUP = 20, 2  # of the run that a schedule is called for
 LENGTH = 3  # tokens of a tiny prompt
-IMAGE_TOKEN, VIDEO_TOKEN = 90, 91  # of a tiny vision-language model
+IMAGE_TOKEN, VIDEO_TOKEN, AUDIO_TOKEN = 90, 91, 92  # of a tiny model
 
 
 def check_schedule(schedule: Any, used: UsedExtension, config: Any) -> None:
@@ -66,10 +66,11 @@ def check_family(family: Any, used: UsedExtension, _config: Any) -> None:
     if not isinstance(family, Family):
         raise ProtocolError(f"must be a Family, got {described(family)}")
     register_family(used.spec)
-    if not isinstance(family, VisionFamily):
+    if not isinstance(family, MediaFamily):
         return
     vision = SimpleNamespace(spatial_merge_size=2)
-    config = SimpleNamespace(image_token_id=IMAGE_TOKEN, video_token_id=VIDEO_TOKEN, vision_config=vision)
+    tokens = {"image_token_id": IMAGE_TOKEN, "video_token_id": VIDEO_TOKEN, "audio_token_id": AUDIO_TOKEN}
+    config = SimpleNamespace(**tokens, vision_config=vision)
     positions = family.positions(config, torch.arange(LENGTH), MediaShape())
     if positions is None:
         return

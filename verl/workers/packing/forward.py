@@ -23,7 +23,7 @@ from verl.distributed.token_sharding import ShardPlan, shard_plan
 from verl.models.attention.layouts import PackedLayout, SharedLayout
 from verl.models.attention.sequence_parallel_layouts import sequence_layout
 from verl.models.deferred_logits import DeferredLogits
-from verl.models.families.interface import ExampleRow, Medium, VisionFamily
+from verl.models.families.interface import ExampleRow, MediaFamily, Medium
 from verl.models.families.registry import family_of
 from verl.models.fused_log_probs import TokenLogProbs
 from verl.models.logit_chunks import HeadLogits
@@ -96,7 +96,7 @@ class PackedForward:
         self.model, self.config, self.media, self.device = model, config, media, device
         self.tower = tower
         self.family = family_of(config)
-        self.vision = self.family if isinstance(self.family, VisionFamily) else None
+        self.reader = self.family if isinstance(self.family, MediaFamily) else None
         self.sp = SequenceParallel.none() if sp is None else sp
         check_sequence_parallel(config, self.sp)
         reason = prompt_sharing_obstacle(config) if share_prompt else None
@@ -119,9 +119,9 @@ class PackedForward:
     def media_tokens(self, batch: DataProto) -> list[int]:
         """(B,) media tokens of each row that the model's own tower encodes."""
         ids = batch.batch["input_ids"]
-        if self.vision is None or self._has_features:
+        if self.reader is None or self._has_features:
             return [0] * len(ids)
-        found = torch.cat(list(self.vision.media_tokens(self.config, ids.flatten()).values()))
+        found = torch.cat(list(self.reader.media_tokens(self.config, ids.flatten()).values()))
         return (found // ids.shape[1]).bincount(minlength=len(ids)).tolist()
 
     def log_probs(
@@ -256,8 +256,8 @@ class PackedForward:
         else:
             arguments["packed_layout"] = PackedLayout.of(packed.cu_seqlens, self.device, blocks)
         if media:
-            assert self.vision is not None, "rows with media were refused"
-            found = self.vision.media_tokens(self.config, packed.input_ids)
+            assert self.reader is not None, "rows with media were refused"
+            found = self.reader.media_tokens(self.config, packed.input_ids)
             arguments["media_rows"] = {kind: self._media_rows(rows, plan) for kind, rows in found.items()}
         if self.routing is not None:
             arguments["owners"] = self._owners(packed, plan, micro.batch["attention_mask"])
@@ -304,7 +304,7 @@ class PackedForward:
         if rows and self._has_features:
             assert self.tower is not None, "it provides the features"
             return packed, {"media_features": self.tower.features(rows)}
-        if not rows and self.vision is not None and not self._has_features:
+        if not rows and self.reader is not None and not self._has_features:
             packed, rows = packed.append(self._blank.input_ids), [BLANK]
         if rows:
             return packed, self._encoded_media(rows, micro)
@@ -319,25 +319,25 @@ class PackedForward:
 
     @cached_property
     def _blank(self) -> ExampleRow:
-        assert self.vision is not None, "text models need no blank image"
-        return self.vision.example(self.config, None if self.media is None else self.media.processor)
+        assert self.reader is not None, "text models need no blank image"
+        return self.reader.example(self.config, None if self.media is None else self.media.processor)
 
     def _encoded_media(self, rows: list[MediaRow], micro: DataProto) -> dict[str, Any]:
         # where ranks encode together, the inputs are of all ranks' rows
         whole = WholeRows.of(micro)
         together = None if whole is None else whole.media
-        assert self.vision is not None, "rows with media were refused"
+        assert self.reader is not None, "rows with media were refused"
         encoded = rows if together is None else together
-        media, order = media_inputs(rows, encoded, self._row_media, self.vision.token_kind)
+        media, order = media_inputs(rows, encoded, self._row_media, self.reader.token_kind)
         share = None
         if self.sp.size > 1 and (whole is None or together is not None):
-            media, share = share_media(self.vision, self.config, media, self.sp, self._blank.media)
+            media, share = share_media(self.reader, self.config, media, self.sp, self._blank.media)
         return {"media": media, "media_order": order, "media_share": share}
 
     def _row_media(self, row: MediaRow) -> list[Medium]:
         if not has_media(row):
             return self._blank.media
-        if self.vision is None or self.media is None:
+        if self.reader is None or self.media is None:
             raise ValueError(f"rows hold media, which {self.config.model_type} is not known to read")
         return self.media.media(row)
 

@@ -26,7 +26,7 @@ from verl.distributed.device import to_device
 from verl.distributed.fsdp import full_named_tensors
 from verl.distributed.sequence_parallel import SequenceParallel
 from verl.models.families.interface import KINDS, EncodedMedium, Kind, Medium, is_part
-from verl.models.families.registry import vision_family_of
+from verl.models.families.registry import media_family_of
 from verl.models.monkey_patch import evaluating
 from verl.models.vision import Features, MediaShare, share_media
 from verl.workers.packing.micro_batches import max_over_ranks
@@ -69,7 +69,7 @@ class FrozenTower:
         folder: str | None = None,  # keeps features across runs
     ) -> None:
         self.model, self.config, self.media = model, config, media
-        self.family = vision_family_of(config)
+        self.family = media_family_of(config)
         self._blank = self.family.example(config, media.processor).media
         self.device, self.dtype = device, dtype
         self.sp = sp or SequenceParallel.none()

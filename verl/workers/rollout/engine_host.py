@@ -9,7 +9,7 @@ from verl.agents.setup import conversation_rules, endpoint_of
 from verl.agents.tools.pool import ToolPool
 from verl.config.worker import WorkerConfig
 from verl.data.media.loader import DecodedMedia, MediaData, MediaLoader
-from verl.models.families.registry import is_named, vision_family_of
+from verl.models.families.registry import is_named, media_family_of
 from verl.protocol import DataProto
 from verl.workers.continued_sampling import ContinuedSampling
 from verl.workers.conversations.agent_driver import AgentDriver
@@ -148,7 +148,7 @@ class EngineHost:
             return None
         takes_features = self.tower is not None and self.engine.takes_embeddings
         if takes_features and media.get("videos"):
-            takes_features = vision_family_of(self.model_config).takes_video_features
+            takes_features = media_family_of(self.model_config).takes_video_features
         if takes_features:
             assert self.tower is not None
             known = self.tower.known(media)  # None if the cache had no room for it
@@ -178,7 +178,7 @@ class EngineHost:
         if not multi_turn.enable:
             return None
         if self.media is not None:
-            positions = partial(vision_family_of(config).positions, config)
+            positions = partial(media_family_of(config).positions, config)
         options = self.options
         rules = conversation_rules(
             self.tokenizer,

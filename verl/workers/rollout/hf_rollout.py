@@ -20,8 +20,8 @@ from verl.data.media.loader import media_in_order, shape_of
 from verl.distributed.device import to_device
 from verl.distributed.fsdp import torch_dtype
 from verl.models.auto import AutoProcessor, AutoTokenizer
-from verl.models.families.interface import MediaShape, Medium, VisionFamily
-from verl.models.families.registry import family_of, vision_family_of
+from verl.models.families.interface import MediaFamily, MediaShape, Medium
+from verl.models.families.registry import family_of, media_family_of
 from verl.models.hub_names import auto_class
 from verl.workers.model_builder import read_config
 from verl.workers.rollout.base import (
@@ -196,7 +196,7 @@ class HFRollout(StepwiseEngine):
     ) -> PreparedPrompt:
         media, shape, ids = [], MediaShape(), list(request.prompt_token_ids)
         if request.media:
-            family = vision_family_of(self.hf_config)
+            family = media_family_of(self.hf_config)
             shape = shape_of(family, self.processor, request.media)
             expanded = family.expand(self.processor, ids, shape)
             media = media_in_order(family, self.processor, ids, request.media, shape)
@@ -207,7 +207,7 @@ class HFRollout(StepwiseEngine):
                 f" `worker.rollout.max_model_len` is {self.max_length}"
             )
         input_ids, position_ids = torch.tensor(ids), None
-        if isinstance(self.family, VisionFamily):
+        if isinstance(self.family, MediaFamily):
             position_ids = self.family.positions(self.hf_config, input_ids, shape)
         if position_ids is None:
             position_ids = torch.arange(len(ids))
@@ -225,7 +225,7 @@ class HFRollout(StepwiseEngine):
         """Logits of the last position, (B, V) float32."""
         inputs = {"input_ids": input_ids, "attention_mask": mask, "position_ids": position_ids}
         inputs |= self.family.own_arguments(self.hf_config, input_ids)
-        if media and isinstance(self.family, VisionFamily):
+        if media and isinstance(self.family, MediaFamily):
             inputs |= self.family.own_inputs(to_device(media, self.device))
         output = self.model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
         return output.logits[:, -1].float()

@@ -12,8 +12,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from verl.distributed.device import is_gpu
 from verl.distributed.fsdp import torch_dtype
-from verl.models.families.interface import KINDS, EncodedMedium, Family, Kind, VisionFamily
-from verl.models.families.registry import family_of, trained_part, vision_family_of
+from verl.models.families.interface import KINDS, EncodedMedium, Family, Kind, MediaFamily
+from verl.models.families.registry import family_of, kinds_of, media_family_of, trained_part
 from verl.models.layer_configs import experts_per_token, layer_heads
 from verl.utils.rank_logger import get_logger
 from verl.workers.model_builder import apply_overrides
@@ -23,7 +23,6 @@ from verl.workers.rollout.base import (
     EngineSetup,
     RolloutRequest,
     SamplingOptions,
-    media_token_ids,
 )
 from verl.workers.rollout.lora_sync import adapter_arguments
 from verl.workers.rollout.vllm_sleep import sleep_arguments
@@ -69,7 +68,7 @@ def engine_arguments(config: Any, setup: EngineSetup, hf_config: Any) -> dict[st
         arguments["hf_overrides"] = partial(
             _overridden, overrides=dict(setup.override_config), ours=ours, head_dtype=head_dtype
         )
-    if config.limit_images and media_token_ids(hf_config) and not embeds_prompts(family):
+    if config.limit_images and "image" in kinds_of(hf_config) and not embeds_prompts(family):
         arguments["limit_mm_per_prompt"] = {"image": config.limit_images}
     if setup.device == "cpu":
         cache_bytes = cpu_cache_bytes(hf_config, config, arguments["max_model_len"])
@@ -128,7 +127,7 @@ def _language_model(hf_config: Any) -> Any:
 
 def embeds_prompts(family: Family) -> bool:
     """Return whether vLLM runs the language model alone and reads prompts with media as embeddings."""
-    return isinstance(family, VisionFamily) and family.embeds_prompts
+    return isinstance(family, MediaFamily) and family.embeds_prompts
 
 
 def cpu_cache_bytes(hf_config: Any, config: Any, max_model_len: int) -> int:
@@ -148,7 +147,7 @@ def reads_embeddings(version: str, hf_config: Any) -> bool:
     family = family_of(hf_config)
     if embeds_prompts(family):
         return True
-    can = can and isinstance(family, VisionFamily) and family.takes_features
+    can = can and isinstance(family, MediaFamily) and family.takes_features
     if not can:
         logger.warning(
             "the rollout engine encodes media again: model=%s vllm=%s take no features",
@@ -163,7 +162,7 @@ def vllm_prompt(request: RolloutRequest, hf_config: Any) -> dict[str, Any]:
     prompt: dict[str, Any] = {"prompt_token_ids": list(request.prompt_token_ids)}
     if request.media is None:
         return prompt
-    family = vision_family_of(hf_config)
+    family = media_family_of(hf_config)
     if isinstance(request.media, EmbeddedMedia):
         return prompt | {"multi_modal_data": embedded_data(request.media, family)}
     data = {kind: list(getattr(request.media, f"{kind}s")) for kind in KINDS}
@@ -185,7 +184,7 @@ def prompt_embeddings(request: RolloutRequest, hf_config: Any, embed: Callable[[
         embed: Returns the embeddings of tokens; a collective call with tensor parallelism.
     """
     assert isinstance(request.media, EmbeddedMedia), "the trainer encodes media for this engine"
-    family, media = vision_family_of(hf_config), request.media
+    family, media = media_family_of(hf_config), request.media
     ids = torch.tensor(request.prompt_token_ids)
     embeddings = embed(ids)
     places = family.media_tokens(hf_config, ids)
@@ -197,7 +196,7 @@ def prompt_embeddings(request: RolloutRequest, hf_config: Any, embed: Callable[[
     return embeddings
 
 
-def embedded_data(media: EmbeddedMedia, family: VisionFamily) -> dict[str, Any]:
+def embedded_data(media: EmbeddedMedia, family: MediaFamily) -> dict[str, Any]:
     """Convert features to vLLM's multimodal data."""
     kinds: dict[Kind, list[EncodedMedium]] = {kind: getattr(media, f"{kind}s") for kind in KINDS}
     return {kind: family.engine_features(kind, items) for kind, items in kinds.items() if items}

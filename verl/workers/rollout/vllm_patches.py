@@ -20,8 +20,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from verl.distributed.device import is_gpu
+from verl.models.families.audio.qwen3_omni import CHUNK_FRAMES, CHUNK_TOKENS
 from verl.workers.rollout.vllm_image_blocks import with_image_rows
-from verl.workers.rollout.vllm_omni import positions_with_sound, tokens_with_sound
+from verl.workers.rollout.vllm_omni import (
+    positions_where_heard,
+    positions_with_sound,
+    tokens_with_sound,
+    with_whole_chunk,
+)
 
 SUPPORTED = ((0, 26), (0, 33))  # from, and below
 SHARED_MEMORY = Path("/dev/shm")
@@ -190,11 +196,29 @@ def take_turns_of_videos_and_their_sound() -> None:
     model.get_mrope_input_positions = positions_with_sound
 
 
+def take_turns_of_qwen3_omni() -> None:
+    """Have vLLM give Qwen3-Omni's videos with sound, and its audio, what training has."""
+    module = "vllm.model_executor.models.qwen3_omni_moe_thinker"
+    processor = _replaceable(
+        f"{module}:Qwen3OmniMoeThinkerMultiModalProcessor", "get_updates_use_audio_in_video"
+    )
+    processor.get_updates_use_audio_in_video = tokens_with_sound
+    model = _replaceable(f"{module}:Qwen3OmniMoeThinkerForConditionalGeneration", "get_mrope_input_positions")
+    tower = _replaceable(f"{module}:Qwen3OmniMoeAudioEncoder", "forward")
+    if not hasattr(tower.forward, "__wrapped__"):
+        model.get_mrope_input_positions = positions_where_heard(model.get_mrope_input_positions)
+        tower.forward = with_whole_chunk(tower.forward, CHUNK_FRAMES, CHUNK_TOKENS)
+
+
 def size_frames_as_the_files_say() -> None:
-    """Have Qwen2.5-Omni's processor limit the pixels of frames as its video processor's files say."""
-    # it has limits of its own for them, so that the engine would enlarge frames that training does not
-    module = importlib.import_module("transformers.models.qwen2_5_omni.processing_qwen2_5_omni")
-    module.Qwen2_5OmniProcessorKwargs._defaults["videos_kwargs"].pop("size", None)
+    """Have the processors of omni models limit the pixels of frames as their video processors' files say."""
+    # they have limits of their own for them, so that the engine would enlarge frames that training does not
+    for name, kwargs in (
+        ("qwen2_5_omni", "Qwen2_5OmniProcessorKwargs"),
+        ("qwen3_omni_moe", "Qwen3OmniMoeProcessorKwargs"),
+    ):
+        module = importlib.import_module(f"transformers.models.{name}.processing_{name}")
+        getattr(module, kwargs)._defaults["videos_kwargs"].pop("size", None)
 
 
 def take_several_videos() -> None:

@@ -14,12 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from verl.distributed.device import to_device
+from verl.models.families.audio.mel import FRAMES_OF_TOKEN, MEL, audio_tokens, mel_features, num_mel_frames
 from verl.models.families.interface import (
     ExampleRow,
     Kind,
     MediaShape,
     Medium,
     MediumShape,
+    Sense,
     TinyModel,
     example_pixels,
 )
@@ -34,9 +36,8 @@ from verl.models.families.qwen_vl import (
 )
 from verl.models.families.tiny_sizes import TEXT, mrope
 
-AUDIO = "input_features"  # (mel frames, mel bins) of a clip
 BLANK_FRAMES, EXAMPLE_FRAMES = 4, 30  # of mel features: 1 and 7 tokens
-PER_SECOND, CHUNK_S = 25, 2  # positions in time; seconds of a turn of a video's patches and its sound
+CHUNK_S = 2  # seconds of a turn of a video's patches and its sound
 PATCH_FRAMES = 2  # frames of a temporal patch
 TALKER_TOKENS = (
     "tts_text_start_token_id", "tts_text_end_token_id", "tts_text_pad_token_id", "vision_start_token_id",
@@ -74,14 +75,17 @@ class Qwen25Omni(Qwen25VL):
     wholes: ClassVar = {"qwen2_5_omni": "thinker_config"}
     hub_prefix = "thinker."
     unread = ("talker.", "token2wav.")
+    unread_files = ("spk_dict.pt",)
     kinds = ("image", "video", "audio")
     media_owner = ""
     tower = "visual"
-    audio_tower = "audio_tower"
     takes_features = False
     engine_patches = (
         "take_times_of_videos", "size_frames_as_the_files_say", "take_turns_of_videos_and_their_sound",
     )  # fmt: skip
+    per_second: ClassVar[int] = 25  # positions in time, and audio tokens
+    shared_edges: ClassVar[int] = 1
+    frames_of_token: ClassVar[int] = FRAMES_OF_TOKEN  # in the layers of the encoder of audio
     tiny: ClassVar = {
         "qwen2_5_omni": TinyModel(
             "qwen2_5_omni",
@@ -113,7 +117,28 @@ class Qwen25Omni(Qwen25VL):
         )
     }  # fmt: skip
 
+    @property
+    def encoders(self) -> dict[Sense, tuple[str, ...]]:
+        return {**super().encoders, "audio": ("audio_tower",)}
+
     # --- tokens and positions
+
+    def audio_tokens(self, frames: int) -> int:
+        """Return the tokens of an audio clip of so many mel frames."""
+        return audio_tokens(frames)
+
+    def turns(self, patches: int, seconds: float, sounds: int) -> list[list[Any]]:
+        """Return the turns of a video's temporal patches, `seconds` apart, and of its audio tokens.
+
+        The patches of each two seconds come before the sound of these two seconds.
+        """
+        size, step = self.per_second * CHUNK_S, time_factor(seconds, self.per_second)
+        chunks = [int(number * step) // size for number in range(patches)]
+        turns: list[list[Any]] = []
+        for chunk in range(max(chunks[-1] + 1, -(-sounds // size))):
+            counts = {"video": chunks.count(chunk), "audio": max(0, min(size, sounds - chunk * size))}
+            turns += [[kind, count] for kind, count in counts.items() if count]
+        return turns
 
     def token_of(self, processor: Any, kind: Kind) -> int:
         return processor.tokenizer.convert_tokens_to_ids(getattr(processor, f"{kind}_token"))
@@ -125,7 +150,7 @@ class Qwen25Omni(Qwen25VL):
         if "num_samples" not in meta:
             return shape
         seconds, patches = shape.facts["second_per_grid_ts"], shape.facts["grid_thw"][0]
-        turns = turns_of(patches, seconds, len(self.audio_shape(processor, meta["num_samples"]).tokens))
+        turns = self.turns(patches, seconds, len(self.audio_shape(processor, meta["num_samples"]).tokens))
         sizes: dict[Kind, int] = {"video": len(shape.tokens) // patches, "audio": 1}
         ids = {kind: self.token_of(processor, kind) for kind in sizes}
         tokens = [ids[kind] for kind, count in turns for _ in range(count * sizes[kind])]
@@ -134,33 +159,27 @@ class Qwen25Omni(Qwen25VL):
         return MediumShape([start, *tokens, end], shape.facts | {"turns": turns})
 
     def audio_shape(self, processor: Any, num_samples: int) -> MediumShape:
-        frames = _mel_frames(processor, num_samples)
-        return MediumShape([self.token_of(processor, "audio")] * audio_tokens(frames), {"frames": frames})
+        frames = num_mel_frames(processor, num_samples)
+        tokens = [self.token_of(processor, "audio")] * self.audio_tokens(frames)
+        return MediumShape(tokens, {"frames": frames})
 
     def constants(self, config: Any) -> MropeConstants:
-        found = config.position_id_per_seconds, config.seconds_per_chunk
-        assert found == (PER_SECOND, CHUNK_S), (
-            f"positions and seconds of a chunk must be as in the paper: {found}"
+        found = config.position_id_per_seconds
+        assert found == self.per_second, f"a second must have {self.per_second} positions, not {found}"
+        return replace(
+            super().constants(config), tokens_per_second=self.per_second, shared_edges=self.shared_edges
         )
-        return replace(super().constants(config), tokens_per_second=PER_SECOND)
 
     def positions(self, config: Any, input_ids: Tensor, shape: MediaShape) -> Tensor:
         turns = [video.facts.get("turns") for video in shape.videos]
-        factors = [time_factor(video.facts["second_per_grid_ts"], PER_SECOND) for video in shape.videos]
+        factors = [time_factor(video.facts["second_per_grid_ts"], self.per_second) for video in shape.videos]
         images, videos = grids_of(shape.images), grids_of(shape.videos)
         return mrope_positions(input_ids, self.constants(config), images, videos, factors, turns)
 
     # --- model inputs and features
 
     def audio_inputs(self, processor: Any, samples: np.ndarray) -> dict[str, Tensor]:
-        # The processor pads to its longest clip, 300 seconds. Zeros as wide as a window give the same frames.
-        extractor = processor.feature_extractor
-        made = extractor(
-            [samples], sampling_rate=extractor.sampling_rate, padding="max_length",
-            max_length=len(samples) + extractor.n_fft, truncation=False, return_tensors="pt",
-        )  # fmt: skip
-        frames = _mel_frames(processor, len(samples))
-        return {AUDIO: made["input_features"][0, :, :frames].T.contiguous()}
+        return {MEL: mel_features(processor, samples, num_mel_frames(processor, len(samples)))}
 
     def own_inputs(self, media: Sequence[Medium]) -> dict[str, Tensor]:
         inputs: dict[str, Tensor] = {}
@@ -168,8 +187,8 @@ class Qwen25Omni(Qwen25VL):
             inputs |= super().own_inputs(seen)
             seconds = inputs.pop("second_per_grid_ts", None)
             inputs |= {} if seconds is None else {"video_second_per_grid": seconds}
-        if heard := [medium.tensors[AUDIO] for medium in media if medium.kind == "audio"]:
-            inputs[AUDIO] = nn.utils.rnn.pad_sequence(heard, batch_first=True).transpose(1, 2)
+        if heard := [medium.tensors[MEL] for medium in media if medium.kind == "audio"]:
+            inputs[MEL] = nn.utils.rnn.pad_sequence(heard, batch_first=True).transpose(1, 2)
             masks = [torch.ones(len(clip), dtype=torch.int64, device=clip.device) for clip in heard]
             inputs["feature_attention_mask"] = nn.utils.rnn.pad_sequence(masks, batch_first=True)
         return inputs
@@ -182,34 +201,69 @@ class Qwen25Omni(Qwen25VL):
             device = next(iter(media[0].tensors.values())).device
             blank = to_device(self.example(owner.config, None).media, device)
         pictures = super().encode(owner, seen or blank[:1])
-        sounds = _encoded(owner.audio_tower, heard or blank[1:])
-        remaining = iter(pictures), iter(sounds)
+        sounds = self.encode_audio(owner.audio_tower, heard or blank[1:])
+        # Of a model that has deepstack levels, those of audio are zero: all features are equally wide.
+        beside = pictures[0].shape[-1] - sounds[0].shape[-1]
+        remaining = iter(pictures), (nn.functional.pad(sound, (0, beside)) for sound in sounds)
         found = [next(remaining[medium.kind == "audio"]) for medium in media]
         if blank:  # the other encoder's gradients are zero, not missing
             found[0] = found[0] + 0 * (pictures if heard else sounds)[0].sum()
         return found
 
+    def encode_audio(self, tower: Any, audio: Sequence[Medium]) -> list[Tensor]:
+        """Return the features (tokens, hidden size) of each clip, from one call of the encoder."""
+        frames = torch.cat([medium.tensors[MEL] for medium in audio])
+        lengths = torch.tensor([medium.facts["frames"] for medium in audio])
+        # Computed on CPU, so that no length is read back from the device.
+        bounds, on_cpu = self.encoder_inputs(tower, frames.T, lengths)
+        inputs = to_device(on_cpu, frames.device)
+        encoded = tower(frames.T, feature_lens=lengths, cu_seqlens=bounds, **inputs).last_hidden_state
+        return list(encoded.split([self.audio_tokens(length) for length in lengths.tolist()]))
+
+    def encoder_inputs(self, tower: Any, mel: Tensor, lengths: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Compute what the encoder derives from the lengths (clips,) of joined mel features (bins, frames).
+
+        Returns:
+            The bounds of the frames that attend to each other, and inputs for the device.
+        """
+        module = import_module(type(tower).__module__)
+        chunks, sizes = module.chunk_and_pad_features(mel, lengths, tower.config.n_window)
+        return module.get_audio_cu_seqlens(sizes), {
+            "padded_feature": chunks,
+            "chunk_lengths": sizes,
+            "valid_indices": module.get_valid_indices(sizes),
+            "pool_indices": module.get_pool_indices(lengths),
+        }
+
+    def unit_frames(self, config: Any) -> int | None:
+        """Return the mel frames that are encoded on their own; None if a clip cannot be cut."""
+        size = 2 * config.audio_config.n_window
+        return None if size % 4 else size  # else features are made of two chunks
+
     def units(self, config: Any, facts: Mapping[str, Any]) -> list[int]:
         if "frames" not in facts:
             return super().units(config, facts)
-        size, tokens = 2 * config.audio_config.n_window, audio_tokens(facts["frames"])
-        if size % 4:  # features are made of two chunks
-            return [tokens]
-        whole, rest = divmod(tokens, size // 4)
-        return [size // 4] * whole + [rest] * (rest > 0)
+        frames = facts["frames"]
+        size = self.unit_frames(config) or frames
+        starts = range(0, frames, size)
+        tokens = [self.audio_tokens(min(size, frames - start)) for start in starts]
+        return [count for count in tokens if count]
 
     def cut(self, config: Any, medium: Medium, first: int, stop: int) -> Medium:
         if medium.kind != "audio":
             return super().cut(config, medium, first, stop)
-        chunk = 2 * config.audio_config.n_window
+        size = self.unit_frames(config) or medium.facts["frames"]
         is_last = stop == len(self.units(config, medium.facts))
-        frames = medium.tensors[AUDIO][first * chunk : None if is_last else stop * chunk]
-        return medium._replace(tensors={AUDIO: frames}, facts={"frames": len(frames)})
+        frames = medium.tensors[MEL][first * size : None if is_last else stop * size]
+        return medium._replace(tensors={MEL: frames}, facts={"frames": len(frames)})
+
+    def patches_per_token(self, config: Any, sense: Sense) -> int:
+        return self.frames_of_token if sense == "audio" else super().patches_per_token(config, sense)
 
     def example(self, config: Any, processor: Any, generator: torch.Generator | None = None) -> ExampleRow:
         image = super().example(config, processor, generator)
         audio = _audio(config, BLANK_FRAMES if generator is None else EXAMPLE_FRAMES, generator)
-        tokens = [config.audio_token_id] * audio_tokens(audio.facts["frames"])
+        tokens = [config.audio_token_id] * self.audio_tokens(audio.facts["frames"])
         ids = torch.tensor([config.audio_start_token_id, *tokens, config.audio_end_token_id])
         return ExampleRow(torch.cat([image.input_ids, ids]), [*image.media, audio])
 
@@ -222,48 +276,6 @@ class Qwen25Omni(Qwen25VL):
         return options
 
 
-def turns_of(patches: int, seconds: float, sounds: int) -> list[list[Any]]:
-    """Return the turns of a video's temporal patches, `seconds` apart, and of its audio tokens."""
-    size, step = PER_SECOND * CHUNK_S, time_factor(seconds, PER_SECOND)
-    chunks = [int(number * step) // size for number in range(patches)]
-    turns: list[list[Any]] = []
-    for chunk in range(max(chunks[-1] + 1, -(-sounds // size))):
-        counts = {"video": chunks.count(chunk), "audio": max(0, min(size, sounds - chunk * size))}
-        turns += [[kind, count] for kind, count in counts.items() if count]
-    return turns
-
-
 def _audio(config: Any, frames: int, generator: torch.Generator | None = None) -> Medium:
     values = example_pixels((frames, config.audio_config.num_mel_bins), generator)
-    return Medium("audio", {AUDIO: values}, {"frames": frames})
-
-
-def _mel_frames(processor: Any, num_samples: int) -> int:
-    return -(-num_samples // processor.feature_extractor.hop_length)
-
-
-def audio_tokens(frames: int) -> int:
-    """Return the tokens of so many mel frames: a convolution halves their number, and so does pooling."""
-    return (frames + 1) // 2 // 2
-
-
-def _encoded(tower: Any, audio: Sequence[Medium]) -> list[Tensor]:
-    """Return the features (tokens, hidden size) of each clip, from one call of the encoder."""
-    frames = torch.cat([medium.tensors[AUDIO] for medium in audio])
-    lengths = torch.tensor([medium.facts["frames"] for medium in audio])
-    # Computed on CPU, so that no length is read back from the device.
-    module = import_module(type(tower).__module__)
-    chunks, sizes = module.chunk_and_pad_features(frames.T, lengths, tower.config.n_window)
-    on_device = {
-        "padded_feature": chunks,
-        "chunk_lengths": sizes,
-        "valid_indices": module.get_valid_indices(sizes),
-        "pool_indices": module.get_pool_indices(lengths),
-    }
-    encoded = tower(
-        frames.T,
-        feature_lens=lengths,
-        cu_seqlens=module.get_audio_cu_seqlens(sizes),
-        **to_device(on_device, frames.device),
-    )
-    return list(encoded.last_hidden_state.split([audio_tokens(length) for length in lengths.tolist()]))
+    return Medium("audio", {MEL: values}, {"frames": frames})

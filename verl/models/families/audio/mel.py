@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mel features of audio, as Whisper's feature extractor makes them: a frame for each 10 ms."""
+
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+FRAMES_OF_TOKEN = 2  # of an encoder's layers, which are pooled
+MEL = "input_features"  # (mel frames, mel bins) of a clip
+
+
+def num_mel_frames(processor: Any, num_samples: int) -> int:
+    """Return the frames of an audio clip of so many samples at the processor's rate."""
+    return -(-num_samples // processor.feature_extractor.hop_length)
+
+
+def mel_features(processor: Any, samples: np.ndarray, frames: int) -> Tensor:
+    """Return the first mel frames (frames, mel bins) of a clip (N,), of which some may be beyond its end."""
+    # The processor pads to its longest clip. Zeros as wide as a window give the same frames.
+    extractor = processor.feature_extractor
+    length = max(len(samples), frames * extractor.hop_length) + extractor.n_fft
+    made = extractor(
+        [samples], sampling_rate=extractor.sampling_rate, padding="max_length",
+        max_length=min(length, extractor.n_samples), truncation=False, return_tensors="pt",
+    )  # fmt: skip
+    return made[MEL][0, :, :frames].T.contiguous()
+
+
+def encoded_frames(frames: int) -> int:
+    """Return the frames that an encoder's layers see of so many mel frames, by a convolution of stride 2."""
+    return (frames + 1) // 2
+
+
+def audio_tokens(frames: int) -> int:
+    """Return the tokens of so many mel frames: a convolution halves their number, and so does pooling."""
+    return encoded_frames(frames) // FRAMES_OF_TOKEN
