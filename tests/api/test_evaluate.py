@@ -20,6 +20,7 @@ def trained(ray_session, folder, tmp_path_factory):
     from tests.api.conftest import questions
 
     config, overrides = questions.__wrapped__(folder, tmp_path_factory.mktemp("evaluated"))
+    overrides["data.category_keys"] = ["answer"]
     return config, overrides, verl.train(config, overrides)
 
 
@@ -30,7 +31,10 @@ def test_a_checkpoint_scores_as_in_the_runs_own_validation(trained, tmp_path):
     report = verl.evaluate(config, overrides, model=result.checkpoint, out=tmp_path / "evaluated")
 
     own = {key: value for key, value in read_metrics(result.folder)[2].items() if key.startswith("val")}
-    assert own and report.metrics == own
+    assert report.metrics == own
+    (by_answer,) = report.categories.values()
+    names = {f"val/answer/{answer}/reward_score" for answer in by_answer}
+    assert names <= set(own) and {own[name] for name in names} == {part.mean for part in by_answer.values()}
     assert report.overall.mean == own["val/reward_score"]
     assert report.step == 2 and report.overall.prompts == report.overall.responses == 5
     assert {path: path.stat().st_mtime_ns for path in result.checkpoint.rglob("*")} == files
@@ -42,7 +46,7 @@ def test_samples_categories_and_responses_for_the_viewer(trained, tmp_path):
     sampled = {"worker.rollout.val_override_config": {"temperature": 1.0}, "worker.rollout.seed": 5}
 
     report = verl.evaluate(
-        config, overrides | sampled, model=result.checkpoint, samples=4, ks=[1, 3], by="answer", keep=2,
+        config, overrides | sampled, model=result.checkpoint, samples=4, ks=[1, 3], by=["answer"], keep=2,
         out=tmp_path / "sampled",
     )  # fmt: skip
 

@@ -9,7 +9,12 @@ from typing import Any, ClassVar
 
 from verl.config.async_training import AsyncConfig
 from verl.config.data import RowsConfig
-from verl.config.files.paths import checkpoint_folder, writable_file, writable_folder
+from verl.config.files.paths import (
+    checkpoint_or_run_folder,
+    missing_checkpoint,
+    writable_file,
+    writable_folder,
+)
 from verl.config.hints.unsupported import INERT, REFUSED
 from verl.config.model import FSDPConfig
 from verl.config.schema import option
@@ -56,7 +61,10 @@ class RunConfig:
         None, "Folder for checkpoints and log files; null is checkpoints/PROJECT/EXPERIMENT."
     )
     load_checkpoint_path: str | None = option(
-        None, "Checkpoint to resume from, a folder named `global_step_N`.", resolve=checkpoint_folder
+        None,
+        "Checkpoint to resume from: a folder named `global_step_N`, or that of a run for its last one; the"
+        " run's own may have none yet.",
+        resolve=checkpoint_or_run_folder,
     )
     find_last_checkpoint: bool = option(True, "Resume from the last checkpoint in `save_checkpoint_path`.")
     allow_changed_inputs: bool = option(
@@ -76,6 +84,9 @@ class RunConfig:
             "checkpoints", self.project_name, self.experiment_name
         )
         object.__setattr__(self, "save_checkpoint_path", os.path.abspath(os.path.expanduser(folder)))
+        if self.load_checkpoint_path == self.save_checkpoint_path:  # as scripts of Long-RL name it
+            object.__setattr__(self, "load_checkpoint_path", None)
+            object.__setattr__(self, "find_last_checkpoint", True)
 
     @property
     def checkpoint_folder(self) -> str:
@@ -123,6 +134,9 @@ class RunConfig:
             writable_folder(self.checkpoint_folder)
         except ValueError as error:
             yield f"`{path}.save_checkpoint_path` {error}"
+        load = self.load_checkpoint_path
+        if load is not None and (problem := missing_checkpoint(load)) is not None:
+            yield f"`{path}.load_checkpoint_path`{problem}"
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Generic, TypeVar
 
 from verl.checkpoint.tracker import checkpoint_to_resume
 from verl.config.files.model_files import weights_problem
+from verl.config.hints.arguments import dashless
 from verl.config.hints.renamed_keys import VERL_KEYS, RenamedKeys
 from verl.config.ppo import PPOConfig
 from verl.config.schema import ConfigError, config_notes
@@ -89,7 +90,7 @@ class TrainingCommand(Generic[C]):
         switches = [argument for argument in arguments if argument.startswith("-")]
         unknown = [name for name in switches if name not in SWITCHES and not takes_value(name)]
         if unknown:
-            sys.stderr.write(f"`{unknown[0]}` is not a switch\n\n{self.usage}")
+            sys.stderr.write(f"`{unknown[0]}` is not a switch{dashless(unknown[0])}\n\n{self.usage}")
             return BAD_INPUT
         try:
             planned = read_switches(switches)

@@ -33,8 +33,16 @@ def import_file(path: Path, option: str, prefix: str, heading: str) -> ModuleTyp
     except (Exception, SystemExit) as error:
         del sys.modules[name]
         what = describe_error(error, path, heading)
-        raise ValueError(f"`{option}`: importing {path} failed: {what}") from error
+        raise ValueError(f"`{option}`: importing {path} failed: {what}{_remedy_of(error)}") from error
     return module
+
+
+def _remedy_of(error: BaseException) -> str:
+    """Say how a package that a file imports gets here; nothing for other errors."""
+    if not isinstance(error, ModuleNotFoundError) or not error.name:
+        return ""
+    package = error.name.partition(".")[0]
+    return f"\nInstall the package {package} where the run starts, for example by `pip install {package}`."
 
 
 def extend_import_path(path: Path) -> None:

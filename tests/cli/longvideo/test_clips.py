@@ -5,7 +5,7 @@ import av
 import pytest
 
 from tests.helpers.films import save_film
-from verl.cli.longvideo.clips import Source, cut, duration_of, frames_of
+from verl.cli.longvideo.clips import Source, StoppedError, cut, duration_of, frames_of
 from verl.cli.longvideo.settings import CutSettings
 
 
@@ -51,6 +51,17 @@ def test_uneven_frames_are_sampled_by_time(tmp_path):
     for clip in clips:
         samples = [int(time * 4) for time in times_of(clip)]
         assert samples == sorted(set(samples)) and samples[-1] < 8  # at most one in each quarter of a second
+
+
+def test_a_cut_stops_between_two_clips_and_continues(tmp_path):
+    save_film(tmp_path / "a.mp4", "mpeg4", 60, 12, fps=12)
+    one = source(tmp_path, "a.mp4")
+
+    with pytest.raises(StoppedError):
+        cut(one, lambda: (one.folder / "00000.mp4").exists())
+
+    assert one.done() is None and [path.name for path in one.folder.glob("0*")] == ["00000.mp4"]
+    assert len(cut(one)) == 3
 
 
 def test_large_frames_shrink_to_even_sides_and_small_ones_stay(tmp_path):

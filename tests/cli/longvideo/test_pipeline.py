@@ -84,7 +84,10 @@ def test_a_second_command_asks_nothing_and_writes_the_same(command, whole, tmp_p
 def test_a_killed_command_continues_and_ends_as_an_uninterrupted_one(command, whole, tmp_path):
     out, _ = whole
     answered = 0
-    for limit in (4, 12):  # requests, in the middle of captions and of questions
+    for limit, ending in (
+        (4, signal.SIGKILL),
+        (12, signal.SIGINT),
+    ):  # requests: among captions, and questions
         with Narrator() as server:
             arguments = command(tmp_path, server, "--concurrency", "1")
             process = subprocess.Popen(
@@ -93,8 +96,8 @@ def test_a_killed_command_continues_and_ends_as_an_uninterrupted_one(command, wh
             while len(server.requests) < limit:
                 assert process.poll() is None
                 time.sleep(0.01)
-            process.send_signal(signal.SIGKILL)
-            process.wait()
+            process.send_signal(ending)
+            assert process.wait() == (130 if ending == signal.SIGINT else -ending)
         answered += len(server.requests)
     with Narrator() as server:
         assert main(command(tmp_path, server)) == 0

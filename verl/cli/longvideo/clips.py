@@ -7,7 +7,7 @@ interrupted cut ends with the files of an uninterrupted one.
 """
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from fractions import Fraction
 from itertools import chain
@@ -63,12 +63,17 @@ class Source(NamedTuple):
         return clips if all(clip.file.is_file() for clip in clips) else None
 
 
-def cut(source: Source) -> list[Clip]:
+class StoppedError(RuntimeError):
+    """A cut that was asked to stop between two clips."""
+
+
+def cut(source: Source, is_stopped: Callable[[], bool] = lambda: False) -> list[Clip]:
     """Cut a video, or what is missing of its clips.
 
     Raises:
         ValueError: The video cannot be read.
         OSError: A clip cannot be written.
+        StoppedError: `is_stopped` said so before a clip.
     """
     if (done := source.done()) is not None:
         return done
@@ -76,7 +81,7 @@ def cut(source: Source) -> list[Clip]:
         shutil.rmtree(source.folder, ignore_errors=True)
         write_state(source.folder / INDEX, source.digest, {"is_whole": False})
     try:
-        end = _cut_from(source, _first_to_cut(source.folder))
+        end = _cut_from(source, _first_to_cut(source.folder), is_stopped)
     except (av.error.FFmpegError, ValueError) as error:
         raise ValueError(f"{source.file} cannot be cut: {error}") from error
     numbers = sorted(int(file.stem) for file in source.folder.glob("*.mp4"))
@@ -105,7 +110,7 @@ def frames_of(file: Path, number: int) -> Iterator[Any]:
         yield frames[(2 * index + 1) * len(frames) // (2 * number)].to_image()
 
 
-def _cut_from(source: Source, first: int) -> float:
+def _cut_from(source: Source, first: int, is_stopped: Callable[[], bool]) -> float:
     """Write the clips from number `first` on; return the end of the video in seconds."""
     seconds, end = source.cut.seconds, 0.0
     with ExitStack() as stack:
@@ -116,6 +121,8 @@ def _cut_from(source: Source, first: int) -> float:
             if writer is None or number != writer.number:
                 if writer is not None:
                     writer.finish()
+                if is_stopped():
+                    raise StoppedError
                 writer = stack.enter_context(_ClipWriter(source, number))
             writer.add(frame, time - number * seconds)
         if writer is None:

@@ -6,10 +6,11 @@ Each step does what is missing for all videos; the next one begins with the comp
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
+from threading import Event
 from typing import Any, NamedTuple, TypeVar
 
 from verl.cli.longvideo.asking import Question, ask_all, judge_of
@@ -105,12 +106,12 @@ class Pipeline:
                 new.append(source)
             else:
                 self.clips[source.name] = done
-        with ThreadPoolExecutor(self.settings.workers) as pool, self.counting("split", len(new)) as count:
-            for source, (clips, reason) in zip(new, pool.map(_cut, new), strict=True):
-                if reason is None:
-                    self.clips[source.name] = clips
+        with self.counting("split", len(new)) as count:
+            for source, result in zip(new, _cut_all(new, self.settings.workers), strict=True):
+                if isinstance(result, str):
+                    self.report.unfinished.append(Problem("split", source.name, result))
                 else:
-                    self.report.unfinished.append(Problem("split", source.name, reason))
+                    self.clips[source.name] = result
                 count()
         number = sum(map(len, self.clips.values()))
         self._line("split", f"{len(self.clips)} of {len(self.sources)} videos, {number} clips", len(new))
@@ -225,9 +226,19 @@ def sources_of(settings: Settings) -> list[Source]:
     ]
 
 
-def _cut(source: Source) -> tuple[list[Clip], str | None]:
-    """Cut a video; return its clips, or why it cannot be read."""
+def _cut_all(sources: Sequence[Source], workers: int) -> Iterator[list[Clip] | str]:
+    """Cut videos in threads; yield the clips of each, or why it cannot be read. Stops between clips."""
+    stop = Event()
+
+    def cut_one(source: Source) -> list[Clip] | str:
+        try:
+            return cut(source, stop.is_set)
+        except ValueError as error:
+            return str(error)
+
+    pool = ThreadPoolExecutor(workers)
     try:
-        return cut(source), None
-    except ValueError as error:
-        return [], str(error)
+        yield from pool.map(cut_one, sources)
+    finally:
+        stop.set()
+        pool.shutdown(cancel_futures=True)

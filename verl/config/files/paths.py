@@ -6,6 +6,7 @@ Use one as `option(..., resolve=existing_file)`. To add a kind of path, add a fu
 """
 
 import ast
+import json
 import os
 import re
 import tempfile
@@ -18,6 +19,7 @@ DATA_SUFFIXES = (".parquet", ".json", ".jsonl", ".arrow", ".csv", ".pkl")
 HUB_SUBSET = re.compile(r"\w[\w.-]*/\w[\w.-]*/\w[\w.+-]*")
 DEFAULT_FUNCTION = "main"  # of a file given without a function
 CHECKPOINT_NAME = re.compile(r"global_step_\d+")
+RUN_TRACKER = "checkpoint_tracker.json"  # in the folder of a run
 POLICY, EXPORTED = "actor", "huggingface"  # folders in a checkpoint: a role, and its exported weights
 
 
@@ -105,13 +107,32 @@ def _check_spelling(text: str, path: Path) -> None:
         raise error
 
 
-def checkpoint_folder(text: str) -> str:
-    path = Path(existing_folder(text))
-    if not CHECKPOINT_NAME.fullmatch(path.name):
-        found = sorted(entry.name for entry in path.iterdir() if CHECKPOINT_NAME.fullmatch(entry.name))
-        remedy = f"; it contains {found}" if found else ""
-        raise ValueError(f"must end with a folder named `global_step_N`, got {text!r}{remedy}")
-    return str(path)
+def checkpoint_or_run_folder(text: str) -> str:
+    """Resolve a checkpoint, or the folder of a run, which stands for its last checkpoint.
+
+    A folder without checkpoints is returned as it is: it may be that of this run, see `missing_checkpoint`.
+    """
+    path = _absolute(text)
+    if CHECKPOINT_NAME.fullmatch(path.name):
+        return existing_folder(text)
+    try:
+        last = json.loads((path / RUN_TRACKER).read_bytes())["last_global_step"]
+    except (OSError, ValueError, LookupError, TypeError):
+        last = None
+    found = path / f"global_step_{last}"
+    return str(found if found.is_dir() else path)
+
+
+def missing_checkpoint(path: str) -> str | None:
+    """Say that what `checkpoint_or_run_folder` returned is no checkpoint; None if it is one."""
+    folder = Path(path)
+    if CHECKPOINT_NAME.fullmatch(folder.name):
+        return None
+    if not folder.is_dir():
+        return f": {missing('folder', folder)}"
+    found = sorted(entry.name for entry in folder.iterdir() if CHECKPOINT_NAME.fullmatch(entry.name))
+    remedy = f"; it contains {found}" if found else ""
+    return f" must end with a folder named `global_step_N`, or be the folder of a run, got {path!r}{remedy}"
 
 
 def writable_folder(text: str) -> str:

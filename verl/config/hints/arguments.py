@@ -39,6 +39,12 @@ def quoted(argument: str) -> str:
     return f"{key}='{value}'" if "'" not in value else f'{key}="{value}"'
 
 
+def dashless(argument: str) -> str:
+    """Say how an option that was written as a switch, `--data.seed=1`, is written; nothing for others."""
+    plain = argument.lstrip("-")
+    return f": options have no dashes: {plain}" if "." in plain.partition("=")[0] and "=" in plain else ""
+
+
 def as_list(text: str) -> str | None:
     """Return a list without brackets, `a,b`, as JSON; None if the text is none."""
     items = [item.strip() for item in text.strip("()").split(",")]
