@@ -140,12 +140,16 @@ def with_options(config: C, changes: Mapping[str, Any]) -> C:
     """Return a copy of a config with some options replaced."""
     for key, value in changes.items():
         name, _, rest = key.partition(".")
-        if isinstance(config, dict):  # sections that the user named
-            config = config | {name: with_options(config[name], {rest: value})}
-            continue
-        inner = with_options(getattr(config, name), {rest: value}) if rest else value
+        inner = _with_option(getattr(config, name), rest, value) if rest else value
         config = dataclasses.replace(config, **{name: inner})  # pyright: ignore[reportArgumentType] (a section)
     return config
+
+
+def _with_option(section: Any, key: str, value: Any) -> Any:
+    if not isinstance(section, dict):
+        return with_options(section, {key: value})
+    name, _, rest = key.partition(".")  # of a section that the user named
+    return section | {name: with_options(section[name], {rest: value})}
 
 
 def with_largest_sizes(config: C, planner: Planner[C]) -> C:
