@@ -97,6 +97,23 @@ def test_what_is_wrong_with_a_section_is_said_with_its_key(minimal, tmp_path, ar
     assert message in problems_of(minimal, *arguments)[0]
 
 
+def test_the_files_of_a_model_decide_how_many_gpus_may_share_it_and_how_long_texts_may_be(minimal, tmp_path):
+    folder = tmp_path / "judge"
+    folder.mkdir()
+    (folder / "model.safetensors").touch()
+    (folder / "config.json").write_text('{"num_attention_heads": 4, "max_position_embeddings": 64}')
+    options = ["colocate=false", "tensor_parallel_size=3", "max_model_len=65"]
+
+    heads, length = problems_of(
+        minimal, f"{JUDGE}.model_path={folder}", *(f"{JUDGE}.{each}" for each in options)
+    )
+
+    assert (
+        "`reward_servers.judge.tensor_parallel_size` (3) must divide the model's 4 attention heads" in heads
+    )
+    assert "`reward_servers.judge.max_model_len` (65) must be at most 64" in length
+
+
 @pytest.mark.parametrize(
     "option",
     ["algorithm.online_filtering=true", "trainer.rejection_sample=true", "algorithm.adv_estimator=remax"],

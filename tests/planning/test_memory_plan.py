@@ -310,3 +310,16 @@ def test_a_server_larger_than_its_share_takes_its_weights():
     config = replace(make_config(), reward_servers={"judge": server})
 
     assert phases_of(config)["reward_servers.judge"].device["engine"] == 4 * GIB
+    assert planner(GPU)(config).models[-1] == "reward_servers.judge: 1,073,741,824 parameters are served"
+
+
+def test_a_server_that_leaves_no_room_gets_a_smaller_share():
+    server = RewardServerConfig(model_path="judge", gpu_memory_utilization=0.95)
+    config = replace(make_config(), reward_servers={"judge": server})
+    plan = planner(GPU)
+    (phase,) = [phase for phase in plan(config).misfits() if phase.name == "reward"]
+
+    (change,) = remedy(config, phase, plan).items()
+
+    # 72 GiB are usable; weights, moments and reference 3.5, the sleeping engine 3, the context 1: 64.5 of 80
+    assert change == ("reward_servers.judge.gpu_memory_utilization", 0.8)

@@ -131,6 +131,12 @@ class RewardServerConfig:
         if own:
             yield f"`{path}.engine_arguments` has {sorted(own)}, which are options: set `{path}.{min(own)}`"
         config = read_model_config(model)
+        heads = None if config is None else config.get("text_config", config).get("num_attention_heads")
+        if isinstance(heads, int) and heads % self.tensor_parallel_size:
+            yield (
+                f"`{path}.tensor_parallel_size` ({self.tensor_parallel_size}) must divide the model's {heads}"
+                f" attention heads ({model})"
+            )
         limit = None if config is None else length_limit(config, {})
         if limit is not None and self.max_model_len is not None and self.max_model_len > limit.tokens:
             yield (

@@ -53,7 +53,7 @@ class MemoryPlan:
     phases: tuple[Phase, ...]
     machine: Machine
     processes: int  # on a node
-    trained: tuple[str, ...] = ()  # for each trained model, how much of it is trained
+    models: tuple[str, ...] = ()  # how much of each trained model is trained; the size of each served one
 
     def node_bytes(self, phase: Phase) -> int:
         """Host memory of a node in a phase."""

@@ -32,6 +32,7 @@ LOCKED_ROUNDING = 1.45
 PUBLISHED_VERSIONS = 2  # of the weights, which wait for engines in other processes
 SENT_BYTES = 2 * (64 << 20)  # of a GPU, for each engine that it sends weights to
 SERVED_CACHE_BYTES = GIB // 4  # of keys and values of a model that is served on CPU
+REWARD = "reward"  # phase in which models score on the GPUs that train
 BATCH_COPIES = 3  # in the controller, Ray's object store, and the workers
 
 
@@ -88,7 +89,9 @@ def plan_memory(run: PlannedRun, read_shape: ReadShape, machine: Machine) -> Mem
             phase.device.update(_sleeping_engine(run, machine))
     shapes = {server: read_shape(server.model, FSDPConfig(), **of_server(server)) for server in run.servers}
     phases += _awake_servers(run, models, shapes, machine)
-    device |= _sleeping_servers(shapes, machine)
+    for phase in phases:
+        if phase.name != REWARD:
+            phase.device.update(_sleeping_servers(shapes, machine))
     node |= _server_processes(shapes, machine)
     phases = [
         replace(phase, device=phase.device | device, host=phase.host | host, node=phase.node | node)
@@ -96,7 +99,8 @@ def plan_memory(run: PlannedRun, read_shape: ReadShape, machine: Machine) -> Mem
     ]
     phases += _servers_of_own(shapes, machine)
     trained = [f"{model.planned.role}: {model.shape.trained_text}" for model in models if model.is_trained]
-    return MemoryPlan(tuple(phases), machine, run.trainer.n_gpus_per_node, tuple(trained))
+    served = [f"{server.option}: {shape.params:,} parameters are served" for server, shape in shapes.items()]
+    return MemoryPlan(tuple(phases), machine, run.trainer.n_gpus_per_node, (*trained, *served))
 
 
 def held_model(model: PlannedModel, world_size: int, device: str, read_shape: ReadShape) -> HeldModel:
@@ -195,7 +199,7 @@ def _awake_servers(
         )
         for server in shared
     }
-    return [Phase("reward", {"models": _resting(models)} | _sleeping_engine(run, machine) | engines)]
+    return [Phase(REWARD, {"models": _resting(models)} | _sleeping_engine(run, machine) | engines)]
 
 
 def _sleeping_servers(shapes: Shapes, machine: Machine) -> Parts:

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 from verl.config.schema import value_at
 from verl.config.trainer import RunTree
 from verl.planning.machine import GIB, Machine, MemoryPlan, Phase, find_machine
-from verl.planning.memory_plan import Planner
+from verl.planning.memory_plan import REWARD, Planner
 from verl.planning.planned_run import PlannedRun
 from verl.planning.step_plan import PlanLine, table
 from verl.planning.stored_shape import stored_shape
@@ -105,7 +105,7 @@ def memory_text(config: C, planner: Planner[C]) -> str:
     ]
     misfits = [misfit_text(config, phase, plan, planner) for phase in plan.misfits()]
     return (
-        "".join(f"  {line}\n" for line in plan.trained)
+        "".join(f"  {line}\n" for line in plan.models)
         + table(lines)
         + "".join(f"  does not fit: {text}\n" for text in misfits)
     )
@@ -140,9 +140,16 @@ def with_options(config: C, changes: Mapping[str, Any]) -> C:
     """Return a copy of a config with some options replaced."""
     for key, value in changes.items():
         name, _, rest = key.partition(".")
-        inner = with_options(getattr(config, name), {rest: value}) if rest else value
+        inner = _with_option(getattr(config, name), rest, value) if rest else value
         config = dataclasses.replace(config, **{name: inner})  # pyright: ignore[reportArgumentType] (a section)
     return config
+
+
+def _with_option(section: Any, key: str, value: Any) -> Any:
+    if not isinstance(section, dict):
+        return with_options(section, {key: value})
+    name, _, rest = key.partition(".")  # of a section that the user named
+    return section | {name: with_options(section[name], {rest: value})}
 
 
 def with_largest_sizes(config: C, planner: Planner[C]) -> C:
@@ -202,9 +209,11 @@ def _remedies(config: Any, run: PlannedRun, phase: Phase) -> Iterator[Changes]:
     if phase.updated_role is not None:
         yield {f"worker.{phase.updated_role}.model.enable_gradient_checkpointing": True}
     if phase.name == "gen":
-        now = value_at(config, ENGINE_SHARE)
-        shares = (round(0.05 * step, 2) for step in range(int(now / 0.05), 3, -1))
-        yield from ({ENGINE_SHARE: share} for share in shares if share < now)
+        yield from _lower_shares(ENGINE_SHARE, value_at(config, ENGINE_SHARE))
+    if phase.name == REWARD:
+        for server in run.servers:
+            share = f"{server.option}.gpu_memory_utilization"
+            yield from _lower_shares(share, server.options.gpu_memory_utilization)
     yield {f"worker.{role}.offload.offload_optimizer": True for role in run.roles(trained_only=True)}
     yield {f"worker.{role}.offload.offload_params": True for role in run.roles()}
     if phase.updated_role is not None:
@@ -212,6 +221,12 @@ def _remedies(config: Any, run: PlannedRun, phase: Phase) -> Iterator[Changes]:
         yield {f"{section}.fsdp.torch_dtype": "bf16", f"{section}.optim.strategy": "adamw_bf16"}
     if run.trainer.async_save:
         yield {"trainer.async_save": False}
+
+
+def _lower_shares(option: str, now: float) -> Iterator[Changes]:
+    """Yield smaller shares of a GPU's memory for an engine, the largest first."""
+    shares = (round(0.05 * step, 2) for step in range(int(now / 0.05), 3, -1))
+    yield from ({option: share} for share in shares if share < now)
 
 
 def _fits(config: C, planner: Planner[C], **phase_fields: str) -> bool:

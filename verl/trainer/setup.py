@@ -207,7 +207,7 @@ def open_reward(
 ) -> RewardManager | NoRewardFunction:
     if reward.reward_function is None:
         return NoRewardFunction()
-    awake = servers.awake if servers.sleep else None
+    awake = servers.awake if servers.share_devices else None
     return stack.enter_context(RewardManager(reward, folder / "reward_failures.jsonl", servers.specs, awake))
 
 

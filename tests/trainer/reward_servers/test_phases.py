@@ -60,7 +60,7 @@ def manager(reward_file, events, tmp_path):
     configs = {"judge": RewardServerConfig(model_path="owner/judge")}
     with RewardServers(configs, "cpu", tmp_path, num_devices=1) as servers:
         servers.models["judge"] = Model(events, calls)
-        assert servers.sleep
+        assert servers.share_devices
         with RewardManager(RewardConfig(reward_function=path), awake=servers.awake) as manager:
             yield manager
 

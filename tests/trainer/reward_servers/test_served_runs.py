@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.helpers.training import QUICKSTART, learned, quickstart_arguments, train
+from tests.helpers.training import QUICKSTART, quickstart_arguments, train
 from tests.helpers.vllm_server import vllm_server
 from verl.models.tiny import save_tiny_model
 
@@ -62,16 +62,22 @@ def test_a_model_with_devices_of_its_own_scores_training_and_validation(with_own
     assert "Application startup complete" in (folder / "reward_servers" / "judge-0.log").read_text()
 
 
+def scores_of(metrics):
+    """The metrics that depend on the judge alone: log-probs depend on the number of threads, too."""
+    prefixes = ("reward/", "val/", "critic/score")
+    return {
+        step: {name: value for name, value in values.items() if name.startswith(prefixes)}
+        for step, values in metrics.items()
+    }
+
+
 @pytest.mark.slow
 def test_a_model_that_sleeps_while_others_work_gives_the_same_scores(with_own_devices, arguments, tmp_path):
     common, model = arguments
 
     metrics = train(tmp_path, *common, *served(model))
 
-    expected, _ = with_own_devices
-    assert {step: learned(values) for step, values in metrics.items()} == {
-        step: learned(values) for step, values in expected.items()
-    }
+    assert scores_of(metrics) == scores_of(with_own_devices[0])
 
 
 @pytest.mark.slow
@@ -84,8 +90,4 @@ def test_the_same_model_by_url_gives_the_same_scores(with_own_devices, arguments
             tmp_path / "run", *common, f"{JUDGE}.url={url}", f"{JUDGE}.sampling={{max_tokens: 6}}"
         )
 
-    expected, _ = with_own_devices
-    restarts = "reward_servers/judge/restarts"
-    assert learned(metrics[1]) == {
-        name: value for name, value in learned(expected[1]).items() if name != restarts
-    }
+    assert scores_of(metrics) == scores_of(with_own_devices[0])

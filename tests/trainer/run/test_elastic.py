@@ -6,9 +6,12 @@ from dataclasses import replace
 import pytest
 
 from tests.trainer.rollouts.sampling import make_config
+from verl.config.ppo import PPOConfig
+from verl.config.reward_servers import RewardServerConfig
 from verl.config.schema import load_config
 from verl.config.sft import SFTConfig
-from verl.trainer.run.cluster_join import largest_run
+from verl.single_controller.ray.resource_pool import ClusterError
+from verl.trainer.run.cluster_join import check_all_fit, largest_run
 
 # 8 prompts x 2 responses, mini batches of 4 prompts: 8 sequences over the ranks, in micro batches of 2.
 MICRO = {"micro_batch_size_per_device_for_update": 2, "micro_batch_size_per_device_for_experience": 2}
@@ -79,3 +82,13 @@ def test_a_fine_tuning_run_takes_as_many_devices_as_its_batch_divides_by(tmp_pat
 
     assert smaller.trainer.n_gpus_per_node == 2
     assert smaller == replace(config, trainer=smaller.trainer)
+
+
+def test_models_of_the_reward_on_devices_of_their_own_are_named_where_devices_are_missing():
+    server = RewardServerConfig(model_path="judge", colocate=False, n_gpus=2)
+    config = replace(PPOConfig(), reward_servers={"judge": server})
+    config = replace(config, trainer=replace(config.trainer, n_gpus_per_node=2))
+
+    check_all_fit(config, [4])
+    with pytest.raises(ClusterError, match=r"needs 4 devices, 2 to train and 2 to serve .*the cluster has 3"):
+        check_all_fit(config, [3])

@@ -51,8 +51,8 @@ class RewardServers(AbstractContextManager["RewardServers"]):
         self.specs = {name: ServerSpec(name, config, self._board(name)) for name, config in configs.items()}
 
     @property
-    def sleep(self) -> bool:
-        """True if a model shares the devices that train, so that responses wait until they are sampled."""
+    def share_devices(self) -> bool:
+        """True if a model runs on devices that train, so that nothing is scored while those sample."""
         return any(config.is_served and config.colocate for config in self.configs.values())
 
     def start_own(self) -> None:
