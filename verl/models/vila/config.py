@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
 from transformers import AutoConfig, PreTrainedConfig
-from transformers.utils import cached_file
+from transformers.utils.hub import cached_file
 
 LLM, TOWER, PROJECTOR = PARTS = ("llm", "vision_tower", "mm_projector")  # folders, and modules of the model
 SECTIONS = {"llm_cfg": "text_config", "vision_tower_cfg": "vision_config"}
@@ -43,11 +43,11 @@ class VilaConfig(PreTrainedConfig):
     """
 
     model_type = "vila"
-    sub_configs: ClassVar = {"text_config": AutoConfig, "vision_config": AutoConfig}
+    sub_configs: ClassVar[dict[str, Any]] = {"text_config": AutoConfig, "vision_config": AutoConfig}
     has_no_defaults_at_init = True
 
-    text_config: dict | PreTrainedConfig | None = None
-    vision_config: dict | PreTrainedConfig | None = None
+    text_config: Any = None  # a config, or a dictionary of its options
+    vision_config: Any = None
     projector_type: str = "mlp_downsample"
     image_aspect_ratio: str | None = "resize"
     min_tiles: int | None = 1
@@ -60,8 +60,8 @@ class VilaConfig(PreTrainedConfig):
     mm_vision_select_feature: str | None = "cls_patch"
     image_encoder: str | dict | None = None  # texts around the features
     video_encoder: str | dict | None = None
-    image_token_id: int | None = None
-    video_token_id: int | None = None
+    image_token_id: Any = None  # an integer, in the model's files or those of its tokenizer
+    video_token_id: Any = None
     tie_word_embeddings: bool = False
 
     def __post_init__(self, **kwargs: Any) -> None:

@@ -77,7 +77,7 @@ class VilaForConditionalGeneration(PreTrainedModel, GenerationMixin):
 
     config_class = VilaConfig
     main_input_name = "input_ids"
-    input_modalities = ("image", "video", "text")
+    input_modalities: ClassVar[Any] = ("image", "video", "text")
     supports_gradient_checkpointing = True
     _no_split_modules: ClassVar = ["SiglipEncoderLayer"]
     _supports_sdpa = _supports_flash_attn = _supports_flex_attn = _supports_attention_backend = True
@@ -160,8 +160,7 @@ class VilaForConditionalGeneration(PreTrainedModel, GenerationMixin):
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Compute logits; features replace the embeddings of the tokens of media, in their order."""
-        if inputs_embeds is None:
-            inputs_embeds = self.get_input_embeddings()(input_ids)
+        embeddings: Any = self.get_input_embeddings()(input_ids) if inputs_embeds is None else inputs_embeds
         features = {
             self.config.image_token_id: self._images(pixel_values, image_grids),
             self.config.video_token_id: self._videos(pixel_values_videos, video_frames),
@@ -169,8 +168,8 @@ class VilaForConditionalGeneration(PreTrainedModel, GenerationMixin):
         for token, parts in features.items():
             if parts:
                 place = (input_ids == token)[..., None]
-                inputs_embeds = inputs_embeds.masked_scatter(place, torch.cat(parts).to(inputs_embeds.dtype))
-        outputs = self.get_decoder()(inputs_embeds=inputs_embeds, **kwargs)
+                embeddings = embeddings.masked_scatter(place, torch.cat(parts).to(embeddings.dtype))
+        outputs = self.get_decoder()(inputs_embeds=embeddings, **kwargs)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.get_output_embeddings()(outputs.last_hidden_state[:, kept])
         return CausalLMOutputWithPast(logits=logits, past_key_values=outputs.past_key_values)

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 from transformers import AutoTokenizer, BatchFeature
-from transformers.utils import cached_file
+from transformers.utils.hub import cached_file
 
 from verl.models.vila.config import LLM, TOKENS, TOWER, VilaConfig
 from verl.models.vila.tiles import ONE, Grid, ImageOptions, Wrapping, grids, image_units, passes

@@ -106,7 +106,7 @@ class Wrapping:
         name = str(options.get("_target_", BASIC[0])).rpartition(".")[2]
         if name not in (*BASIC, POOLED):
             raise ValueError(f"an encoder of media must be {', '.join(BASIC)} or {POOLED}, got {name}")
-        pools = [tuple(map(int, sizes)) for sizes in options.get("pool_sizes", ())]
+        pools = [(time, height, width) for time, height, width in options.get("pool_sizes", ())]
         return cls(
             options.get("start_tokens") or "",
             options.get("end_tokens", "\n") or "",
