@@ -2,6 +2,7 @@
 """One replica of a served model: a Ray actor with vLLM's server, on devices of its own or shared ones."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from verl.workers.rollout.served.model_server import ModelServer, ServerLaunch
 
 LOCAL = "127.0.0.1"
 OWN_GPUS = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": ""}  # Ray shows an actor only its GPUs
+CLOSE_S = 10.0  # for a server to end
 CALLS = 4  # at once: one waits for the end of the server
 
 
@@ -153,5 +155,8 @@ class Replica:
         if not ray.is_initialized():
             return
         if actor is not None:
-            ray.kill(actor)  # its server ends with it
+            # Ray would kill the guardian of the server first, which then could not end what vLLM has started.
+            with suppress(RayError):  # the actor has died
+                ray.get(actor.close.remote(), timeout=CLOSE_S)
+            ray.kill(actor)
         self.place.release()
