@@ -7,6 +7,7 @@ A crash ends these processes only; whoever holds a `ModelServer` learns of it by
 import json
 import os
 import runpy
+import signal
 import sys
 import threading
 import time
@@ -21,7 +22,7 @@ from typing import Any
 
 from verl.config.reward_servers import RewardServerConfig
 from verl.utils.cuda_builds import repair_cuda_builds
-from verl.utils.processes.child_process import ChildProcess, describe_exit
+from verl.utils.processes.child_process import ChildProcess, describe_exit, signal_when_parent_dies
 from verl.workers.rollout.served.required_key import KEY_VARIABLE, KeyRequired
 
 MODULE = "vllm.entrypoints.openai.api_server"
@@ -119,6 +120,8 @@ def run_server(arguments: list[str], variables: dict[str, str], log: str, connec
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for stream in (1, 2):
         os.dup2(file, stream)
+    # Without a guardian, which a killed controller may not leave, the engine would outlive the server.
+    os.register_at_fork(after_in_child=partial(signal_when_parent_dies, signal.SIGKILL))
     repair_cuda_builds()
     sys.argv = [MODULE, *arguments]
     runpy.run_module(MODULE, run_name="__main__")
