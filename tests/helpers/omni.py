@@ -38,11 +38,17 @@ SPEAKING: dict[str, dict[str, Any]] = {  # options of the configs of these parts
 }
 
 
+GENERATOR = torch.Generator().manual_seed(0)
+
+
 def save_speaking(folder: Path, kind: str) -> Path:
     """Write a tiny random omni model with the parts that speak."""
     save_tiny_model(folder, kind)
     options = AutoConfig.from_pretrained(folder).to_dict() | SPEAKING[kind] | {"enable_audio_output": True}
     config = AutoConfig.for_model(**options)
-    torch.manual_seed(0)
-    AutoModelForMultimodalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    model = AutoModelForMultimodalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for weight in model.parameters():  # transformers leaves some as the memory was
+            weight.normal_(std=0.02, generator=GENERATOR)
+    model.save_pretrained(folder)
     return folder

@@ -28,8 +28,8 @@ class Narrator(ChatServer):
         self.fail = dict(fail or {})
         self.kinds = []
 
-    def reply_to(self, body, headers):
-        super().reply_to(body, headers)
+    def reply_to(self, path, body, headers):
+        super().reply_to(path, body, headers)
         text = text_of(body)
         with self.lock:
             for part, reply in self.fail.items():
