@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The options that the published scripts of EasyR1 and Long-RL set pass a dry run, with their values.
 
-Each kind of script is a line; scripts of VILA and diffusion models are answered in the page for Long-RL.
+Each kind of script is a line; scripts of diffusion models are answered in the page for Long-RL.
 """
 
 import json
@@ -127,6 +127,22 @@ SCRIPTS = {
         worker.rollout.num_chunk_seq=60 worker.rollout.max_num_batched_tokens=256000
         worker.rollout.gpu_memory_utilization=0.4 trainer.experiment_name=hour
         trainer.load_checkpoint_path=checkpoints/easy_r1/hour
+    """,
+    "counting with VILA": """
+        data.train_files=BUAADreamer/clevr_count_70k@train
+        data.val_files=BUAADreamer/clevr_count_70k@test
+        data.format_prompt=./examples/format_prompt/r1v.jinja data.vila_model=true
+        worker.reward.reward_function=./examples/reward_function/r1v.py:compute_score
+        worker.reward.reward_type=sequential worker.vila_model=true
+        worker.actor.model.trust_remote_code=true worker.rollout.trust_remote_code=true
+        worker.actor.model.model_path=Efficient-Large-Model/NVILA-Lite-2B trainer.n_gpus_per_node=8
+    """,
+    "256 frames with VILA": VIDEO
+    + """
+        data.vila_model=true worker.vila_model=true worker.actor.model.trust_remote_code=true
+        worker.rollout.num_video_frames=256 worker.rollout.tokens_per_frame=257
+        worker.rollout.max_num_batched_tokens=73984 worker.actor.ulysses_size=4
+        worker.actor.model.model_path=Efficient-Large-Model/LongVILA-R1-7B trainer.n_gpus_per_node=8
     """,
     "sound": VIDEO
     + """
