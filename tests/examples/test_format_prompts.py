@@ -37,8 +37,9 @@ def test_no_template_holds_a_literal_backslash_n(path):
 
 
 def test_there_is_a_template_for_each_shipped_reward_function():
-    # A judge reads free text; `r1v` serves questions about videos too, `math` answers after programs.
-    assert {path.stem for path in TEMPLATES} - {"r1v_video", "python_tool"} | {"llm_judge"} == {
+    # Judges read free text; `r1v` serves videos and choices too, `math` answers after programs.
+    others = {"llm_judge", "judged", "choice"}
+    assert {path.stem for path in TEMPLATES} - {"r1v_video", "python_tool"} | others == {
         path.stem for path in (FOLDER.parent / "reward_function").glob("*.py")
     }
 

@@ -267,9 +267,9 @@ def own_inputs_of(tiny: Tiny, row: Sequence[Part], **options: Any) -> dict[str, 
 
 def own_features_of(tiny: Tiny, part: Medial) -> Tensor:
     """Return the features (tokens, hidden size x (1 + levels)) that the model computes for one medium."""
-    if isinstance(part, Sound):
-        return inserted_features_of(tiny, part)
     owner = tiny.owner
+    if isinstance(part, Sound) or not hasattr(owner, "get_image_features"):
+        return inserted_features_of(tiny, part)
     is_video = isinstance(part, Clip) and hasattr(owner, "get_video_features")
     function = owner.get_video_features if is_video else owner.get_image_features
     inputs = own_inputs_of(tiny, [part])

@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.architecture.source import ROOT
+from tests.helpers.checkpoints import stored_tensors
 from tests.helpers.distributed import run_distributed
 from tests.helpers.families import (
     Clip,
@@ -177,7 +177,7 @@ def features_once(kind: str) -> Error:
 def merged(kind: str) -> Error:
     """Weights in memory under their names on the hub against the model's files, bit for bit."""
     tiny = load_tiny(kind)
-    on_disk = stored_tensors(tiny)
+    on_disk = stored_tensors(tiny.folder)
     names = HubNames(tiny.config)
     in_memory = ((name, each) for name, each in tiny.model.state_dict().items() if name not in names.tied)
     made = dict(names.convert(in_memory))
@@ -187,17 +187,6 @@ def merged(kind: str) -> Error:
         if name.endswith(transposed_experts(tiny.config)) and made[name].shape != on_disk[name].shape:
             made[name] = made[name].transpose(-1, -2)
     return float(not all(torch.equal(made[name], on_disk[name]) for name in made))
-
-
-def stored_tensors(tiny: Tiny) -> dict[str, Tensor]:
-    """Return the tensors of a model's files, after the names of their folders if there are several."""
-    if not tiny.family.folders:
-        return load_file(tiny.folder / "model.safetensors")
-    return {
-        f"{part}.{name}": tensor
-        for part in tiny.family.folders
-        for name, tensor in load_file(tiny.folder / part / "model.safetensors").items()
-    }
 
 
 @cache

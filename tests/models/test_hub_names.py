@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoConfig
 
+from tests.helpers.checkpoints import stored_tensors
 from verl.distributed.fsdp import full_named_tensors
 from verl.models.families.registry import family_of, load_config
 from verl.models.hub_names import HubNames, auto_class
@@ -16,7 +16,7 @@ def test_converted_tensors_match_save_pretrained(family, tmp_path):
     folder = save_tiny_model(tmp_path, family)
     config = load_config(folder)
     model = auto_class(config).from_pretrained(folder, config=config)
-    on_disk = load_file(folder / "model.safetensors")
+    on_disk = stored_tensors(folder)
 
     converted = dict(HubNames(config).convert(full_named_tensors(model)))
 
@@ -78,7 +78,7 @@ def test_a_scalar_model_has_the_same_names_with_a_score_instead_of_the_head(fami
     converted = dict(HubNames(config).convert(full_named_tensors(model)))
 
     prefix = family_of(config).hub_prefix  # of a part of a larger model, which has no score
-    named = {name.removeprefix(prefix) for name in load_file(folder / "model.safetensors")}
+    named = {name.removeprefix(prefix) for name in stored_tensors(folder)}
     expected = {name for name in named if not name.endswith("lm_head.weight")}
     assert converted.keys() == expected | {"score.weight"} | ({"score.bias"} if has_bias else set())
     assert converted["score.weight"].shape == (1, 128)

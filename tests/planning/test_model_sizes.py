@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.helpers.checkpoints import stored_tensors
 from verl.config.model import FSDPConfig, LoraConfig, ModelConfig
 from verl.models.families.registry import load_config
 from verl.models.hub_names import auto_class
@@ -34,8 +35,7 @@ def test_the_weights_are_those_of_the_files(tmp_path, family):
     folder = save_tiny_model(tmp_path, family)
     model = auto_class(config := load_config(folder)).from_config(config)
     buffers = sum(model.get_buffer(name).numel() for name in model.state_dict().keys() - parameters_of(model))
-    files = [load_file(file) for file in folder.rglob("model.safetensors")]
-    in_files = sum(tensor.numel() for file in files for tensor in file.values()) - buffers
+    in_files = sum(tensor.numel() for tensor in stored_tensors(folder).values()) - buffers
 
     shape = shape_of(folder)
 

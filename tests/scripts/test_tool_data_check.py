@@ -3,6 +3,7 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,6 +17,7 @@ from verl.data.tokenizer import load_tokenizer
 from verl.trainer.extensions import checks, rollouts
 from verl.trainer.setup import running_trainer
 
+POOL = SimpleNamespace(device="cpu")  # of which nothing is taken
 SHIPPED = f"data.override_chat_template={ROOT / 'examples/chat_template/qwen_vl_tools.jinja'}"
 ZOOM = "worker.rollout.multi_turn.tools=[zoom]"
 HERMES = "worker.rollout.multi_turn.format=hermes"
@@ -129,7 +131,7 @@ def test_a_run_with_such_a_template_ends_before_a_worker_loads_its_model(run, lo
     config = load_config(PPOConfig, [*run, *OPTIONS, ZOOM, HERMES, lossy])
 
     expected = r"`worker\.rollout\.multi_turn\.enable=true`: the chat template"
-    with pytest.raises(ValueError, match=expected), running_trainer(config, pool=None):
+    with pytest.raises(ValueError, match=expected), running_trainer(config, POOL):
         raise AssertionError("the run began")
 
 

@@ -26,8 +26,9 @@ from verl.utils.typed_command import command_parser
 KINDS = (  # the families of `verl/models/tiny.py`, which imports torch
     "deepseek", "gemma2", "gemma3", "gemma3_vl", "gemma4", "gemma4_moe", "glm46v", "glm4v", "glm4v_moe",
     "internvl", "llama", "llava_onevision", "minicpmv4_6", "minicpmv4_7", "ministral3", "mistral",
-    "mistral3", "qwen2", "qwen2_5_omni", "qwen2_5_vl", "qwen2_vl", "qwen3", "qwen3_5", "qwen3_5_moe",
-    "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe",
+    "mistral3", "qwen2", "qwen2_5_omni", "qwen2_5_vl", "qwen2_audio", "qwen2_vl", "qwen3", "qwen3_5",
+    "qwen3_5_moe", "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen3_omni_moe", "qwen3_vl", "qwen3_vl_moe",
+    "vila",
 )  # fmt: skip
 WEIGHTS = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 

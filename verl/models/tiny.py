@@ -215,7 +215,8 @@ def save_tiny_model(
         suppress_tokens=None if not chosen.encoders else [tokenizer.vocab[token] for token in media],
     )
     write_model(model, config, directory)
-    tokenizer.save_pretrained(directory)
+    if not family_of(part).folders:  # else the processor writes it into one of them
+        tokenizer.save_pretrained(directory)
     if chosen.processor:
         build_processor(chosen, tokenizer).save_pretrained(directory)
     return directory

@@ -28,6 +28,11 @@ def by_folder(
     if not folders:
         yield "", iter(tensors)
         return
-    for folder, part in itertools.groupby(tensors, lambda named: named[0].partition(".")[0]):
-        assert folder in folders, f"{folder} is none of {folders}"
-        yield folder, ((name.partition(".")[2], tensor) for name, tensor in part)
+
+    def folder_of(named: tuple[str, Tensor]) -> str:
+        first = named[0].partition(".")[0]
+        return first if first in folders else ""  # a score is next to them
+
+    for folder, part in itertools.groupby(tensors, folder_of):
+        start = f"{folder}." if folder else ""
+        yield folder, ((name.removeprefix(start), tensor) for name, tensor in part)

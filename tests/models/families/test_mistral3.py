@@ -14,6 +14,7 @@ from tests.helpers.families import (
     load_tiny,
     media_of,
     own_inputs_of,
+    prepared,
     random_image,
 )
 from tests.helpers.family_training import (
@@ -66,7 +67,8 @@ def test_images_of_different_sizes_do_not_see_each_other(tiny):
 
 def test_features_of_an_earlier_layer_are_the_models(tiny, monkeypatch):
     last = features_of(tiny, media_of(tiny, IMAGES))
-    monkeypatch.setattr(tiny.config, "vision_feature_layer", -2)
+    for config in (tiny.config, prepared(tiny.folder).config):
+        monkeypatch.setattr(config, "vision_feature_layer", -2)
 
     assert_features_are_the_models(tiny, [IMAGES])
     assert not torch.allclose(features_of(tiny, media_of(tiny, IMAGES))[0], last[0], atol=1e-2)

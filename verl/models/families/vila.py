@@ -76,6 +76,7 @@ class Vila(VisionFamily):
             image=TOKENS["image_token_id"],
             video=TOKENS["video_token_id"],
             processor=tiny_processor,
+            keeps_words=False,
         )
     }
 
