@@ -49,7 +49,7 @@ VERSION = 0  # of all weights
 class Engine:
     """Takes weights and drops them; counts what it was sent."""
 
-    takes_adapter = takes_embeddings = keeps_weights = False
+    takes_adapter = takes_embeddings = embeds_prompts = keeps_weights = False
     dtype = torch.bfloat16
 
     def __init__(self, takes_adapter: bool) -> None:

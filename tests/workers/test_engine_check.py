@@ -80,6 +80,8 @@ def test_an_engine_that_computes_the_same_passes(model, engine, requests, media)
 class Mirroring:
     """An engine that sees images from behind."""
 
+    embeds_prompts = False
+
     def __init__(self, engine):
         self.engine = engine
         self.rng_state, self.set_rng_state = engine.rng_state, engine.set_rng_state
@@ -146,7 +148,7 @@ def test_an_engine_that_fails_on_images_is_refused_with_its_reason(requests, med
         raise RuntimeError("no such image processor")
         yield
 
-    engine: Any = SimpleNamespace(generate=fail, rng_state=dict)
+    engine: Any = SimpleNamespace(generate=fail, rng_state=dict, embeds_prompts=False)
     with pytest.raises(NotImplementedError, match=r"cannot sample .*no such image processor.*name=hf"):
         sample(engine, requests, media)
 
@@ -162,7 +164,7 @@ def test_an_engine_that_cannot_be_built_is_refused_if_the_model_is_only_tried():
 class CountingEngine:
     """Stands for the engine of a worker: records what it is told."""
 
-    keeps_weights = takes_adapter = False
+    keeps_weights = takes_adapter = embeds_prompts = False
     dtype = torch.float32
 
     def __init__(self, engine):
@@ -191,12 +193,17 @@ def test_the_first_sync_compares_and_syncs_again_and_later_ones_only_sync(
     worker: Any = FSDPWorker.__new__(FSDPWorker)
     worker.engine = counting = CountingEngine(engine)
     worker.policy = SimpleNamespace(
-        model=model, loaded=nullcontext, engine_tensors=lambda dtype, with_tower: hub_tensors(model)
+        model=model,
+        tower=None,
+        engine_tower=None,
+        loaded=nullcontext,
+        engine_tensors=lambda dtype, with_tower: hub_tensors(model),
     )
     worker.hub_names = SimpleNamespace(convert=lambda tensors: tensors)
     worker.device = torch.device("cpu")
     host: Any = EngineHost.__new__(EngineHost)
     host.engine, host.media, host.tokenizer = counting, media, tiny.processor.tokenizer
+    host.tower = None
     worker.host, host.continued = host, ContinuedSampling(counting)
     rollout = SimpleNamespace(name="hf", dtype="fp32", max_model_len=None, limit_images=0)
     worker.config = SimpleNamespace(
