@@ -13,7 +13,7 @@ from verl.models.tiny import save_tiny_model
 sys.path.insert(0, str(QUICKSTART))
 from shapes import write_questions
 
-pytestmark = pytest.mark.heavy
+pytestmark = [pytest.mark.heavy, pytest.mark.slow]  # test_model.py and test_phases.py are in every suite
 
 JUDGE = "reward_servers.judge"
 SERVED = ["dtype=fp32", "max_model_len=256", "sampling={max_tokens: 6}"]
@@ -71,7 +71,6 @@ def scores_of(metrics):
     }
 
 
-@pytest.mark.slow
 def test_a_model_that_sleeps_while_others_work_gives_the_same_scores(with_own_devices, arguments, tmp_path):
     common, model = arguments
 
@@ -80,7 +79,6 @@ def test_a_model_that_sleeps_while_others_work_gives_the_same_scores(with_own_de
     assert scores_of(metrics) == scores_of(with_own_devices[0])
 
 
-@pytest.mark.slow
 def test_the_same_model_by_url_gives_the_same_scores(with_own_devices, arguments, tmp_path):
     common, model = arguments
     options = ["--served-model-name", "judge", "--dtype", "float32"]

@@ -67,24 +67,31 @@ def test_the_greedy_response_differs_from_the_sampled_ones_only_in_how_it_is_sam
 
 
 @pytest.mark.parametrize(
-    ("options", "num_encoded"),
-    [({}, 3), ({"environment": "gymnasium"}, 0), ({"agent": "verifiers"}, 0)],
+    ("options", "encodes", "num_encoded"),
+    [
+        ({}, True, 3),
+        ({}, False, 0),
+        ({"environment": "gymnasium"}, True, 0),
+        ({"agent": "verifiers"}, True, 0),
+    ],
 )
-def test_a_frozen_tower_encodes_media_of_rows_only_if_they_are_the_prompts(
-    reward_manager, options, num_encoded
+def test_the_policys_tower_encodes_media_of_rows_only_if_they_are_the_prompts(
+    reward_manager, options, encodes, num_encoded
 ):
     class Encoding(Engine):
         encoded = ()
+
+        def encodes_media(self):
+            return [encodes, encodes]  # of two ranks
 
         def encode_media(self, prompts):
             self.encoded = prompts.non_tensor_batch["multi_modal_data"]
             return iter(())
 
     config, engine = make_config(), Encoding(lambda number: [0.0, 1.0])
-    actor, rollout = config.worker.actor, config.worker.rollout
-    actor = replace(actor, model=replace(actor.model, freeze_vision_tower=True))
+    rollout = config.worker.rollout
     rollout = replace(rollout, multi_turn=MultiTurnConfig(enable=bool(options), **options))
-    config = replace(config, worker=replace(config.worker, actor=actor, rollout=rollout))
+    config = replace(config, worker=replace(config.worker, rollout=rollout))
     sampler = make_sampler(config, SharedEngines(engine, config.worker), reward_manager)
     media = {"multi_modal_data": objects([{"images": ["one.png"]}] * 3)}
     prompts = with_uids(next(numbered_prompts(3)), "p").merge(media, replace=media)
