@@ -193,7 +193,8 @@ def test_a_call_costs_milliseconds(group):
         group.nothing()
         times.append(time.perf_counter() - start)
 
-    assert min(times) < 0.010  # the median measures what else the machine does
+    # On a quiet machine 0.7 of the median, which was held to 0.010 and grows with other work.
+    assert min(times) < 0.007
 
 
 def test_no_object_references_stay_behind(group):

@@ -6,7 +6,7 @@ Works without a process group; host memory holds about one output file at a time
 
 import itertools
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -59,7 +59,7 @@ def merge_checkpoint(
         trained_dtype = dtype or shards.base_dtype
     trained = _cast(_hub_tensors(shards, names, local_dir), trained_dtype)
     unread = _cast(unread_tensors(local_dir, family.unread, base_model), dtype)
-    with _writing(folder):
+    with _writing([folder, *(folder / name for name in family.folders)]):
         parts = by_folder(itertools.chain(trained, unread), family.folders)
         dtypes = [_write_files(folder / name, part, max_file_bytes) for name, part in parts]
         _set_dtype(folder, config, dtypes[0])
@@ -74,18 +74,19 @@ def _cast(tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None) -> I
 
 
 @contextmanager
-def _writing(folder: Path) -> Iterator[None]:
-    """Remove earlier weights, and what was written if the block cannot write."""
+def _writing(folders: Sequence[Path]) -> Iterator[None]:
+    """Remove earlier weights from these folders, and what was written if the block cannot write."""
     try:
         for pattern in ("*.safetensors", "*.safetensors.index.json", "*.part"):
-            for old in folder.rglob(pattern):
+            for old in [file for folder in folders for file in folder.glob(pattern)]:
                 old.unlink()
         yield
     except (OSError, SafetensorError) as error:
-        for part in filter(Path.is_file, folder.rglob("*.part")):
+        for part in [file for folder in folders for file in folder.glob("*.part") if file.is_file()]:
             part.unlink()
         raise OSError(
-            f"{folder} cannot be written ({error}): it must be a folder of yours, with room for the weights"
+            f"{folders[0]} cannot be written ({error}): it must be a folder of yours, with room for the"
+            " weights"
         ) from error
 
 
