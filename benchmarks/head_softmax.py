@@ -33,7 +33,7 @@ from verl.models.head.interface import (
     LogProbGradients,
     LogProbStatistics,
 )
-from verl.models.logit_chunks import LogitTransform
+from verl.models.head.logit_chunks import LogitTransform
 
 TINY = {"tokens": 3, "vocabulary": 4500, "repeats": 1}
 INDEXING = {torch.ops.aten.gather, torch.ops.aten.scatter_add_}  # one number of each token

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from verl.models.fused_log_probs import linear_log_probs
-from verl.models.logit_chunks import HeadLogits
+from verl.models.head.logit_chunks import HeadLogits
 
 
 def peak_mib() -> float:

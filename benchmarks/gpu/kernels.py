@@ -39,7 +39,7 @@ from verl.models.attention.varlen_kernels import KernelChoice, TorchKernel, use_
 from verl.models.fused_log_probs import linear_log_probs
 from verl.models.head.choice import softmax_for
 from verl.models.head.eager_softmax import EagerSoftmax
-from verl.models.logit_chunks import HeadLogits
+from verl.models.head.logit_chunks import HeadLogits
 
 RING = 4
 

@@ -8,7 +8,7 @@ from verl.models.attention.blocks import Blocks
 from verl.models.attention.layouts import PackedLayout, SharedLayout
 from verl.models.attention.row_attention import AttentionRule
 from verl.models.fused_log_probs import linear_log_probs
-from verl.models.logit_chunks import HeadLogits, LogitTransform
+from verl.models.head.logit_chunks import HeadLogits, LogitTransform
 
 LENGTHS = [5, 5, 1, 140, 140, 77]
 RULES = [

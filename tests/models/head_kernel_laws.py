@@ -28,8 +28,8 @@ from verl.models.head.interface import (
     LogProbStatistics,
     rows_of,
 )
+from verl.models.head.logit_chunks import HeadLogits, LogitTransform
 from verl.models.head.triton_softmax import TritonSoftmax
-from verl.models.logit_chunks import HeadLogits, LogitTransform
 
 BLOCK = 16
 EAGER, KERNELS = EagerSoftmax(), TritonSoftmax()

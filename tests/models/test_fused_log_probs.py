@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from verl.models import fused_log_probs
-from verl.models.logit_chunks import HeadLogits, LogitTransform
+from verl.models.head.logit_chunks import HeadLogits, LogitTransform
 
 ROWS, HIDDEN, VOCABULARY = 37, 12, 50
 PLAIN = LogitTransform()

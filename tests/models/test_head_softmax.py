@@ -25,8 +25,8 @@ from verl.models.head import eager_softmax, triton_softmax
 from verl.models.head.choice import softmax_for
 from verl.models.head.eager_softmax import EagerSoftmax
 from verl.models.head.interface import HeadProducts, LogProbStatistics
+from verl.models.head.logit_chunks import HeadLogits, LogitTransform
 from verl.models.head.triton_softmax import TritonSoftmax
-from verl.models.logit_chunks import HeadLogits, LogitTransform
 
 ROWS, HIDDEN, VOCABULARY = 40, 8, 1000
 KERNELS = ["log_prob_statistics", "log_prob_gradient", "kl_statistics", "kl_gradient"]

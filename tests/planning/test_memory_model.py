@@ -7,7 +7,11 @@ import pytest
 
 from verl.config.model import OptimConfig
 from verl.config.schema import list_options
+from verl.models import tiled_mlp
+from verl.models.head import logit_chunks
+from verl.planning import memory_model
 from verl.planning.memory_model import (
+    TILE,
     MicroBatch,
     ModelSetup,
     ModelShape,
@@ -40,9 +44,21 @@ def test_a_layer_keeps_norms_attention_and_the_gated_product():
 
 
 def test_a_layer_that_saves_nothing_takes_its_widest_operation():
-    assert STACK.transient(2) == 16 + 48  # states 2*2*4, then 3*2*8 of the product
-    assert replace(STACK, intermediate=1).transient(2) == 16 + 40  # now 5*2*4 of attention
-    assert STACK.gradients(2) == 8 + 32
+    assert STACK.transient(2, tokens=6) == (16 + 48) * 6  # states 2*2*4, then 3*2*8 of the product
+    assert replace(STACK, intermediate=1).transient(2, tokens=6) == (16 + 40) * 6  # now 5*2*4 of attention
+    assert STACK.backward(2, tokens=6, recomputes=False) == (8 + 32) * 6
+    assert STACK.backward(2, tokens=6, recomputes=True) == (160 + 8 + 32) * 6
+
+
+def test_an_mlp_in_tiles_takes_the_product_of_one_tile():
+    tiled, tokens = replace(STACK, is_tiled=True), 3 * TILE
+
+    assert tiled.transient(2, TILE) == STACK.transient(2, TILE)
+    assert tiled.transient(2, tokens) == (16 + 40) * tokens  # of attention
+    wide = replace(tiled, intermediate=64)
+    assert wide.transient(2, tokens) == 16 * tokens + 3 * 2 * 64 * TILE + 2 * 2 * 4 * tokens
+    saved = 64 + 32 + 8  # without the product
+    assert wide.backward(2, tokens, recomputes=True) == saved * tokens + 6 * 2 * 64 * TILE + 2 * 4 * tokens
 
 
 def test_weights_gradients_and_optimizer_are_sharded():
@@ -74,6 +90,13 @@ def test_other_optimizers_keep_less():
     assert (
         optimizer_state(SHAPE, replace(SETUP, optimizer="muon")) == 1040 + 240
     )  # 60 weights outside of layers
+
+
+def test_the_plan_knows_the_sizes_of_chunks_and_tiles():
+    chunks = {"cpu": logit_chunks.CHUNK_BYTES, "cuda": logit_chunks.CHUNK_BYTES_CUDA}
+
+    assert chunks == memory_model.CHUNK_BYTES
+    assert (logit_chunks.PRODUCT_ROWS, tiled_mlp.TILE) == (memory_model.PRODUCT_ROWS, TILE)
 
 
 def test_every_optimizer_is_known():

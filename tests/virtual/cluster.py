@@ -6,8 +6,9 @@
 Reads a configuration from each line and writes its result as a line of JSON. Each runs in a fork of this
 process, which has imported everything, so that no device, mode or process group outlives it.
 
-Not the project's own: no weights are read from files, the rollout engine drops what it receives, and the
-verdict of `check_model`, which compares numbers, is ignored.
+Not the project's own: no weights are read from files, the rollout engine drops what it receives, the frames
+of videos are not enlarged, a tower's weights have no digest, and the verdict of `check_model`, which compares
+numbers, is ignored.
 """
 
 import json
@@ -31,16 +32,17 @@ import torch
 import torchao  # noqa: F401 - before the device exists: its first import looks at all devices
 from torch import Tensor
 
+from tests.helpers.media import save_video
 from tests.virtual import mistakes
 from tests.virtual.device import TYPE, install, start_processes
 from tests.virtual.mode import VirtualGPU, count_lists, track_resizes
-from tests.virtual.shapes import SHAPES, Setup
+from tests.virtual.shapes import FRAME, FRAME_TOKENS, SHAPES, Setup
 from tests.virtual.tally import Tally
 
 SCORER = "scorer"  # folder of the reward model, next to the policy's files
 SCORERS = {
     "qwen2": "Qwen2ForSequenceClassification", "qwen3_moe": "Qwen3MoeForSequenceClassification",
-    "qwen2_5_vl": "Qwen2_5_VLForSequenceClassification",
+    "qwen2_5_vl": "Qwen2_5_VLForSequenceClassification", "vila": "VilaForConditionalGeneration",
 }  # fmt: skip
 PATCH = 28  # pixels of a merged patch
 VERSION = 0  # of all weights
@@ -86,12 +88,18 @@ class LinkGroup:
 
 def write_model(folder: Path, shape: str, override: dict[str, Any]) -> None:
     """Write the config of a model, with the tokenizer and the processor of a tiny one."""
-    from transformers import AutoConfig
-
+    from verl.models.auto import AutoConfig
     from verl.models.tiny import TINY_MODELS, build_processor, train_tokenizer
+    from verl.models.vila.processor import VilaProcessor
 
     kind, fields = SHAPES[shape]
-    AutoConfig.for_model(kind, **fields | override).save_pretrained(folder)
+    config = AutoConfig.for_model(kind, **fields | override)
+    config.save_pretrained(folder)
+    if kind == "vila":
+        tokenizer = train_tokenizer(recipe=TINY_MODELS[kind])
+        settings = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+        VilaProcessor(tokenizer, settings, config).save_pretrained(folder)
+        return
     scorer = AutoConfig.for_model(kind, **fields | override, num_labels=1)
     scorer.architectures = [SCORERS[kind]]
     scorer.save_pretrained(folder / SCORER)
@@ -111,7 +119,10 @@ def substitute() -> None:
     from verl.distributed.weights import peer_link
     from verl.models import registry
     from verl.models.hub_names import meta_model
+    from verl.models.vila.processor import VilaProcessor
     from verl.workers import model_builder
+    from verl.workers.base_worker import ModelWorker
+    from verl.workers.packing.vision_features import FrozenTower, TrainedTower
     from verl.workers.rollout import engine_host
 
     def read_model(model: Any, config: Any, dtype: Any, trainable: bool, option: str) -> tuple[Any, None]:
@@ -124,6 +135,9 @@ def substitute() -> None:
 
     new_group = dist.new_group
 
+    def frame_pixels(_: Any, frames: Any) -> Tensor:
+        return torch.zeros(1, 3, FRAME, FRAME).expand(len(frames), -1, -1, -1)
+
     def fake_group(*args: Any, backend: str | None = None, **kwargs: Any) -> Any:
         return new_group(*args, **kwargs)  # of any backend: its ranks do not exist
 
@@ -133,6 +147,10 @@ def substitute() -> None:
     def gathered(objects: list[Any], value: Any, group: Any = None) -> None:
         objects[:] = [value] * len(objects)
 
+    VilaProcessor.frame_pixels = frame_pixels
+    FrozenTower._name_weights = TrainedTower._name_weights  # whatever the values
+    ModelWorker._encoded_media = lambda self: {}  # a sum over the ranks
+    FrozenTower._missing = lambda self, found: [key for key, entry in found.items() if entry is None]
     model_builder._read_model = read_model
     engine_host.build_rollout_engine = engine
     registry.TOLERANCE = dict.fromkeys(registry.TOLERANCE, float("inf"))
@@ -174,6 +192,7 @@ def worker_config(folder: Path, setup: Setup, ranks: int) -> Any:
         global_batch_size=setup.prompts * ranks // (setup.ulysses * setup.ring),
         micro_batch_size_per_device_for_update=setup.rows_at_once,
         micro_batch_size_per_device_for_experience=setup.rows_at_once,
+        dynamic_batching=setup.dynamic,
         optim=OptimConfig(strategy=setup.optimizer),
         offload=OffloadConfig(setup.offload, setup.offload),
     )
@@ -212,7 +231,7 @@ def build_worker(folder: Path, setup: Setup, ranks: int) -> Any:
     from verl.workers.sft_worker import SFTWorker
 
     config = worker_config(folder, setup, ranks)
-    media = MediaOptions(min_pixels=1, max_pixels=10**8)
+    media = MediaOptions(min_pixels=1, max_pixels=10**8, num_video_frames=setup.frames or None)
     shared = dict(
         device=TYPE, training_steps=10, media=media, media_cache=MediaCache(None),
         override_chat_template=None,
@@ -254,6 +273,9 @@ def make_batch(folder: Path, shape: str, setup: Setup, position_rows: int) -> An
     mask = torch.ones_like(ids)
     media, uids, picture = [], [], folder / "image.png"
     Image.fromarray(np.zeros((height, width, 3), np.uint8)).save(picture)
+    film = [save_video(folder / "film.mp4", 32, 32, setup.frames)] if setup.frames else []
+    video = torch.full((FRAME_TOKENS + 1,), SHAPES[shape][1].get("video_token_id", 0))
+    video[-1] = 7
     for row in range(rows):
         prompt = row // setup.responses
         count = setup.images[prompt % len(setup.images)]
@@ -261,11 +283,14 @@ def make_batch(folder: Path, shape: str, setup: Setup, position_rows: int) -> An
         for _ in range(count):
             ids[row, start : start + tokens] = image_id
             start += tokens + 1
+        ids[row, start : start + setup.frames * len(video)] = video.repeat(setup.frames)
+        start += setup.frames * len(video)
         assert start < setup.prompt_length, "the images fit into the prompt"
         length = setup.response_lengths[row % len(setup.response_lengths)]
         mask[row, setup.prompt_length + length :] = 0
         uids.append(f"prompt {prompt}")
-        media.append({"images": [str(picture)] * count} if count else {})
+        held = {"images": [str(picture)] * count, "videos": film}
+        media.append({name: refs for name, refs in held.items() if refs})
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     if position_rows > 1:
         positions = positions[:, None].expand(-1, position_rows, -1).contiguous()
@@ -296,6 +321,9 @@ def run_phases(worker: Any, batch: Any, setup: Setup, phase: Any) -> None:
     else:
         with phase("sync_weights"):
             worker.sync_weights(VERSION)
+        if worker.encodes_media():
+            with phase("encode"):
+                list(worker.encode_media(batch))
         with phase("old"):
             worker.compute_log_probs(batch)
         if setup.reference:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.virtual.cluster import worker_config, write_model
-from tests.virtual.shapes import SHAPES, Setup
+from tests.virtual.shapes import FRAME_TOKENS, SHAPES, Setup
 from verl.config.ppo import AlgorithmConfig, DataConfig, PPOConfig, TrainerConfig
 from verl.config.rollout import RolloutConfig
 from verl.planning.machine import GIB, Machine
@@ -32,6 +32,14 @@ def fewer_layers(shape: str, layers: int = LAYERS) -> dict[str, Any]:
         "text_config": fields["text_config"] | {"num_hidden_layers": layers},
         "vision_config": fields["vision_config"],
     }
+
+
+def video(frames: int) -> dict[str, Any]:
+    """Options of a video's prompt and its responses, which eight ranks share; the tower is frozen."""
+    return dict(
+        prompts=1, responses=8, rows_at_once=8, dynamic=False, ulysses=4, ring=2, freeze_tower=True,
+        frames=frames, prompt_length=frames * (FRAME_TOKENS + 1) + 64,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -62,6 +70,7 @@ CASES = (
     Case("72b", 64),
     Case("30b-a3b", 8),
     Case("vl-7b", 8, {"images": (1,)}),
+    Case("longvila-7b", 8, video(1024)),
 )
 
 
@@ -99,14 +108,14 @@ def planned(case: Case, layers: int = LAYERS) -> Planned:
 def _without_media(run: PlannedRun, setup: Setup) -> PlannedRun:
     """Plan the images that the rows have: a plan for all of a prompt would be too large."""
     width, height = setup.image_size
-    tokens = max(setup.images) * (width // 28) * (height // 28)
+    tokens = max(setup.images) * (width // 28) * (height // 28) + setup.frames * FRAME_TOKENS
     return replace(run, lengths=replace(run.lengths, media=tokens))
 
 
 def _config(folder: Path, case: Case, setup: Setup) -> PPOConfig:
     return PPOConfig(
         data=DataConfig(
-            rollout_batch_size=setup.prompts * case.ranks,
+            rollout_batch_size=setup.prompts * case.ranks // (setup.ulysses * setup.ring),
             max_prompt_length=setup.prompt_length,
             max_response_length=setup.response_width,
         ),

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 VOCABULARY = 152064
+FRAME, FRAME_TOKENS = 448, 256  # edge of a video's frame in pixels, and its features; a newline follows
 SPECIAL = {
     "image_token_id": 151655, "video_token_id": 151656, "vision_start_token_id": 151652,
     "vision_end_token_id": 151653,
@@ -43,6 +44,17 @@ def _with_images(text: dict[str, Any]) -> dict[str, Any]:
     )  # fmt: skip
 
 
+def _with_frames(text: dict[str, Any]) -> dict[str, Any]:
+    tower = dict(
+        model_type="siglip_vision_model", hidden_size=1152, intermediate_size=4304, num_hidden_layers=27,
+        num_attention_heads=16, image_size=FRAME, patch_size=14,
+    )  # fmt: skip
+    return dict(
+        text_config=text | dict(model_type="qwen2"), vision_config=tower, projector_type="mlp_downsample",
+        tie_word_embeddings=False, **SPECIAL,
+    )  # fmt: skip
+
+
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {  # type of model, and its config
     "0.5b": ("qwen2", _tied(896, 4864, 24, 14, 2)),
     "1.5b": ("qwen2", _tied(1536, 8960, 28, 12, 2)),
@@ -55,6 +67,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {  # type of model, and its conf
     "235b-a22b": ("qwen3_moe", _experts(1536, 4096, 12288, 94, 64, 4)),
     "vl-7b": ("qwen2_5_vl", _with_images(_dense(3584, 18944, 28, 28, 4))),
     "vl-72b": ("qwen2_5_vl", _with_images(_dense(8192, 29568, 80, 64, 8))),
+    "longvila-7b": ("vila", _with_frames(_dense(3584, 18944, 28, 28, 4, max_position_embeddings=1 << 20))),
     "tiny": ("qwen2", _dense(128, 256, 2, 4, 2, vocab_size=512)),
     "tiny-moe": ("qwen3_moe", _dense(
         128, 256, 2, 4, 2, head_dim=32, moe_intermediate_size=64, num_experts=8, num_experts_per_tok=2,
@@ -100,8 +113,10 @@ class Setup:
     response_width: int = 512  # padded
     images: tuple[int, ...] = (0,)  # of the prompts in turn, 28 x 28 pixels for each token
     image_size: tuple[int, int] = (448, 448)
+    frames: int = 0  # of a video in each prompt
     freeze_tower: bool = False
     rows_at_once: int = 2  # micro batch size, in rows
+    dynamic: bool = True  # micro batches are filled with tokens
     checkpointing: bool = True
     share_prompt: bool = True
     always_shards: bool = True  # under sequence parallelism, short sequences too

@@ -31,7 +31,7 @@ def test_the_plan_is_within_a_tenth_of_the_tracked_peak_and_counts_what_a_rank_d
 
     ratios = {}
     for name, phase in phases.items():
-        if name != "init_model":  # on the CPU: `load` plans the first rank's
+        if name not in ("init_model", "encode"):  # on the CPU: `load` plans the first rank's
             phase_name = PLANNED_NAMES.get(name, name)
             state = plan.policy.state if phase_name in NO_STATE_YET else 0
             ratios[name] = (plan.peaks[phase_name] - state) / phase.peak

@@ -113,6 +113,10 @@ class ModelConfig:
         if self.tokenizer_path is None:
             object.__setattr__(self, "tokenizer_path", self.model_path)
 
+    def runs_tiles(self, *, is_trained: bool) -> bool:
+        """Return whether MLPs run in tiles: not where their states are kept, nor in compiled blocks."""
+        return not self.compile_blocks and (not is_trained or self.enable_gradient_checkpointing)
+
     def problems(self, path: str) -> Iterator[str]:
         problem = folder_problem(self.model_path, path) if self.model_path else None
         if problem is not None:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from verl.models.fused_log_probs import TokenLogProbs, linear_kl, linear_log_probs
-from verl.models.logit_chunks import HeadLogits, LogitTransform
+from verl.models.head.logit_chunks import HeadLogits, LogitTransform
 
 
 class DeferredLogits:

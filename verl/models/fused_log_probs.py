@@ -21,7 +21,7 @@ from verl.models.head.interface import (
     LogProbStatistics,
     rows_of,
 )
-from verl.models.logit_chunks import (
+from verl.models.head.logit_chunks import (
     HeadLogits,
     LogitTransform,
     autocast_head,

@@ -133,11 +133,13 @@ def _packed_forward(original: Callable, family: Family) -> Callable:
         if features and media_rows is None:
             assert local_tokens is None, "a sharded sequence comes with the rows of its media"
             found = _reading_media(self, family).media_tokens(self.config, kwargs["input_ids"][0])
-            media_rows = {kind: MediaRows(rows, rows) for kind, rows in found.items()}
+            media_rows = {kind: MediaRows(rows) for kind, rows in found.items()}
+        if local_tokens is not None:
+            kwargs["input_ids"] = kwargs["input_ids"].index_select(1, local_tokens)
+            kwargs["position_ids"] = kwargs["position_ids"].index_select(-1, local_tokens)
         with contextlib.ExitStack() as stack:
-            if features or local_tokens is not None:
-                inputs = _decoder_inputs(self.get_decoder(), features, media_rows or {}, local_tokens)
-                stack.enter_context(inputs)
+            if features:
+                stack.enter_context(_reading_features(self.get_decoder(), features, media_rows or {}))
             stack.enter_context(deferred(self))
             logits = original(self, *args, packed_layout=layout, use_cache=False, **kwargs).logits
         return read(_checked(logits, self))
@@ -171,12 +173,10 @@ def deferred(model: PreTrainedModel) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _decoder_inputs(
-    decoder: Any, features: Features, rows: dict[Kind, MediaRows], local_tokens: Tensor | None
-) -> Iterator[None]:
-    """Replace media tokens by features, then run the decoder on this rank's tokens of the packed sequence."""
+def _reading_features(decoder: Any, features: Features, rows: dict[Kind, MediaRows]) -> Iterator[None]:
+    """Replace media tokens by features."""
     # The models would find media tokens by masks on the device, whose ones the CPU must count.
-    change = functools.partial(_changed_inputs, features, rows, local_tokens)
+    change = functools.partial(_changed_inputs, features, rows)
     handle = decoder.register_forward_pre_hook(change, with_kwargs=True)
     is_deepstack = hasattr(decoder, "_deepstack_process")  # Qwen3-VL only
     if is_deepstack:
@@ -192,40 +192,33 @@ def _decoder_inputs(
 def _changed_inputs(
     features: Features,
     rows: dict[Kind, MediaRows],
-    local_tokens: Tensor | None,
     decoder: nn.Module,
     args: tuple,
     kwargs: dict[str, Any],
 ) -> tuple[tuple, dict[str, Any]]:
     if args:
         raise NotImplementedError(
-            f"{type(decoder).__name__} is called with positional inputs, so media cannot be inserted, and a"
-            " packed sequence cannot be sharded over ranks"
+            f"{type(decoder).__name__} is called with positional inputs, so media cannot be inserted"
         )
     changed = dict(kwargs)
     levels: list[list[tuple[MediaRows, Tensor]]] = []  # of deepstack, for each the features of each kind
     for kind, parts in features.items():
         hidden = changed["inputs_embeds"]  # (1, N, D)
-        first, *others = torch.cat(parts).to(hidden.dtype).split(hidden.shape[-1], -1)
-        changed["inputs_embeds"] = hidden.index_copy(1, rows[kind].packed, first[None])
+        first, *others = rows[kind].select(torch.cat(parts)).to(hidden.dtype).split(hidden.shape[-1], -1)
+        changed["inputs_embeds"] = hidden.index_copy(1, rows[kind].local, first[None])
         levels += [[] for _ in range(len(others) - len(levels))]
         for level, values in zip(levels, others, strict=True):
             level.append((rows[kind], values))
     if levels:
         changed["visual_pos_masks"] = changed["inputs_embeds"]  # not read by `_add_level`
         changed["deepstack_visual_embeds"] = levels
-    if local_tokens is not None:
-        names = ("input_ids", "inputs_embeds", "per_layer_inputs")  # (1, N, ...)
-        given = [name for name in names if changed.get(name) is not None]
-        changed |= {name: changed[name].index_select(1, local_tokens) for name in given}
-        changed["position_ids"] = changed["position_ids"].index_select(-1, local_tokens)
     return args, changed
 
 
 def _add_level(hidden: Tensor, _mask: Tensor, level: list[tuple[MediaRows, Tensor]]) -> Tensor:
     """Add a deepstack level's features of each kind of media to the hidden states (1, N, D) of its tokens."""
     for rows, values in level:
-        hidden = hidden.index_add(1, rows.local, rows.select(values)[None])
+        hidden = hidden.index_add(1, rows.local, values[None])
     return hidden
 
 

@@ -24,11 +24,10 @@ Features = dict[Kind, list[Tensor]]  # (tokens, hidden size x (1 + deepstack lev
 
 
 class MediaRows(NamedTuple):
-    """The tokens of a packed sequence that stand for images, or for videos."""
+    """The tokens of a rank that stand for images, or for videos."""
 
-    packed: Tensor  # (n,) int64: all of them, in the order of the features
-    local: Tensor  # (m,) int64: those on this rank, as positions among its tokens
-    owned: Tensor | None = None  # (m,) int64: their features among the n; None means all
+    local: Tensor  # (m,) int64: their positions among the rank's tokens
+    owned: Tensor | None = None  # (m,) int64: their features among those of the packed sequence; None: all
 
     def select(self, features: Tensor) -> Tensor:
         """(n, D) to (m, D)."""

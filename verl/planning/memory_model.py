@@ -8,9 +8,10 @@ backward. `docs/memory.md` compares the results with measured peaks.
 from dataclasses import dataclass
 
 NORM_BYTES = 4  # norms compute in float32 and keep their input that way
-CHUNK_BYTES = {"cpu": 256 << 20, "cuda": 1 << 30}  # of logits, see `models/logit_chunks.py`
+CHUNK_BYTES = {"cpu": 256 << 20, "cuda": 1 << 30}  # of logits, see `models/head/logit_chunks.py`
 BLOCK_BYTES = {"cpu": 4 * (2 << 20), "cuda": 0}  # four float32 tensors of a softmax; kernels need none
 PRODUCT_ROWS = 1 << 14  # of the head's gradient made at once
+TILE = 1 << 13  # tokens of an MLP's tile, see `models/tiled_mlp.py`
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Stack:
     params: int  # of the largest layer
     has_head_norms: bool = False  # of queries and keys
     adapted_experts: int = 0  # weights of a layer's joint experts with adapters: each pass makes their sum
+    is_tiled: bool = False  # MLPs run in tiles
 
     def saved(self, c: int) -> int:
         """Bytes of a token that a layer saves for its backward pass.
@@ -38,15 +40,27 @@ class Stack:
             norms += (NORM_BYTES + c) * (attention + self.kv_heads * self.head_dim)
         return norms + 4 * c * attention + 4 * c * self.intermediate
 
-    def transient(self, c: int) -> int:
-        """Bytes of a token in a layer that saves nothing: its states and the widest operation."""
+    def transient(self, c: int, tokens: int) -> int:
+        """Bytes in a layer that saves nothing: its states and the widest operation."""
         attention = self.heads * self.head_dim
-        widest = max(3 * c * self.intermediate, 2 * NORM_BYTES * self.hidden, 5 * c * attention)
-        return 2 * c * self.hidden + widest
+        product = 3 * c * self.intermediate * tokens
+        if self.tiles(tokens):  # the output of all tiles, apart and joined
+            product = 3 * c * self.intermediate * TILE + 2 * c * self.hidden * tokens
+        widest = max(product, 2 * NORM_BYTES * self.hidden * tokens, 5 * c * attention * tokens)
+        return 2 * c * self.hidden * tokens + widest
 
-    def gradients(self, c: int) -> int:
-        """Bytes of a token that the backward pass of a layer adds to the saved ones."""
-        return c * self.hidden + max(2 * c * self.intermediate, 2 * NORM_BYTES * self.hidden)
+    def backward(self, c: int, tokens: int, *, recomputes: bool) -> int:
+        """Bytes that the backward pass of a layer takes, with what it recomputes."""
+        saved = self.saved(c) if recomputes else 0
+        norms, product = 2 * NORM_BYTES * self.hidden * tokens, 2 * c * self.intermediate * tokens
+        if self.tiles(tokens):
+            saved -= 4 * c * self.intermediate
+            product = 6 * c * self.intermediate * TILE + c * self.hidden * tokens
+        return (saved + c * self.hidden) * tokens + max(product, norms)
+
+    def tiles(self, tokens: int) -> bool:
+        """Return whether so many tokens are more than a tile of the MLP."""
+        return self.is_tiled and tokens > TILE
 
 
 @dataclass(frozen=True)
@@ -106,7 +120,7 @@ class MicroBatch:
     tokens: int
     responses: int  # tokens whose log-probs are needed
     patches: int = 0  # inputs of the vision tower
-    media: int = 0  # tokens that features replace, of whole sequences
+    media: int = 0  # tokens that features replace
 
 
 def weights(shape: ModelShape, setup: ModelSetup) -> int:
@@ -177,9 +191,9 @@ def log_prob_peak(shape: ModelShape, setup: ModelSetup, batch: MicroBatch) -> in
     """Peak of a pass without gradients, in addition to the model at rest."""
     if setup.device != "cpu" and not setup.keeps_gathered:
         return _gpu_log_prob_peak(shape, setup, batch)
-    in_layer = shape.text.transient(setup.c) * batch.tokens + setup.c * shape.text.adapted_experts
+    in_layer = shape.text.transient(setup.c, batch.tokens) + setup.c * shape.text.adapted_experts
     if shape.tower is not None:
-        in_layer = max(in_layer, shape.tower.transient(setup.c) * batch.patches)
+        in_layer = max(in_layer, shape.tower.transient(setup.c, batch.patches))
     states = setup.c * shape.text.hidden * (batch.tokens + batch.responses)
     in_head = states + logit_chunk(shape, setup, batch)
     layer = setup.c * shape.text.params * (1 if setup.ranks == 1 else 3)
@@ -190,12 +204,12 @@ def _gpu_log_prob_peak(shape: ModelShape, setup: ModelSetup, batch: MicroBatch) 
     """The largest of first layer, a layer in the middle, and head, in the order in which FSDP frees."""
     text, c, is_alone = shape.text, setup.c, setup.ranks == 1
     root, layer = c * shape.root, c * text.params
-    in_layer, states = text.transient(c) * batch.tokens, c * text.hidden * batch.tokens
+    in_layer, states = text.transient(c, batch.tokens), c * text.hidden * batch.tokens
     in_layer += c * text.adapted_experts
     arrived, entering = layer, states
     if shape.tower is not None and batch.patches:  # its layers come first
-        in_layer = max(in_layer, shape.tower.transient(c) * batch.patches)
-        arrived, entering = c * shape.tower.params, shape.tower.transient(c) * batch.patches
+        in_layer = max(in_layer, shape.tower.transient(c, batch.patches))
+        arrived, entering = c * shape.tower.params, shape.tower.transient(c, batch.patches)
     # What the root received is freed once the first layer has arrived too.
     first = (1 if is_alone else 2) * (root + arrived) + entering
     middle = root + (1 if is_alone else 3) * layer + in_layer
@@ -226,15 +240,15 @@ def _head_backward(shape: ModelShape, setup: ModelSetup, batch: MicroBatch) -> i
 def _layer_backward(shape: ModelShape, setup: ModelSetup, batch: MicroBatch) -> int:
     """Backward pass of the last layer, with FSDP's buffers and the head's gradient."""
     text, c, ranks = shape.text, setup.c, setup.ranks
-    recomputed = text.saved(c) if setup.checkpointing else 0
-    tokens = (recomputed + text.gradients(c)) * batch.tokens
+    tokens = text.backward(c, batch.tokens, recomputes=setup.checkpointing)
     tokens += c * text.adapted_experts * (2 if setup.checkpointing else 1)  # the sum and its gradient
     if shape.tower is not None:
-        recomputed = shape.tower.saved(c) if setup.checkpointing else 0
-        tokens = max(tokens, (recomputed + shape.tower.gradients(c)) * batch.patches)
+        tokens = max(tokens, shape.tower.backward(c, batch.patches, recomputes=setup.checkpointing))
     fetched = 1 if ranks == 1 else 2  # this layer's weights, and the next one's while they arrive
     trained = text.params * shape.trained // shape.params
     gradients = (c + setup.r) * trained  # of this layer, and those of the previous one while they are sent
+    if text.tiles(batch.tokens):
+        gradients += 4 * trained  # sums over tiles
     received = int(setup.r * (1 + 1 / ranks) * trained)
     return c * shape.trained_head + max(tokens + fetched * c * text.params + gradients, received)
 

@@ -24,6 +24,7 @@ from verl.models.lora import (
 )
 from verl.models.routing import logits_per_token
 from verl.models.scalar_head import make_scalar
+from verl.models.tiled_mlp import has_tiles, tile_mlps
 from verl.models.trainable import select_trainable
 from verl.optim.build import parameter_groups
 from verl.planning.memory_model import ModelShape, Stack
@@ -47,6 +48,8 @@ def read_shape(
         select_trainable(empty, options, option)
     else:
         empty.requires_grad_(False)
+    if model.runs_tiles(is_trained=is_trained):
+        tile_mlps(empty)
     shape = model_shape(empty)
     if options is not None and options.balances_router:
         shape = replace(shape, router_logits=logits_per_token(empty))
@@ -165,6 +168,7 @@ def _text_stack(config: Any, blocks: list[nn.Module]) -> Stack:
         params=max(_count(block.parameters()) for block in blocks),
         has_head_norms="q_norm" in names,
         adapted_experts=max(map(adapted_expert_weights, blocks)),
+        is_tiled=all(map(has_tiles, blocks)),
     )
 
 
@@ -180,4 +184,5 @@ def _tower_stack(config: Any, blocks: list[nn.Module]) -> Stack:
         kv_heads=heads,
         head_dim=hidden // heads,
         params=max(_count(block.parameters()) for block in blocks),
+        is_tiled=all(map(has_tiles, blocks)),
     )

@@ -70,7 +70,7 @@ class PlannedPass:
             tokens, responses = -(-tokens // lengths.ranks), -(-responses // lengths.ranks)
         media = 0 if shape.tower is None else groups * lengths.media
         patches = -(-media * shape.patches_per_token // lengths.ranks)  # each rank encodes a share
-        return MicroBatch(tokens, responses, patches, media)
+        return MicroBatch(tokens, responses, patches, min(media, tokens))
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import json
 import math
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,9 @@ def stored_shape(model: ModelConfig, fsdp: FSDPConfig, *, is_trained: bool, head
     try:
         config = json.loads((folder / "config.json").read_text())
         sizes = dict(stored_sizes(folder))
-        return _shape(config, sizes, number, is_trained) if all(map(KNOWN.search, sizes)) else None
+        if not all(map(KNOWN.search, sizes)):
+            return None
+        return _shape(config, sizes, number, is_trained, model.runs_tiles(is_trained=is_trained))
     except (OSError, ValueError, KeyError, TypeError):  # what is wrong with it, `read_shape` says better
         return None
 
@@ -68,7 +71,7 @@ def stored_sizes(folder: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
                 yield name, tuple(entry["shape"])
 
 
-def _shape(config: dict[str, Any], sizes: Sizes, number: int, is_trained: bool) -> ModelShape:
+def _shape(config: dict[str, Any], sizes: Sizes, number: int, is_trained: bool, is_tiled: bool) -> ModelShape:
     text = config.get("text_config", config)
     is_tied = text["tie_word_embeddings"] if "tie_word_embeddings" in text else config["tie_word_embeddings"]
     if is_tied:
@@ -80,6 +83,8 @@ def _shape(config: dict[str, Any], sizes: Sizes, number: int, is_trained: bool) 
     keys = next(size[0] for name, size in sizes.items() if name.endswith("k_proj.weight"))
     vocab = next(size[0] for name, size in sizes.items() if name.endswith(EMBEDDING if is_tied else HEAD))
     has_norms = any(name.endswith("q_norm.weight") for name in sizes)
+    tower = _tower_stack(config["vision_config"], max(tower_blocks.values())) if tower_blocks else None
+    stack = _text_stack(text, keys, max(text_blocks.values()), has_norms)
     return ModelShape(
         params=params,
         stored=number * params,
@@ -90,8 +95,8 @@ def _shape(config: dict[str, Any], sizes: Sizes, number: int, is_trained: bool) 
         largest_stored=number * max(map(math.prod, sizes.values())),
         vocab=vocab,
         is_tied=is_tied,
-        text=_text_stack(text, keys, max(text_blocks.values()), has_norms),
-        tower=_tower_stack(config["vision_config"], max(tower_blocks.values())) if tower_blocks else None,
+        text=replace(stack, is_tiled=is_tiled),
+        tower=None if tower is None else replace(tower, is_tiled=is_tiled),
     )
 
 

@@ -37,6 +37,7 @@ from verl.models.scalar_head import (
     make_scalar,
     start_score,
 )
+from verl.models.tiled_mlp import tile_mlps
 from verl.models.trainable import TrainableOptions, select_trainable
 from verl.utils.rank_logger import get_logger
 
@@ -85,6 +86,8 @@ def build_model(
         empty.requires_grad_(False)
     if model.compile_blocks:
         compile_blocks(empty)
+    if model.runs_tiles(is_trained=trainable):
+        tile_mlps(empty)
     shard_model(empty, mesh, fsdp)
     _fill(empty, source, fsdp, mesh, torch.device(device))
     empty.train(trainable)

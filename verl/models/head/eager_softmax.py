@@ -15,7 +15,7 @@ from verl.models.head.interface import (
     LogProbStatistics,
     rows_of,
 )
-from verl.models.logit_chunks import LogitTransform, spans
+from verl.models.head.logit_chunks import LogitTransform, spans
 
 BLOCK_ELEMENTS = 1 << 19  # logits whose softmax is taken at once on CPU: 2 MiB of float32 stay in the cache
 BLOCK_ELEMENTS_CUDA = 1 << 22  # two tensors of 16 MiB stay in the L2 cache of an A100 or H100

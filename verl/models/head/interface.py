@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from verl.models.logit_chunks import LogitTransform
+from verl.models.head.logit_chunks import LogitTransform
 
 Columns = TypeVar("Columns", bound=NamedTuple)
 

@@ -23,10 +23,10 @@ from verl.distributed.token_sharding import ShardPlan, shard_plan
 from verl.models.attention.layouts import PackedLayout, SharedLayout
 from verl.models.attention.sequence_parallel_layouts import sequence_layout
 from verl.models.deferred_logits import DeferredLogits
-from verl.models.families.interface import ExampleRow, MediaFamily, Medium
+from verl.models.families.interface import ExampleRow, Kind, MediaFamily, Medium
 from verl.models.families.registry import family_of
 from verl.models.fused_log_probs import TokenLogProbs
-from verl.models.logit_chunks import HeadLogits
+from verl.models.head.logit_chunks import HeadLogits
 from verl.models.lora import adapters_disabled
 from verl.models.registry import check_sequence_parallel, prompt_sharing_obstacle
 from verl.models.routing import Routes, Routing, TokenOwners
@@ -243,7 +243,7 @@ class PackedForward:
         return counts
 
     def _inputs(self, micro: DataProto) -> ModelInputs:
-        packed, media = self._with_media(self._pack(micro), micro)
+        packed, media_rows = self._with_media(self._pack(micro), micro)
         positions = packed.position_ids if len(packed.position_ids) == 1 else packed.position_ids[:, None]
         arguments: dict[str, Any] = {"input_ids": packed.input_ids[None], "position_ids": positions}
         plan, blocks = None, blocks_of(self.family, self.config, packed.input_ids)
@@ -255,13 +255,11 @@ class PackedForward:
             arguments["packed_layout"] = SharedLayout.of(packed.groups, self.device, blocks)
         else:
             arguments["packed_layout"] = PackedLayout.of(packed.cu_seqlens, self.device, blocks)
-        if media:
-            assert self.reader is not None, "rows with media were refused"
-            found = self.reader.media_tokens(self.config, packed.input_ids)
-            arguments["media_rows"] = {kind: self._media_rows(rows, plan) for kind, rows in found.items()}
+        if media_rows:
+            arguments |= self._media(media_rows, micro, packed.input_ids, plan)
         if self.routing is not None:
             arguments["owners"] = self._owners(packed, plan, micro.batch["attention_mask"])
-        return ModelInputs(arguments | media, packed.positions, plan)
+        return ModelInputs(arguments, packed.positions, plan)
 
     def _owners(self, packed: PackedBatch, plan: ShardPlan | None, mask: Tensor) -> TokenOwners:
         rows, columns = mask.nonzero(as_tuple=True)
@@ -270,9 +268,21 @@ class PackedForward:
         weights = torch.bincount(own.local, minlength=held)
         return TokenOwners(own.select(rows), own.local, weights, len(mask), plan is not None)
 
-    def _media_rows(self, rows: Tensor, plan: ShardPlan | None) -> MediaRows:
-        own = SPRows.of(rows, plan, self.sp)
-        return MediaRows(rows, own.local, own.owned)
+    def _media(
+        self, rows: list[MediaRow], micro: DataProto, input_ids: Tensor, plan: ShardPlan | None
+    ) -> dict[str, Any]:
+        """Return the media of packed rows, or their features, and the tokens that these replace."""
+        assert self.reader is not None, "rows with media were refused"
+        tokens: dict[Kind, MediaRows] = {}
+        for kind, found in self.reader.media_tokens(self.config, input_ids).items():
+            own = SPRows.of(found, plan, self.sp)
+            tokens[kind] = MediaRows(own.local, own.owned)
+        if not self._has_features:
+            return self._encoded_media(rows, micro) | {"media_rows": tokens}
+        assert self.tower is not None, "it provides the features"
+        features = self.tower.features(rows, {kind: each.owned for kind, each in tokens.items()})
+        selected = {kind: MediaRows(each.local) for kind, each in tokens.items()}
+        return {"media_features": features, "media_rows": selected}
 
     def _pack(self, micro: DataProto) -> PackedBatch:
         tensors = micro.batch
@@ -298,19 +308,14 @@ class PackedForward:
             )
         return position_ids.transpose(0, 1)
 
-    def _with_media(self, packed: PackedBatch, micro: DataProto) -> tuple[PackedBatch, dict[str, Any]]:
-        # a dummy row is appended where FSDP needs something to run
+    def _with_media(self, packed: PackedBatch, micro: DataProto) -> tuple[PackedBatch, list[MediaRow]]:
+        """Return the rows that have media; a dummy row is appended where FSDP needs something to run."""
         rows = media_in_packing_order(micro, packed.rows)
-        if rows and self._has_features:
-            assert self.tower is not None, "it provides the features"
-            return packed, {"media_features": self.tower.features(rows)}
         if not rows and self.reader is not None and not self._has_features:
-            packed, rows = packed.append(self._blank.input_ids), [BLANK]
-        if rows:
-            return packed, self._encoded_media(rows, micro)
+            return packed.append(self._blank.input_ids), [BLANK]
         if not len(packed.input_ids):
             packed = packed.append(packed.input_ids.new_zeros(1))
-        return packed, {}
+        return packed, rows
 
     @property
     def _has_features(self) -> bool:

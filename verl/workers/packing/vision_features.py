@@ -116,17 +116,26 @@ class FrozenTower:
             entries[kind].append(EncodedMedium(entry.tensors[FEATURES], entry.meta))
         return entries
 
-    def features(self, rows: Iterable[MediaData]) -> Features:
-        """The held features of all rows' images and videos, in order, on the device."""
+    def features(self, rows: Iterable[MediaData], owned: Mapping[Kind, Tensor | None]) -> Features:
+        """The held features of all rows' media, in order, on the device.
+
+        Args:
+            rows: Only media whose features are held.
+            owned: Numbers of the features of each kind that are wanted, in their order; None: all.
+        """
         assert self.held is not None and self._weights is not None, "inside `holding`"
-        media: list[tuple[Kind, str]] = [
-            (kind, self._key(self._weights, kind, ref))
-            for kind, ref in itertools.chain.from_iterable(map(references_in_order, rows))
-        ]
-        on_device = to_device({key: self.held[key].tensors[FEATURES] for _, key in media}, self.device)
+        keys: dict[Kind, list[str]] = {}
+        for kind, ref in itertools.chain.from_iterable(map(references_in_order, rows)):
+            keys.setdefault(self.family.token_kind(kind), []).append(self._key(self._weights, kind, ref))
+        held = {key: self.held[key].tensors[FEATURES] for key in itertools.chain(*keys.values())}
         features: Features = {}
-        for kind, key in media:
-            features.setdefault(self.family.token_kind(kind), []).append(on_device[key])
+        for kind, names in keys.items():
+            numbers = owned[kind]
+            if numbers is None:
+                on_device = to_device({name: held[name] for name in names}, self.device)
+                features[kind] = [on_device[name] for name in names]
+            else:
+                features[kind] = [to_device(_rows_of([held[name] for name in names], numbers), self.device)]
         return features
 
     def _find(self, key: str) -> Entry | None:
@@ -221,6 +230,17 @@ class TrainedTower(FrozenTower):
         if self._weights is None:
             self._weights = _agreed(uuid.uuid4().hex)
         return self._weights
+
+
+def _rows_of(parts: Sequence[Tensor], numbers: Tensor) -> Tensor:
+    """Select rows (m, D) of the concatenation of tensors (n, D), which is not made."""
+    selected = parts[0].new_empty(len(numbers), *parts[0].shape[1:])
+    first = 0
+    for part in parts:
+        [places] = torch.where((numbers >= first) & (numbers < first + len(part)))
+        selected[places] = part[numbers[places] - first]
+        first += len(part)
+    return selected
 
 
 def _agreed(name: str) -> str:
