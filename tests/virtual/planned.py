@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.virtual.cluster import worker_config, write_model
-from tests.virtual.shapes import FRAME_TOKENS, SHAPES, Setup
+from tests.virtual.shapes import FRAME_TOKENS, SHAPES, Setup, video
 from verl.config.ppo import AlgorithmConfig, DataConfig, PPOConfig, TrainerConfig
 from verl.config.rollout import RolloutConfig
 from verl.planning.machine import GIB, Machine
@@ -32,14 +32,6 @@ def fewer_layers(shape: str, layers: int = LAYERS) -> dict[str, Any]:
         "text_config": fields["text_config"] | {"num_hidden_layers": layers},
         "vision_config": fields["vision_config"],
     }
-
-
-def video(frames: int) -> dict[str, Any]:
-    """Options of a video's prompt and its responses, which eight ranks share; the tower is frozen."""
-    return dict(
-        prompts=1, responses=8, rows_at_once=8, dynamic=False, ulysses=4, ring=2, freeze_tower=True,
-        frames=frames, prompt_length=frames * (FRAME_TOKENS + 1) + 64,
-    )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -122,3 +122,11 @@ class Setup:
     always_shards: bool = True  # under sequence parallelism, short sequences too
     updates: int = 2  # the first one makes the moments
     override: dict[str, Any] = field(default_factory=dict)  # of the model's config
+
+
+def video(frames: int) -> dict[str, Any]:
+    """Options of a video's prompt and its responses, which eight ranks share; the tower is frozen."""
+    return dict(
+        prompts=1, responses=8, rows_at_once=8, dynamic=False, ulysses=4, ring=2, freeze_tower=True,
+        frames=frames, prompt_length=frames * (FRAME_TOKENS + 1) + 64,
+    )  # fmt: skip

@@ -8,7 +8,7 @@ import sys
 
 from tests.virtual.checks import problems
 from tests.virtual.measure import Cluster
-from tests.virtual.shapes import Setup
+from tests.virtual.shapes import Setup, video
 
 STEP = dict(updates=1, prompts=1)
 PAIR = STEP | dict(images=(1,))
@@ -31,10 +31,14 @@ STEPS: dict[str, tuple[str, Setup, int]] = {
     "Mixture of 235B": ("235b-a22b", Setup(**STEP), 256),
     "VL 72B, images": ("vl-72b", Setup(**PAIR), 128),
     "72B, 1,024 ranks": ("72b", Setup(**STEP), 1024),
+    **{
+        f"LongVILA 7B, {frames:,} frames": ("longvila-7b", Setup(**video(frames)), 8)
+        for frames in (64, 512, 1024, 3600)
+    },
 }
 HEADER = """\
-| step | ranks | peak, GiB | of the phase | operations, TFLOP | sent, GiB | seconds |
-|---|---|---|---|---|---|---|"""
+| step | ranks | peak, GiB | of the phase | operations, TFLOP | of frames | sent, GiB | seconds |
+|---|---|---|---|---|---|---|---|"""
 GIB = 1 << 30
 
 
@@ -47,7 +51,11 @@ def row(cluster: Cluster, name: str) -> str:
     largest = max(work, key=lambda name: work[name].peak)
     operations = sum(phase.total_flops for phase in work.values()) / 1e12
     sent = sum(phase.collective_bytes for phase in work.values()) / GIB
-    cells = (f"{work[largest].peak / GIB:.1f}", f"`{largest}`", f"{operations:,.0f}", f"{sent:,.0f}")
+    of_frames = work["encode"].total_flops / 1e12 if "encode" in work else 0
+    cells = (
+        f"{work[largest].peak / GIB:.1f}", f"`{largest}`", f"{operations:,.0f}", f"{of_frames:,.0f}",
+        f"{sent:,.0f}",
+    )  # fmt: skip
     return f"| {name} | {ranks:,} | {' | '.join(cells)} | {cluster.seconds:.0f} |"
 
 

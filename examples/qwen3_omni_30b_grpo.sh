@@ -1,0 +1,31 @@
+#!/bin/bash
+# SPDX-License-Identifier: Apache-2.0
+set -x
+
+MODEL_PATH=Qwen/Qwen3-Omni-30B-A3B-Instruct  # a hub name or a local folder; its thinker is trained
+VIDEO_DIR=.  # base folder of relative video paths in the rows
+
+python3 -m verl.trainer.main \
+    config=examples/config.yaml \
+    data.train_files=LongVideo-Reason/longvideo-reason@train \
+    data.val_files=LongVideo-Reason/longvideo-reason@validation \
+    data.video_key=videos \
+    data.video_dir=${VIDEO_DIR} \
+    data.cache_dir=outputs/video_frames \
+    data.format_prompt=./examples/format_prompt/r1v_video.jinja \
+    data.max_prompt_length=4096 \
+    worker.actor.fsdp.torch_dtype=bf16 \
+    worker.actor.optim.strategy=adamw_bf16 \
+    worker.actor.model.freeze_audio_tower=true \
+    worker.actor.model.freeze_vision_tower=true \
+    worker.actor.model.model_path=${MODEL_PATH} \
+    worker.rollout.num_video_frames=32 \
+    worker.rollout.tokens_per_frame=60 \
+    worker.rollout.max_num_batched_tokens=10240 \
+    worker.rollout.tensor_parallel_size=4 \
+    worker.reward.reward_function=./examples/reward_function/r1v.py:compute_score \
+    trainer.experiment_name=qwen3_omni_30b_grpo \
+    trainer.n_gpus_per_node=8 \
+    trainer.val_before_train=false \
+    trainer.val_freq=-1 \
+    "$@"
