@@ -11,6 +11,7 @@ from statistics import fmean
 import pytest
 from transformers import AutoConfig
 
+from tests.planning.planning import TOWER
 from tests.planning.planning import read_shape as read_fixed_shape
 from tests.planning.test_memory_plan import make_config
 from verl.config.model import FSDPConfig, ModelConfig
@@ -76,6 +77,35 @@ def test_a_step_has_the_phases_of_the_memory_plan_and_the_rest():
     for phase in step.phases:
         assert phase.seconds == pytest.approx(sum(phase.parts.values()))
         assert all(value >= 0 for value in phase.parts.values()), phase
+
+
+def test_a_frozen_tower_encodes_each_prompt_once_and_the_passes_encode_none():
+    def read(*args, **kwargs):
+        return replace(read_fixed_shape(*args, **kwargs), tower=TOWER)
+
+    predict = Predictor(planned_ppo, read, NODE)
+    trained = predict(on_gpus())
+    frozen = predict(on_gpus({"worker.actor.model.freeze_vision_tower": True}))
+
+    assert "encode" not in {phase.name for phase in trained.phases}
+    encode, old = frozen.phase("encode"), trained.phase("old")
+    saved = old.parts["products"] - frozen.phase("old").parts["products"]
+    assert 0 < encode.parts["products"] == pytest.approx(saved / 4)  # of a prompt, not of its responses
+    assert frozen.phase("update_actor").seconds < trained.phase("update_actor").seconds
+
+
+def test_mlps_in_tiles_compute_their_last_product_again():
+    def read(*args, **kwargs):
+        shape = read_fixed_shape(*args, **kwargs)
+        return replace(shape, text=replace(shape.text, is_tiled=True))
+
+    sizes = {f"worker.actor.micro_batch_size_per_device_for_{name}": 16 for name in ("update", "experience")}
+    whole, tiled = (
+        Predictor(planned_ppo, each, NODE)(on_gpus(sizes)).phase("update_actor").parts["products"]
+        for each in (read_fixed_shape, read)
+    )
+
+    assert whole < tiled <= 4 / 3 * whole  # the layers of this shape have no other product
 
 
 def test_products_take_half_the_time_on_a_gpu_of_twice_the_speed():

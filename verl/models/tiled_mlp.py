@@ -2,8 +2,9 @@
 """MLPs that run a long sequence in tiles, so that the widest tensors of a layer exist for one tile only.
 
 The TiledMLP of Arctic Long Sequence Training (Bekman et al. 2025, section 3.1), inside checkpointed blocks
-and without a pass of its own: where the MLP ends its block, recomputing the block stops at the MLP's input,
-and each tile then runs once more, right before its backward pass.
+and almost without a pass of its own: where the MLP ends its block, recomputing the block stops at the MLP's
+input, and each tile then runs once more, right before its backward pass. Only the last product of a tile is
+computed again for nothing.
 """
 
 import functools

@@ -90,8 +90,10 @@ def update(shape: ModelShape, setup: ModelSetup, work: PassWork) -> Operations:
 def _not_again(shape: ModelShape, work: PassWork) -> float:
     """Products of the blocks' last matrices: nothing in the backward pass needs their results.
 
-    Those of experts are weighted after it, and adapters follow it.
+    Those of experts are weighted after it, and adapters follow it; MLPs in tiles compute it.
     """
+    if shape.text.tiles(int(work.tokens / work.micro_batches)):
+        return 0.0
     is_dense = layer_weights(shape.text) > DENSE_SHARE * shape.text.params
     is_whole = shape.trained == shape.params
     last = shape.text.hidden * shape.text.intermediate

@@ -14,7 +14,13 @@ from verl.planning.planned_run import PlannedPass, PlannedRun
 from verl.planning.speed import operations, traffic
 from verl.planning.speed.cluster import Cluster
 from verl.planning.speed.sampling import IMAGE_SECONDS, sampling_time
-from verl.planning.speed.workload import ExpectedLengths, PassWork, expected_lengths, pass_work
+from verl.planning.speed.workload import (
+    ExpectedLengths,
+    PassWork,
+    encoding_work,
+    expected_lengths,
+    pass_work,
+)
 
 C = TypeVar("C")  # a config tree
 
@@ -79,7 +85,8 @@ class Predictor(Generic[C]):
         """Predict a run whose micro batch sizes are numbers."""
         run, lengths = self.describe(config), self.lengths(config)
         models = [held_model(model, self.cluster.world_size, "cuda", self.read_shape) for model in run.models]
-        phases = [] if run.engine is None else _rollout(run, models[0], lengths, self.cluster)
+        phases = _encoding(run, models[0], lengths, self.cluster)
+        phases += [] if run.engine is None else _rollout(run, models[0], lengths, self.cluster)
         mfu = {}
         tokens = run.rows * self.cluster.world_size / run.lengths.ranks
         tokens *= lengths.prompt + lengths.responses.mean
@@ -119,12 +126,7 @@ def _pass_time(
 ) -> PhaseTime:
     shape, setup, update = model.shape, model.setup, each.is_update
     done = operations.update(shape, setup, work) if update else operations.forward(shape, work)
-    parts = {
-        "products": (done.products + done.head) / cluster.products,
-        "attention": done.attention / cluster.attention,
-        "elementwise": done.elementwise / cluster.memory,
-        "softmax": done.softmax / cluster.memory,
-    }
+    parts = _kernels(done, cluster)
     kernels = max(sum(parts.values()), work.micro_batches * _launch(model, work, is_update=update))
     parts["launching kernels"] = kernels - sum(parts.values())
     moved = _moving(run, model, work, cluster, is_update=update)
@@ -137,6 +139,27 @@ def _pass_time(
     if update and any(other.phase == "old" for other in run.passes):
         parts["reading images"] = 0.0  # kept from the first pass over these rows
     return PhaseTime(each.phase, sum(parts.values()), parts)
+
+
+def _kernels(done: operations.Operations, cluster: Cluster) -> dict[str, float]:
+    return {
+        "products": (done.products + done.head) / cluster.products,
+        "attention": done.attention / cluster.attention,
+        "elementwise": done.elementwise / cluster.memory,
+        "softmax": done.softmax / cluster.memory,
+    }
+
+
+def _encoding(
+    run: PlannedRun, policy: HeldModel, lengths: ExpectedLengths, cluster: Cluster
+) -> list[PhaseTime]:
+    """A frozen tower's work on the media of new prompts: in each step of the first epoch."""
+    work = encoding_work(run, policy.planned, lengths, policy.shape)
+    if work is None:
+        return []
+    parts = _kernels(operations.forward(policy.shape, work), cluster)
+    parts["reading images"] = IMAGE_SECONDS * work.images
+    return [PhaseTime("encode", sum(parts.values()), parts)]
 
 
 def _launch(model: HeldModel, work: PassWork, *, is_update: bool) -> float:

@@ -110,3 +110,13 @@ def pass_work(
     images = media / MEDIA_TOKENS
     patches = media * shape.patches_per_token
     return PassWork(tokens, to_head, pairs, patches, images, repeats * max(1, each_repeat), repeats)
+
+
+def encoding_work(
+    run: PlannedRun, policy: PlannedModel, lengths: ExpectedLengths, shape: ModelShape
+) -> PassWork | None:
+    """Return the work of a frozen vision tower, which encodes the media of new prompts once; None without."""
+    if shape.tower is None or not run.lengths.media or not policy.model.freeze_vision_tower:
+        return None
+    media = run.rows / run.lengths.group * MEDIA_SHARE * lengths.prompt / run.lengths.ranks
+    return PassWork(0.0, 0.0, 0.0, media * shape.patches_per_token, media / MEDIA_TOKENS, 1, 1)
