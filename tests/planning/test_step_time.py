@@ -15,11 +15,12 @@ from tests.planning.planning import TOWER
 from tests.planning.planning import read_shape as read_fixed_shape
 from tests.planning.test_memory_plan import make_config
 from verl.config.model import FSDPConfig, ModelConfig
+from verl.config.sft import SFTConfig
 from verl.models.flops import FlopsCounter
 from verl.models.tiny import save_tiny_model
 from verl.planning.memory_plan import Planner
 from verl.planning.model_sizes import read_shape
-from verl.planning.planned_run import planned_ppo
+from verl.planning.planned_run import planned_ppo, planned_sft
 from verl.planning.report import with_options
 from verl.planning.speed import operations
 from verl.planning.speed.advice import MIN_GAIN, advise, problems_of
@@ -92,6 +93,20 @@ def test_a_frozen_tower_encodes_each_prompt_once_and_the_passes_encode_none():
     saved = old.parts["products"] - frozen.phase("old").parts["products"]
     assert 0 < encode.parts["products"] == pytest.approx(saved / 4)  # of a prompt, not of its responses
     assert frozen.phase("update_actor").seconds < trained.phase("update_actor").seconds
+
+
+def test_fine_tuning_with_a_frozen_tower_encodes_its_media_too():
+    def read(*args, **kwargs):
+        return replace(read_fixed_shape(*args, **kwargs), tower=TOWER)
+
+    predict = Predictor(planned_sft, read, NODE)
+    trained = with_options(SFTConfig(), {"trainer.device": "cuda", "trainer.n_gpus_per_node": 4})
+    frozen = with_options(trained, {"worker.actor.model.freeze_vision_tower": True})
+
+    saved = [predict(each).phase("update_actor").parts["products"] for each in (trained, frozen)]
+    assert (
+        0 < predict(frozen).phase("encode").parts["products"] < saved[0] - saved[1]
+    )  # forward, not backward
 
 
 def test_mlps_in_tiles_compute_their_last_product_again():

@@ -99,8 +99,7 @@ def pass_work(
     tokens = (groups * prompt + rows * responses.mean) / ranks
     to_head = rows * responses.mean / ranks
     pairs = (groups * prompt**2 / 2 + rows * (prompt * responses.mean + responses.mean_square / 2)) / ranks
-    has_media = shape.tower is not None and run.lengths.media > 0 and not model.model.freeze_vision_tower
-    media = groups * MEDIA_SHARE * (prompt or responses.mean) / ranks if has_media else 0.0
+    media = 0.0 if model.model.freeze_vision_tower else _media_tokens(run, groups, lengths, shape)
     size = min(as_number(each.size), each.rows)
     if each.dynamic:
         budget = FILL * size * (run.lengths.prompt + run.lengths.response)
@@ -116,7 +115,14 @@ def encoding_work(
     run: PlannedRun, policy: PlannedModel, lengths: ExpectedLengths, shape: ModelShape
 ) -> PassWork | None:
     """Return the work of a frozen vision tower, which encodes the media of new prompts once; None without."""
-    if shape.tower is None or not run.lengths.media or not policy.model.freeze_vision_tower:
+    media = _media_tokens(run, run.rows / run.lengths.group, lengths, shape)
+    if not media or not policy.model.freeze_vision_tower:
         return None
-    media = run.rows / run.lengths.group * MEDIA_SHARE * lengths.prompt / run.lengths.ranks
     return PassWork(0.0, 0.0, 0.0, media * shape.patches_per_token, media / MEDIA_TOKENS, 1, 1)
+
+
+def _media_tokens(run: PlannedRun, groups: float, lengths: ExpectedLengths, shape: ModelShape) -> float:
+    """Return the tokens of media in so many groups that one of the ranks which share them encodes."""
+    if shape.tower is None or not run.lengths.media:
+        return 0.0
+    return groups * MEDIA_SHARE * (lengths.prompt or lengths.responses.mean) / run.lengths.ranks
