@@ -184,7 +184,7 @@ def test_ranks_that_share_rows_share_the_patches_of_their_media():
     found = one.largest_micro_batch(lengths, shape)
 
     assert found.patches == 2 * 1024 * 4 // 2
-    assert found.media == found.tokens == (2 * 1024 + 2 * 1024) // 2  # of those that it holds, all may be
+    assert found.media == found.tokens == (2 * 1024 + 2 * 1024) // 2  # any token that a rank holds
 
 
 def test_a_misfit_names_the_option_and_a_value_that_fits():

@@ -54,13 +54,9 @@ def _tiled(original: type[nn.Module]) -> type[nn.Module]:
         if others or len(tokens) <= TILE:
             return original.forward(self, hidden, *others)
         run = functools.partial(original.forward, self)
-        if torch.is_grad_enabled():
-            trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
-            kept = _Kept.apply(tokens, torch.empty(0, requires_grad=True))
-            output = _Tiles.apply(tokens, kept.grad_fn, run, *trained)
-        else:
-            output = torch.cat([run(tile) for tile in tokens.split(TILE)])
-        return output.view_as(hidden)
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        kept = _Kept.apply(tokens, torch.empty(0, requires_grad=True))
+        return _Tiles.apply(tokens, kept.grad_fn, run, *trained).view_as(hidden)
 
     return type(
         original.__name__, (_InTiles, original), {"forward": forward, "__module__": original.__module__}

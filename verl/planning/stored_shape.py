@@ -9,7 +9,6 @@ import json
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +82,9 @@ def _shape(config: dict[str, Any], sizes: Sizes, number: int, is_trained: bool, 
     keys = next(size[0] for name, size in sizes.items() if name.endswith("k_proj.weight"))
     vocab = next(size[0] for name, size in sizes.items() if name.endswith(EMBEDDING if is_tied else HEAD))
     has_norms = any(name.endswith("q_norm.weight") for name in sizes)
-    tower = _tower_stack(config["vision_config"], max(tower_blocks.values())) if tower_blocks else None
-    stack = _text_stack(text, keys, max(text_blocks.values()), has_norms)
+    tower = None
+    if tower_blocks:
+        tower = _tower_stack(config["vision_config"], max(tower_blocks.values()), is_tiled)
     return ModelShape(
         params=params,
         stored=number * params,
@@ -95,8 +95,8 @@ def _shape(config: dict[str, Any], sizes: Sizes, number: int, is_trained: bool, 
         largest_stored=number * max(map(math.prod, sizes.values())),
         vocab=vocab,
         is_tied=is_tied,
-        text=replace(stack, is_tiled=is_tiled),
-        tower=None if tower is None else replace(tower, is_tiled=is_tiled),
+        text=_text_stack(text, keys, max(text_blocks.values()), has_norms, is_tiled),
+        tower=tower,
     )
 
 
@@ -109,7 +109,7 @@ def _blocks(sizes: Sizes, pattern: re.Pattern[str]) -> dict[int, int]:
     return counts
 
 
-def _text_stack(text: dict[str, Any], keys: int, params: int, has_head_norms: bool) -> Stack:
+def _text_stack(text: dict[str, Any], keys: int, params: int, has_head_norms: bool, is_tiled: bool) -> Stack:
     kv_heads = text["num_key_value_heads"]
     return Stack(
         layers=text["num_hidden_layers"],
@@ -120,10 +120,11 @@ def _text_stack(text: dict[str, Any], keys: int, params: int, has_head_norms: bo
         head_dim=keys // kv_heads,
         params=params,
         has_head_norms=has_head_norms,
+        is_tiled=is_tiled,
     )
 
 
-def _tower_stack(vision: dict[str, Any], params: int) -> Stack:
+def _tower_stack(vision: dict[str, Any], params: int, is_tiled: bool) -> Stack:
     hidden = vision["embed_dim"] if "embed_dim" in vision else vision["hidden_size"]
     own = vision["intermediate_size"] if "intermediate_size" in vision else hidden * vision["mlp_ratio"]
     heads = vision["num_heads"]
@@ -135,4 +136,5 @@ def _tower_stack(vision: dict[str, Any], params: int) -> Stack:
         kv_heads=heads,
         head_dim=hidden // heads,
         params=params,
+        is_tiled=is_tiled,
     )
