@@ -14,6 +14,7 @@ from PIL import Image
 
 from verl.config.worker import RewardConfig
 from verl.rewards.manager import RewardManager, spread_groups
+from verl.utils.processes.child_process import ChildProcess
 
 LENGTH = """
     REWARD_TYPE = "sequential"
@@ -470,6 +471,19 @@ def test_an_idle_process_that_is_killed_is_replaced(reward_file):
 def test_a_file_that_cannot_be_imported_fails_the_start(reward_file, source, error, message):
     with pytest.raises(error, match=message):
         make_manager(reward_file(source), num_cpus=2)
+
+
+def test_the_reason_arrives_though_its_process_ended_before_it_was_read(reward_file, monkeypatch):
+    start = ChildProcess.start
+
+    def start_and_wait(serve):
+        child = start(serve)
+        wait_until(child.has_ended)
+        return child
+
+    monkeypatch.setattr(ChildProcess, "start", start_and_wait)
+    with pytest.raises(ValueError, match=r"importing .*reward.py failed: ZeroDivisionError"):
+        make_manager(reward_file("1 / 0"))
 
 
 def test_closing_leaves_no_process_not_even_those_of_the_function(reward_file, tmp_path):

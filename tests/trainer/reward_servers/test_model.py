@@ -98,7 +98,7 @@ def test_restarts_are_bounded_over_all_replicas_and_the_last_loss_says_why(board
     first, second = LocalReplica(), LocalReplica()
     model = serve(board, first, second, max_restarts=1)
     first.die()
-    wait_until(lambda: len(board.living()) == 2 and model.num_restarts == 1)
+    wait_until(lambda: model.num_restarts == 1 and len(board.living()) == 2)
     first.die()
     wait_until(lambda: board.living() == [second.server.url])
     second.die()
