@@ -301,7 +301,7 @@ class RewardProcess:
             with suppress(EOFError, OSError):
                 while True:
                     self._take(await self._channel.receive())
-                    await asyncio.sleep(0)  # the call that waits for it goes on before the end is seen
+                    await asyncio.sleep(0)  # the call that waits for it continues before the end is seen
         except BadMessageError as error:
             raise ProcessEndedError(str(error)) from error
         try:
