@@ -140,4 +140,4 @@ def test_a_cluster_with_a_token_is_an_error_with_a_remedy(cluster, home, mode, r
 
     assert "it requires a token" in message
     assert remedy.format(folder=folder) in message
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 60  # most of it to import Ray; an attempt is given up after 25 s
