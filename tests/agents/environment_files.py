@@ -77,12 +77,16 @@ def no_message():
 class Counter:
     """Counts down from a number; each turn takes the number that it says."""
 
-    def __init__(self, start, log=None, seconds=0.0):
-        self.left, self.log, self.seconds = start, log, seconds
+    def __init__(self, start, log=None):
+        self.left, self.log = start, log
 
     async def reset(self, row):
-        await asyncio.sleep(self.seconds)
         self.row = row
+        if "meet" in row:  # those of as many conversations as there should be
+            with open(os.path.join(row["meet"], str(row["seed"])), "w"):
+                pass
+            while len(os.listdir(row["meet"])) < row["number"]:
+                await asyncio.sleep(0.01)
         if row.get("reset"):
             return globals()[row["reset"]]()
         return f"{self.left} are left. The seed is {row['seed']}."

@@ -23,6 +23,19 @@ async def wait(seconds: float, answer: str) -> str:
     await asyncio.sleep(seconds)
     return answer
 
+async def relay(waits_for: str = "", leaves: str = "") -> str:
+    """Wait for a file and leave another one.
+
+    Args:
+        waits_for: Path of the file that must be there; none if empty.
+        leaves: Path of the file to make; none if empty.
+    """
+    while waits_for and not os.path.exists(waits_for):
+        await asyncio.sleep(0.01)
+    if leaves:
+        open(leaves, "w").close()
+    return leaves
+
 def fail(kind: str) -> str:
     """Fail.
 

@@ -4,13 +4,13 @@
 import io
 import os
 import pty
-import resource
 import subprocess
 import sys
 
 import pytest
 from PIL import Image
 
+from tests.helpers.computing import seconds_of_children
 from tests.helpers.training import ROOT
 from verl.cli.chat import main
 from verl.cli.chat_session import UNFINISHED, Conversation, decoded
@@ -202,16 +202,12 @@ def test_wrong_arguments_are_told_before_torch_is_imported(arguments, message, t
 
 
 def test_help_takes_half_a_second_of_computing():
-    def seconds():
-        used = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return used.ru_utime + used.ru_stime
-
     code = "from verl.cli.chat import main; main(['--help'])"
     spent = []
     for _ in range(3):
-        before = seconds()
+        before = seconds_of_children()
         subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True)
-        spent.append(seconds() - before)
+        spent.append(seconds_of_children() - before)
 
     assert min(spent) < 0.5
 

@@ -153,9 +153,9 @@ def test_an_option_is_not_suggested_for_itself_and_survives_every_dropped_letter
 
 
 def test_a_long_key_takes_no_time():
-    started = time.monotonic()
+    started = time.process_time()
 
     assert suggest("a." * MAX_KEY + "n", PPO) is None
     suggest("worker." + "_".join(["num"] * 40), PPO)
 
-    assert time.monotonic() - started < 2
+    assert time.process_time() - started < 2

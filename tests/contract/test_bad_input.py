@@ -278,7 +278,7 @@ def test_a_logger_that_is_not_installed_exits_2_before_a_model_is_loaded(folder,
 
 BAD_REWARDS = {
     "raises": ("raise KeyError('no such column')", ["raised KeyError: 'no such column'", "reward.py:2"]),
-    "hangs": ("while True: pass", ["did not return within `worker.reward.timeout_s` (1 s)", "reward.py:2"]),
+    "hangs": ("while True: pass", ["did not return within `worker.reward.timeout_s` (2 s)", "reward.py:2"]),
     "no overall": ("return [{'accuracy': 1.0} for _ in inputs]", ["with `overall`", "['accuracy']"]),
     "nan": ("return [{'overall': float('nan')} for _ in inputs]", ["must be a finite number, got nan"]),
     "wrong length": (
@@ -295,7 +295,7 @@ def test_a_bad_reward_ends_the_run_with_its_line_and_response(
     reward = tmp_path / "reward.py"
     reward.write_text(f"def compute_score(inputs):\n    {body}\n")
     options = dataclasses.replace(
-        trainer.config.worker.reward, reward_function=f"{reward}:compute_score", timeout_s=1.0
+        trainer.config.worker.reward, reward_function=f"{reward}:compute_score", timeout_s=2.0
     )
 
     with RewardManager(options) as manager:

@@ -35,14 +35,14 @@ def hostile_rows(folder, stage, deeds):
 def test_a_picture_that_ends_or_holds_up_its_decoder_is_a_bad_row_and_the_next_is_read(media_model, tmp_path):
     files = hostile_rows(tmp_path, "pixels", [None, "abort", "segfault", None, "kill", "hang", None])
 
-    dataset = open_media(media_model, files, image_dir=str(tmp_path), row_timeout_s=1.0)
+    dataset = open_media(media_model, files, image_dir=str(tmp_path), row_timeout_s=2.0)
     items = [dataset[index] for index in range(7)]
 
     bad = {item.index: item for item in items if isinstance(item, BadRow)}
     assert set(bad) == {1, 2, 4, 5}
     for index, ending in (
         (1, "was killed by SIGABRT"), (2, "was killed by SIGSEGV"),
-        (4, "was killed by SIGKILL, as the kernel does when memory runs out"), (5, "did not end within 1 s"),
+        (4, "was killed by SIGKILL, as the kernel does when memory runs out"), (5, "did not end within 2 s"),
     ):  # fmt: skip
         told = f"rows.jsonl, row {index}: the process that read the image {tmp_path}/{index}.png {ending}"
         assert str(bad[index]).endswith(told)
@@ -63,7 +63,7 @@ def test_a_picture_whose_header_ends_the_process_is_found_when_rows_are_measured
 ):
     monkeypatch.setattr("verl.data.dataset.MEDIA_ROWS_FOR_ONE_PROCESS", 1)
     files = hostile_rows(tmp_path, "header", [None, *ENDINGS, None, "hang"])
-    options = dict(image_dir=str(tmp_path), row_timeout_s=1.0, filter_overlong_prompts_workers=workers)
+    options = dict(image_dir=str(tmp_path), row_timeout_s=2.0, filter_overlong_prompts_workers=workers)
 
     dataset = open_media(media_model, files, on_bad_row="skip", **options)
 

@@ -60,7 +60,7 @@ def test_a_template_that_does_not_end_is_given_up_in_time_and_its_file_is_named(
     with pytest.raises(TimeoutError) as raised:
         ChatTemplate(load_tokenizer(folder), None, timeout_s=0.5)(TWO_TURNS, True, "the prompt")
 
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 30  # it has no end
     assert f"the chat template ({folder / file}) did not end within 0.5 s for the prompt" in str(raised.value)
     assert "`data.override_chat_template`" in str(raised.value)
 

@@ -262,7 +262,7 @@ def test_a_picture_that_holds_up_its_decoder_takes_nothing_down(num_workers, med
     ).dataset  # fmt: skip
     dataset = RLHFDataset(
         str(tmp_path / "rows.jsonl"), usual.tokenizer, usual.processor, usual.config, media=usual.media,
-        position_ids=usual.position_ids, row_timeout_s=0.7,
+        position_ids=usual.position_ids, row_timeout_s=2.0,
     )  # fmt: skip
     loader = PromptLoader(
         dataset, 4, shuffle=False, seed=0, drop_last=True, read_on=False, num_workers=num_workers
@@ -271,7 +271,7 @@ def test_a_picture_that_holds_up_its_decoder_takes_nothing_down(num_workers, med
     rows = list(itertools.chain(*answers(loader)))
 
     assert rows == [n for n in range(24) if n != 3][:20]
-    assert "did not end within 0.7 s" in loader.bad_rows[3].reason
+    assert "did not end within 2 s" in loader.bad_rows[3].reason
 
 
 def test_a_picture_that_crashes_its_decoder_stops_the_run_by_name_and_is_reported(media_model, tmp_path):
@@ -359,7 +359,7 @@ def sizes_in(cache):
 
 
 def wait_until(holds):
-    end = time.monotonic() + 20
+    end = time.monotonic() + 120
     while not holds():
         assert time.monotonic() < end, "it does not come to hold"
         time.sleep(0.01)

@@ -143,7 +143,7 @@ def take_and_end(shares, ending, has_taken):
     next(reader.named_tensors(1, shares))
     has_taken.set()
     os.kill(os.getpid(), ending)
-    time.sleep(60)
+    time.sleep(600)
 
 
 @pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGSTOP])
@@ -151,18 +151,18 @@ def test_an_engine_that_is_lost_while_it_loads_holds_up_neither_training_nor_oth
     context = multiprocessing.get_context("spawn")
     has_taken = context.Event()
     losses = []
-    with serving(timeout_s=3, bucket_bytes=1, on_lost=losses.append) as servers, reading() as other:
+    with serving(timeout_s=8, bucket_bytes=1, on_lost=losses.append) as servers, reading() as other:
         shares = published(servers, 1, BIG)
         lost = context.Process(target=take_and_end, args=(shares, ending, has_taken), daemon=True)
         lost.start()
-        assert has_taken.wait(60)
+        assert has_taken.wait(240)
 
         start = time.monotonic()
         assert [tensor[0] for _, tensor in other.named_tensors(1, shares)] == list(range(8))
         newer = published(servers, 2, BIG)
-        assert time.monotonic() - start < 2
+        assert time.monotonic() - start < 7  # the time limit has not passed
         published(servers, 3, BIG)  # takes the memory of version 1, once no one is sent it
-        assert time.monotonic() - start < 10
+        assert time.monotonic() - start < 40
         assert [tensor[0] for _, tensor in other.named_tensors(2, newer)] == list(range(8))
         lost.kill()
     lost.join()
@@ -173,7 +173,7 @@ def test_an_engine_that_is_lost_while_it_loads_holds_up_neither_training_nor_oth
 def serve_and_end(results):
     server = WeightServer(0, 1, CPU, HERE, on_lost=print, bucket_bytes=1)
     results.put(server.publish(1, BIG))
-    time.sleep(60)
+    time.sleep(600)
 
 
 @pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGSTOP])
@@ -182,7 +182,7 @@ def test_an_engine_learns_in_time_that_a_process_that_trains_is_lost(ending):
     results = context.Queue()
     training = context.Process(target=serve_and_end, args=(results,), daemon=True)
     training.start()
-    share = results.get(timeout=60)
+    share = results.get(timeout=240)
     with reading(timeout_s=3) as reader:
         weights = reader.named_tensors(1, [share])
         next(weights)
@@ -193,7 +193,7 @@ def test_an_engine_learns_in_time_that_a_process_that_trains_is_lost(ending):
             list(weights)
         with pytest.raises(PeerLostError):
             list(reader.named_tensors(1, [share]))
-        assert time.monotonic() - start < 15
+        assert time.monotonic() - start < 45  # the process sleeps for ten minutes
     training.kill()
     training.join()
 

@@ -47,7 +47,7 @@ def test_the_command_serves_a_corpus_to_the_tool(tmp_path):
             urllib.request.urlopen(urllib.request.Request(url, b"{}"), timeout=10)
     finally:
         process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 0
+        assert process.wait(60) == 0
 
 
 def test_a_line_that_is_no_document_is_named(tmp_path):

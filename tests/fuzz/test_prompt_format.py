@@ -145,7 +145,7 @@ def test_a_template_that_does_not_end_is_given_up_in_time(tmp_path, source):
     with pytest.raises(TimeoutError, match=r"`data.format_prompt` \(.*\) did not end within 0.5 s") as raised:
         prompt_format("?", {})
 
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 30
     assert "does it loop forever?" in str(raised.value)
 
 

@@ -83,4 +83,4 @@ def test_an_engine_learns_in_time_that_a_process_that_trains_is_lost(device, end
         with pytest.raises(PeerLostError):
             list(weights)
             list(reader.named_tensors(1, shares[1:]))
-        assert time.monotonic() - start < 4 * TIMEOUT_S
+        assert time.monotonic() - start < 8 * TIMEOUT_S

@@ -2,20 +2,26 @@
 """Run a function on several real gloo processes and collect the result of each rank."""
 
 import os
+import random
 import socket
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+PORTS = range(20_000, 32_768)  # below those of outgoing connections, which could take one before it is used
+
 
 def free_port() -> int:
     """Return a TCP port that is currently free."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
+    for port in random.SystemRandom().sample(PORTS, 200):
+        with suppress(OSError), socket.socket() as sock:
+            sock.bind(("127.0.0.1", port))
+            return port
+    raise OSError(f"no free TCP port found from {PORTS.start} to {PORTS.stop - 1}")
 
 
 def _enter(
@@ -45,7 +51,7 @@ def _enter(
 
 
 def run_distributed(
-    function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 300
+    function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 600
 ) -> list[Any]:
     """Call `function(rank, world_size, *args)` on `world_size` processes; return the results by rank.
 

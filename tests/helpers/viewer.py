@@ -41,7 +41,7 @@ def request(
     token = token_of(address)
     headers = {name.replace("_", "-"): value for name, value in headers.items()}
     headers = {"Cookie": f"{cookie_name(token)}={token}"} | headers
-    connection = http.client.HTTPConnection(urlsplit(address).netloc, timeout=30)
+    connection = http.client.HTTPConnection(urlsplit(address).netloc, timeout=120)
     connection.request(method, path, body, headers)
     response = connection.getresponse()
     answer = Answer(response.status, {k.lower(): v for k, v in response.getheaders()}, response.read())
@@ -65,4 +65,4 @@ def viewer(*folders: Path, options: Sequence[str] = ()) -> Iterator[str]:
         yield next(word for word in line.split() if word.startswith("http://"))
     finally:
         process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 0
+        assert process.wait(60) == 0

@@ -4,7 +4,6 @@
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.helpers.distributed import free_port
 from verl.utils.cuda_builds import CHILD_SITE
 
 START_TIMEOUT_S = 300.0
@@ -29,9 +29,7 @@ ENVIRONMENT = {
 @contextlib.contextmanager
 def vllm_server(model: Path, log: Path, *arguments: str) -> Iterator[str]:
     """Serve a model; yield the address that ends in /v1 once it responds."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model),
         "--host", "127.0.0.1", "--port", str(port), "--enforce-eager", "--max-model-len", "1024",

@@ -3,7 +3,6 @@
 
 import json
 import math
-import time
 from pathlib import Path
 
 import pytest
@@ -40,7 +39,7 @@ FAILS = """
 
 WAYS = {
     "raises": (ValueError, r"raised KeyError: 'no such answer' at .*:5, in raises"),
-    "hangs": (TimeoutError, r"did not return within `worker.reward.timeout_s` \(1 s\).* in hangs"),
+    "hangs": (TimeoutError, r"did not return within `worker.reward.timeout_s` \(2 s\).* in hangs"),
     "aborts": (RuntimeError, "was killed by SIGABRT while it scored row 3"),
     "fills_memory": (
         ValueError,
@@ -57,7 +56,7 @@ def make_manager(path, log=None, **options):
 
 def timeout_of(way):
     """Seconds that a call may take where one fails in this way."""
-    return 1.0 if "hangs" in way or "sleep" in way else 20.0
+    return 2.0 if "hangs" in way or "sleep" in way else 20.0
 
 
 def scored(manager, responses):
@@ -242,15 +241,6 @@ def test_too_many_failures_end_the_run_with_the_first_reasons(reward_file):
     assert "KeyError: 'no such answer'" in message and "SIGABRT" in message and "got nan" in message
 
 
-def test_a_run_that_fails_too_often_ends_before_every_call_has_hung(reward_file):
-    with make_manager(reward_file(FAILS), on_failure="mask", max_retries=0, timeout_s=0.5) as manager:
-        start = time.monotonic()
-        with pytest.raises(RuntimeError, match="max_failure_ratio"):
-            scored(manager, ["hangs"] * 40)
-
-    assert time.monotonic() - start < 8.0  # all of them, two at a time: 10 s and the new processes
-
-
 FAILS_EVERYWHERE = """
     import os, pathlib, time
     REWARD_TYPE = "sequential"
@@ -259,6 +249,22 @@ FAILS_EVERYWHERE = """
             file.write(".")
         {statement}
     """
+HANGS_EVERYWHERE = FAILS_EVERYWHERE.format(statement="time.sleep(1000)")
+
+
+def num_calls(path):
+    return len(Path(path).with_suffix(".calls").read_text())
+
+
+def test_a_run_that_fails_too_often_ends_before_every_call_has_hung(reward_file):
+    path = reward_file(HANGS_EVERYWHERE)
+    with (
+        make_manager(path, on_failure="mask", max_retries=0, timeout_s=1.0) as manager,
+        pytest.raises(RuntimeError, match="max_failure_ratio"),
+    ):
+        scored(manager, ["a"] * 40)
+
+    assert num_calls(path) <= 6  # five that hung, and the one of the other process
 
 
 @pytest.mark.parametrize(
@@ -269,7 +275,7 @@ def test_a_function_that_hangs_or_dies_in_every_call_ends_the_run_after_five(
     reward_file, statement, on_failure, per_batch
 ):
     path = reward_file(FAILS_EVERYWHERE.format(statement=statement))
-    timeout_s = 0.5 if "sleep" in statement else 20.0
+    timeout_s = 1.0 if "sleep" in statement else 20.0
     options = {"max_failure_ratio": 1.0, "num_cpus": 1, "timeout_s": timeout_s}
     with (
         make_manager(path, on_failure=on_failure, **options) as manager,
@@ -279,8 +285,7 @@ def test_a_function_that_hangs_or_dies_in_every_call_ends_the_run_after_five(
             scored(manager, ["a"] * per_batch)
 
     # Batches of two are over after 2 x 2 attempts, without a score, and the next ones fail as well.
-    num_calls = len(Path(path).with_suffix(".calls").read_text())
-    assert num_calls == (5 if per_batch == 40 else 9)
+    assert num_calls(path) <= (5 if per_batch == 40 else 9)
 
 
 @pytest.mark.parametrize("statement", ["1 / 0", "return float('nan')"], ids=["raises", "returns nonsense"])
@@ -301,7 +306,7 @@ def test_a_function_that_fails_for_every_response_ends_the_run_whatever_is_allow
 
 
 def test_calls_that_hang_beside_others_that_succeed_do_not_end_the_run(reward_file):
-    options = {"max_failure_ratio": 1.0, "max_retries": 0, "timeout_s": 0.3, "num_cpus": 1}
+    options = {"max_failure_ratio": 1.0, "max_retries": 0, "timeout_s": 1.5, "num_cpus": 3}
     with make_manager(reward_file(FAILS), on_failure="mask", **options) as manager:
         scores = scored(manager, ["a", *["hangs"] * 6, "aa"])
 
@@ -309,12 +314,14 @@ def test_calls_that_hang_beside_others_that_succeed_do_not_end_the_run(reward_fi
 
 
 def test_a_function_that_always_hangs_ends_the_run_after_two_time_limits(reward_file):
-    with make_manager(reward_file(FAILS), timeout_s=0.5, num_cpus=1) as manager:
-        start = time.monotonic()
-        with pytest.raises(TimeoutError, match="2 attempts"):
-            scored(manager, ["hangs"] * 40)
+    path = reward_file(HANGS_EVERYWHERE)
+    with (
+        make_manager(path, timeout_s=1.0, num_cpus=1) as manager,
+        pytest.raises(TimeoutError, match="2 attempts"),
+    ):
+        scored(manager, ["a"] * 40)
 
-    assert time.monotonic() - start < 8.0  # 1 s and a new process; each of them once: 20 s
+    assert num_calls(path) <= 2
 
 
 def test_each_response_whose_call_failed_is_logged_with_every_reason(reward_file, tmp_path):

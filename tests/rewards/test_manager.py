@@ -31,7 +31,7 @@ def rows(responses: list[str], **columns) -> list[dict]:
     return [{"prompt": "say", "response": response, "ground_truth": "x", **columns} for response in responses]
 
 
-def wait_until(condition, seconds: float = 10.0) -> None:
+def wait_until(condition, seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not happen in time"
@@ -66,31 +66,27 @@ def test_an_empty_job_has_no_scores(reward_file):
         assert manager.start().result() == {"overall": []}
 
 
-def test_scoring_continues_while_the_caller_does_something_else(reward_file):
+def test_scoring_continues_while_the_caller_does_something_else(reward_file, tmp_path):
     path = reward_file(
         """
-        import time
+        import pathlib, time
         REWARD_TYPE = "sequential"
         def main(row):
-            time.sleep(0.2)
+            while not pathlib.Path(row["gate"]).exists():
+                time.sleep(0.01)
             return {"overall": 1.0}
         """
     )
+    gate = tmp_path / "gate"
     with make_manager(path, num_cpus=2) as manager:
         job = manager.start()
-        start = time.monotonic()
         for index in range(6):
-            job.submit([index], rows(["a"]))
-        seconds_to_submit = time.monotonic() - start
+            job.submit([index], rows(["a"], gate=str(gate)))  # returns, although nothing can be scored yet
+        assert num_scored(job) == 0
+        gate.touch()
 
         wait_until(lambda: num_scored(job) == 6)  # `result` has not been called yet
-        start = time.monotonic()
-        scores = job.result()
-        seconds_for_result = time.monotonic() - start
-
-    assert scores == {"overall": [1.0] * 6}
-    assert seconds_to_submit < 0.3  # scoring takes 0.6 s
-    assert seconds_for_result < 0.3
+        assert job.result() == {"overall": [1.0] * 6}
 
 
 def test_a_sequential_function_is_spread_over_all_processes(reward_file):
@@ -117,27 +113,28 @@ def test_a_sequential_function_is_spread_over_all_processes(reward_file):
 @pytest.mark.parametrize(("options", "bound"), [({}, 32), ({"max_concurrency": 5}, 5)])
 def test_an_async_function_runs_concurrently_but_not_without_bound(reward_file, options, bound):
     path = reward_file(
-        """
+        f"""
         import asyncio
         REWARD_TYPE = "sequential"
-        running = 0
+        running = most = 0
         async def main(row):
-            global running
+            global running, most
             running += 1
+            most = max(most, running)
             seen = running
+            while most < {bound}:  # for ever, if fewer may run
+                await asyncio.sleep(0.01)
             await asyncio.sleep(0.1)
             running -= 1
-            return {"overall": seen}
+            return {{"overall": seen}}
         """
     )
     with make_manager(path, **options) as manager:
         job = manager.start()
-        start = time.monotonic()
         job.submit(range(64), rows(["a"] * 64))
         seen = job.result()["overall"]
 
     assert max(seen) == bound
-    assert time.monotonic() - start < 5.0  # one after the other: 6.4 s
 
 
 def test_a_batch_function_is_called_with_each_group_as_it_comes(reward_file):
@@ -360,21 +357,18 @@ def test_a_hanging_call_is_killed_and_its_line_and_row_are_named(reward_file, st
             return {{"overall": 1.0}}
         """
     )
-    with make_manager(path, timeout_s=1.0) as manager:
+    with make_manager(path, timeout_s=2.0) as manager:
         (hanging,) = manager.pids()
         job = manager.start()
-        start = time.monotonic()
         job.submit([6], rows(["hang"]))
 
         with pytest.raises(TimeoutError) as caught:
             job.result()
-        seconds = time.monotonic() - start
         message = str(caught.value)
-        assert f"reward function {path}:main did not return within `worker.reward.timeout_s` (1 s)" in message
+        assert f"reward function {path}:main did not return within `worker.reward.timeout_s` (2 s)" in message
         assert f"it is at {path}:4, in judge" in message
         assert f'File "{path}", line 7, in main' in message
         assert "for row 6\n  prompt: 'say'\n  response: 'hang'" in message
-        assert seconds < 5.0
         assert not is_alive(hanging)
 
         job = manager.start()  # the pool continues with another process
@@ -432,7 +426,7 @@ def test_the_death_of_a_process_is_reported_at_once(reward_file, statement, how)
             RuntimeError, match=rf"(?s)reward function {path}:main {how} while it scored row 2.*'die'"
         ):
             job.result()
-        assert time.monotonic() - start < 5.0
+        assert time.monotonic() - start < 30.0
 
         job = manager.start()
         job.submit([0], rows(["fine"]))
@@ -507,7 +501,7 @@ def test_closing_leaves_no_process_not_even_those_of_the_function(reward_file, t
 
     manager.close()
 
-    wait_until(lambda: not any(is_alive(pid) for pid in pids), seconds=2.0)
+    wait_until(lambda: not any(is_alive(pid) for pid in pids))
     with pytest.raises(RuntimeError, match="the reward pool was closed"):
         job.result()
     with pytest.raises(RuntimeError, match="the reward pool was closed"):
@@ -535,12 +529,24 @@ time.sleep(1000)
     process.kill()
     process.wait()
 
-    wait_until(lambda: not any(is_alive(pid) for pid in pids), seconds=2.0)
+    wait_until(lambda: not any(is_alive(pid) for pid in pids))
 
 
 def test_the_pool_starts_faster_than_torch_is_imported(reward_file):
-    start = time.monotonic()
-    with make_manager(reward_file(LENGTH)):
-        seconds = time.monotonic() - start
+    path = reward_file(
+        """
+        import time
+        REWARD_TYPE = "sequential"
+        SECONDS = time.process_time()
+        def main(row):
+            return {"overall": SECONDS}
+        """
+    )
+    start = time.process_time()
+    with make_manager(path) as manager:
+        seconds = time.process_time() - start
+        job = manager.start()
+        job.submit([0], rows(["a"]))
+        (seconds_there,) = job.result()["overall"]
 
-    assert seconds < 2.0  # 0.06 s on an idle machine
+    assert seconds + seconds_there < 1.0  # 0.1 s of the processors on an idle machine, torch takes 2 s

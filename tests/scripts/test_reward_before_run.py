@@ -70,8 +70,9 @@ def test_the_scores_of_the_samples_are_one_line_of_the_log(reward, caplog, kind)
     ],
 )
 def test_a_function_that_fails_everywhere_ends_the_command_before_ray_starts(
-    reward, capsys, statement, on_failure, reason
+    reward, capsys, monkeypatch, statement, on_failure, reason
 ):
+    monkeypatch.setattr(reward_trial, "MARGIN_S", 60.0)
     limits = ["worker.reward.timeout_s=1", f"worker.reward.on_failure={on_failure}"]
     arguments, num_calls = reward(statement, *limits, "worker.reward.max_failure_ratio=1")
 
@@ -100,7 +101,8 @@ def test_on_failure_decides_on_a_function_that_fails_for_an_empty_response(rewar
 
 def test_a_slow_function_delays_the_start_by_its_time_limit_at_most(reward, caplog, monkeypatch):
     monkeypatch.setattr(reward_trial, "MARGIN_S", 0.3)
-    arguments, _ = reward("time.sleep(0.9); return {'overall': 1.0}", "worker.reward.timeout_s=1")
+    statement = "time.sleep(1000 if row['response'] == '' else 1); return {'overall': 1.0}"
+    arguments, _ = reward(statement, "worker.reward.timeout_s=4")  # each may take as long, and all together
 
     with caplog.at_level(logging.INFO):
         check(arguments)

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.helpers.distributed import free_port
 from verl.single_controller.ray.cluster import connect, why_unreachable
 from verl.single_controller.ray.resource_pool import ClusterError
 
@@ -49,8 +50,7 @@ def cluster(tmp_path_factory):
         (folder / home / ".ray").mkdir(parents=True)
         (folder / home / ".ray" / "auth_token").write_text(token)
     (folder / "without").mkdir()
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    port = free_port()
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     environment = inherited | {
         "HOME": str(folder / "own"),
@@ -76,7 +76,7 @@ def cluster(tmp_path_factory):
 
 def join(environment):
     command = [sys.executable, "-c", JOIN]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60).stdout
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240).stdout
 
 
 def test_a_cluster_that_is_down_is_an_error_with_address_and_remedy(monkeypatch, no_session):
@@ -86,7 +86,7 @@ def test_a_cluster_that_is_down_is_an_error_with_address_and_remedy(monkeypatch,
     with pytest.raises(ClusterError) as caught:
         connect()
 
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 20  # to join takes ANSWER_S, 25 s, at most
     message = str(caught.value)
     assert "cannot join the Ray cluster at 127.0.0.1:9 (from `RAY_ADDRESS`; unset it" in message
     assert "nothing answers there ([Errno 111] Connection refused)" in message
@@ -112,7 +112,7 @@ def test_another_program_on_the_port_is_an_error_after_the_time_limit(monkeypatc
 
     assert "did not let this machine join within 2 s" in why_unreachable(listener)
 
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 60
     assert not [child for child in psutil.Process().children() if listener in " ".join(child.cmdline())]
 
 
@@ -140,4 +140,4 @@ def test_a_cluster_with_a_token_is_an_error_with_a_remedy(cluster, home, mode, r
 
     assert "it requires a token" in message
     assert remedy.format(folder=folder) in message
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 60  # most of it to import Ray; an attempt is given up after 25 s

@@ -58,11 +58,13 @@ def names_of(group):
     return [Path(f"/proc/{info.pid}/comm").read_text().strip() for info in group.infos]
 
 
-def test_processes_are_named_after_their_phase(group):
-    items = group.generate(numbers(8), pause_s=0.2)
-    next(items)
+def test_processes_are_named_after_their_phase(group, tmp_path):
+    gate = tmp_path / "gate"
+    items = group.generate(numbers(8), gate=str(gate))
+    assert {next(items), next(items)} == {(0, 0), (1, 4)}  # both ranks wait at the gate
 
     during = names_of(group)
+    gate.touch()
     list(items)
     group.nothing()
 
@@ -139,12 +141,13 @@ def test_an_empty_part_streams_nothing(group):
     assert list(group.generate(numbers(1))) == [(1, 0)]
 
 
-def test_items_of_a_stream_arrive_while_the_workers_are_still_producing(group):
-    start = time.monotonic()
-    times = [time.monotonic() - start for _ in group.generate(numbers(8), pause_s=0.1)]
+def test_items_of_a_stream_arrive_while_the_workers_are_still_producing(group, tmp_path):
+    gate = tmp_path / "gate"
+    stream = group.generate(numbers(8), gate=str(gate))
 
-    assert times[0] < 0.3
-    assert times[-1] > 0.39
+    assert next(stream) in [(0, 0), (1, 4)]  # the first item of a rank, which waits before its second
+    gate.touch()
+    assert len(list(stream)) == 7
 
 
 def test_a_stream_longer_than_its_window_is_complete(group):
@@ -186,15 +189,15 @@ def test_model_parallel_ranks_get_the_same_part_and_count_once(make_group):
 
 
 def test_a_call_costs_milliseconds(group):
-    group.nothing()
-    times = []
-    for _ in range(50):
+    def seconds():
         start = time.perf_counter()
         group.nothing()
-        times.append(time.perf_counter() - start)
+        return time.perf_counter() - start
 
-    # On a quiet machine 0.7 of the median, which was held to 0.010 and grows with other work.
-    assert min(times) < 0.007
+    # One of many, since others may have the processors: the fewer calls are undisturbed, the more are made.
+    end = time.monotonic() + 30
+    while seconds() >= 0.007:
+        assert time.monotonic() < end, "no call took less than 7 milliseconds"
 
 
 def test_no_object_references_stay_behind(group):
@@ -219,7 +222,7 @@ def test_shutdown_leaves_no_process_and_no_reserved_resource(ray_session):
 
     group.shutdown()
 
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline and any(map(psutil.pid_exists, pids)):
         time.sleep(0.05)
     while time.monotonic() < deadline and ray.available_resources().get("CPU") != free:
@@ -270,7 +273,7 @@ def test_processes_that_get_no_worker_free_their_resources(group):
 
 
 def await_free_cpus(expected):
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while (free := ray.available_resources().get("CPU", 0)) != expected:
         assert time.monotonic() < deadline, f"{free:g} CPUs are free, not {expected}"
         time.sleep(0.1)

@@ -97,10 +97,12 @@ class EchoWorker(Worker):
         return batch
 
     @register(Dispatch.SHARD, phase="generate", streaming=True, axis="rollout")
-    def generate(self, batch: DataProto, pause_s: float = 0.0) -> Iterator[tuple[int, Any]]:
+    def generate(self, batch: DataProto, gate: str | None = None) -> Iterator[tuple[int, Any]]:
+        """Yield the items; after each one a file must be there, if one is given."""
         for uid in batch.non_tensor_batch["uid"]:
-            time.sleep(pause_s)
             yield self.rank, uid
+            while gate is not None and not Path(gate).exists():
+                time.sleep(0.01)
 
     @register(Dispatch.ALL, phase="stream", streaming=True)
     def numbers(self, count: int) -> Iterator[int]:

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A call in a process of its own fails alone."""
 
+import asyncio
 import contextlib
+import faulthandler
 import gc
 import multiprocessing
 import os
@@ -17,7 +19,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.hostile_images import ACTIONS, ENDINGS, do
-from verl.utils.processes.child_process import ChildEndedError, ChildProcess, IsolatedCalls
+from verl.utils.processes.child_process import STACK_SIGNAL, ChildEndedError, ChildProcess, IsolatedCalls
 
 PARENT = """
 import os, sys, time
@@ -47,14 +49,14 @@ def is_there(pid):
 
 def wait_until_ended(pid):
     """Wait until a process runs no more; its parent may still have to reap it."""
-    end, stat = time.monotonic() + 30, Path(f"/proc/{pid}/stat")
+    end, stat = time.monotonic() + 60, Path(f"/proc/{pid}/stat")
     while is_there(pid) and stat.read_text().rpartition(")")[2].split()[0] != "Z":
         assert time.monotonic() < end, "the process lives on"
         time.sleep(0.01)
 
 
 def wait_until_gone(pid):
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while is_there(pid):
         assert time.monotonic() < end, "the process lives on"
         time.sleep(0.01)
@@ -74,14 +76,14 @@ def test_a_process_that_is_forked_while_another_one_starts_does_not_hold_it_up(m
         target=lambda: started.append(ChildProcess.start(partial(hang, 1000))), daemon=True
     )
     starting.start()
-    assert opened.wait(10)
+    assert opened.wait(60)
     other = ChildProcess.fork(partial(hang, 1000))
     forked.set()
-    starting.join(10)
+    starting.join(60)
     has_started = bool(started)
 
     other.kill()
-    starting.join(10)
+    starting.join(60)
     started[0].kill()
     assert has_started
 
@@ -120,14 +122,14 @@ def deaf(seconds):
 
 
 def test_a_call_that_takes_too_long_is_ended_and_the_next_one_works():
-    calls = IsolatedCalls(deaf, 0.3)
+    calls = IsolatedCalls(deaf, 1.5)
     calls(0)
     start = time.monotonic()
 
-    with pytest.raises(TimeoutError, match=r"did not end within 0\.3 s"):
+    with pytest.raises(TimeoutError, match=r"did not end within 1\.5 s"):
         calls(1000)
 
-    assert 0.3 <= time.monotonic() - start < 3 and calls(0) is None
+    assert 1.5 <= time.monotonic() - start < 60 and calls(0) is None
 
 
 def test_errors_are_raised_here_and_leave_the_process_alive():
@@ -161,14 +163,15 @@ def test_the_answer_to_an_interrupted_call_is_not_taken_for_the_next_ones():
         raise KeyboardInterrupt
 
     def slow(number):
-        time.sleep(0.3 * number)
+        if number > 0:
+            os.kill(os.getppid(), signal.SIGALRM)  # amid the call, however busy the machine is
+            time.sleep(0.3)
         return number
 
-    calls = IsolatedCalls(slow, 10)
+    calls = IsolatedCalls(slow, 60)
     assert calls(0) == 0  # the process is there: what a signal raises in the middle of a fork is ignored
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
-        signal.setitimer(signal.ITIMER_REAL, 0.1)
         with pytest.raises(KeyboardInterrupt):
             calls(1)
     finally:
@@ -275,14 +278,16 @@ def test_many_failed_calls_leave_no_files_open_and_no_processes():
 
 def test_a_call_is_cheap():
     calls = IsolatedCalls(lambda value: value, 10)
-    calls(0)
-    seconds = []
-    for _ in range(300):
+
+    def seconds():
         start = time.perf_counter()
         calls(0)
-        seconds.append(time.perf_counter() - start)
+        return time.perf_counter() - start
 
-    assert min(seconds) < 1e-3
+    # One of many, since others may have the processors: the fewer calls are undisturbed, the more are made.
+    end = time.monotonic() + 30
+    while seconds() >= 1e-3:
+        assert time.monotonic() < end, "no call took less than a millisecond"
 
 
 def test_a_fresh_interpreter_answers_and_is_replaced_after_a_call_that_ends_it():
@@ -301,9 +306,37 @@ def test_a_fresh_interpreter_says_where_it_hangs():
     try:
         child.connection.recv()  # it has begun
 
-        assert "in hang" in child.stacks()
+        assert "in hang" in asyncio.run(child.stacks())
     finally:
         assert child.kill() == child.kill() == -signal.SIGKILL
+
+
+def tell_slowly(connection):
+    """Write stacks as a process does that others interrupt."""
+    report = int(sys.argv[2])
+    faulthandler.unregister(STACK_SIGNAL)
+
+    def tell(*_):
+        for part in ("Thread 0x1 (most recent call first):\n", '  File "a.py", line 4 in judge\n', BOTTOM):
+            time.sleep(0.15)
+            os.write(report, part.encode())
+
+    signal.signal(STACK_SIGNAL, tell)
+    connection.send("begun")
+    time.sleep(1000)
+
+
+BOTTOM = '  File "<string>", line 1 in <module>\n'
+
+
+def test_stacks_are_whole_however_slowly_they_are_written():
+    child = ChildProcess.start(tell_slowly)
+    try:
+        child.connection.recv()
+
+        assert asyncio.run(child.stacks()).endswith(f"in judge\n{BOTTOM}")
+    finally:
+        child.kill()
 
 
 def start_daemon(connection):

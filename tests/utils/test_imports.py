@@ -28,12 +28,15 @@ def test_objects_of_the_block_are_spared_from_later_collections():
 
 def test_modules_are_imported_in_order_while_the_block_runs(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
+    gate = tmp_path / "gate"
+    waits = f"import os, time\nwhile not os.path.exists({str(gate)!r}): time.sleep(0.01)\nis_done = True"
     (tmp_path / "quick_one.py").write_text("")
-    (tmp_path / "slow_one.py").write_text("import time\ntime.sleep(0.5)\nis_done = True")
+    (tmp_path / "slow_one.py").write_text(waits)
 
     with importing("quick_one", "slow_one") as wait_for:
         wait_for("quick_one")
         was_done = hasattr(sys.modules.get("slow_one"), "is_done")
+        gate.touch()
 
     assert "quick_one" in sys.modules and not was_done
     assert sys.modules["slow_one"].is_done

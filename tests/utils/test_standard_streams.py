@@ -33,7 +33,7 @@ def run(redirection, folder):
     code = f'"$0" -c "$1" "$2" {redirection}'
     finished = subprocess.run(
         ["bash", "-c", code, sys.executable, PRINTING, str(done)], env={"PYTHONPATH": str(ROOT)}, text=True,
-        capture_output=True, timeout=60,
+        capture_output=True, timeout=240,
     )  # fmt: skip
     return finished, done.read_text()
 
@@ -71,7 +71,7 @@ def test_a_line_on_stderr_is_there_at_once(unbuffered):
     code += "sys.stderr.write('stopping\\n'); time.sleep(600)"
     environment = {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": unbuffered}
     process = subprocess.Popen([sys.executable, "-c", code], env=environment, stderr=subprocess.PIPE)
-    timer = threading.Timer(30, process.kill)
+    timer = threading.Timer(120, process.kill)
     timer.start()
 
     assert process.stderr.readline() == b"stopping\n"
@@ -92,5 +92,5 @@ assert file.fileno() > 2
 """
     command = ["bash", "-c", '"$0" -c "$1" "$2" >&- 2>&-', sys.executable, code, str(tmp_path / "file")]
 
-    assert subprocess.run(command, env={"PYTHONPATH": str(ROOT)}, timeout=60).returncode == 0
+    assert subprocess.run(command, env={"PYTHONPATH": str(ROOT)}, timeout=240).returncode == 0
     assert os.path.getsize(tmp_path / "file") == 0

@@ -17,6 +17,7 @@ import pytest
 from PIL import Image
 from playwright.sync_api import expect
 
+from tests.helpers.browser import wait_until
 from tests.helpers.demo_runs import write_run
 from tests.helpers.rollouts import write_steps
 from tests.helpers.viewer import viewer
@@ -69,8 +70,10 @@ def tick_texts(page, address, wanted):
     page.goto(f"{address}#curves?metric={wanted}")
     expect(page.locator("figure canvas").first).to_be_visible()
     page.wait_for_function("Object.keys(window.drawn).length > 0")
-    page.wait_for_timeout(300)
-    return page.evaluate("window.drawn")
+    drawn = None
+    while drawn != (drawn := page.evaluate("window.drawn")):  # until no more is drawn
+        page.wait_for_timeout(300)
+    return drawn
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -182,9 +185,8 @@ def test_the_address_keeps_the_view_through_reload_back_and_forward(page, addres
     page.locator("input[name=smooth]").fill("0.7")
     page.locator("input[name=metrics]").fill("reward")
     expect(page.locator("figure")).to_have_count(5)
-    page.wait_for_timeout(300)  # what is typed reaches the address when it pauses
     expected = {"run": [RUNS[1]], "x": ["time"], "y": ["log"], "smooth": ["0.7"], "metric": ["reward"]}
-    assert parameters(page) == expected
+    wait_until(page, lambda: parameters(page) == expected)  # what is typed reaches the address when it pauses
 
     page.reload()
     expect(page.locator("figure")).to_have_count(5)
@@ -324,8 +326,7 @@ def test_the_table_of_runs_sorts_by_any_column_and_shows_the_options_that_differ
     expect(names).to_have_text([RUNS[1], RUNS[0]])
     page.get_by_role("button", name="best validation").click()
     expect(names).to_have_text(list(RUNS))
-    page.wait_for_timeout(300)
-    assert parameters(page) == {"by": ["val"], "up": ["yes"]}
+    wait_until(page, lambda: parameters(page) == {"by": ["val"], "up": ["yes"]})
 
     options = page.locator(".options tbody tr")
     expect(options).to_have_text(

@@ -170,7 +170,7 @@ class RewardPool:
             async with asyncio.timeout(limit_s):
                 message = await process.loaded
         except TimeoutError:
-            where = _where_it_hangs(process.child.stacks(), self.path)
+            where = _where_it_hangs(await process.child.stacks(), self.path)
             why = f"`{OPTION}`: importing {self.path} took over {limit_s:g} s: {where}"
             message = Failure(TimeoutError, why)
         if isinstance(message, Failure):
@@ -195,7 +195,7 @@ class RewardPool:
             async with asyncio.timeout(timeout_s + process.grace_s):
                 answer = await process.ask(call)
         except TimeoutError:
-            where = _where_it_hangs(process.child.stacks(), self.path)
+            where = _where_it_hangs(await process.child.stacks(), self.path)
             raise ProcessEndedError(timeout_message(self.function, timeout_s, where), TimeoutError) from None
         if answer.is_memory_full and (len(process.calls) > 1 or process.num_answers > 1):
             raise ProcessEndedError("is short of memory", None)  # other calls may have filled it

@@ -7,6 +7,7 @@ group. Call `set_axis` before the first call that splits batches (`Dispatch.SHAR
 
 import faulthandler
 import os
+import re
 import signal
 import socket
 import tempfile
@@ -17,7 +18,8 @@ from typing import Any, NamedTuple
 
 from verl.single_controller.dispatch import AxisRank
 
-STACKS_WAIT_S = 0.5  # for a worker to write its stacks
+STACKS_WAIT_S, STACKS_POLL_S = 5.0, 0.02  # for a worker to write its stacks
+STACKS_END = re.compile(r"( in <module>|\.\.\.)\n\Z")  # of the main thread, the last; dots end a deep stack
 # Process name: `top` shows the running phase. The kernel keeps 15 characters; Ray restores its own name.
 NAME = Path("/proc/self/comm")
 
@@ -87,9 +89,13 @@ class Worker:
 
 def read_stacks(info: WorkerInfo) -> str:
     """Return the stacks of all threads of a worker on this machine, even of one stuck in native code."""
+    file = Path(f"/proc/{info.pid}/fd/{info.stacks_fd}")
+    before = len(file.read_text())
     os.kill(info.pid, signal.SIGUSR1)
-    time.sleep(STACKS_WAIT_S)
-    return Path(f"/proc/{info.pid}/fd/{info.stacks_fd}").read_text()
+    end = time.monotonic() + STACKS_WAIT_S
+    while STACKS_END.search(stacks := file.read_text()[before:]) is None and time.monotonic() < end:
+        time.sleep(STACKS_POLL_S)
+    return stacks
 
 
 def is_stopped_process(info: WorkerInfo) -> bool:

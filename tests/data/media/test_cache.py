@@ -87,7 +87,7 @@ def test_concurrent_processes_make_each_entry_once_and_read_it_correctly(tmp_pat
     processes = [FORK.Process(target=use_keys, args=(pickled, seed, results)) for seed in range(3)]
     for process in processes:
         process.start()
-    found = [results.get(timeout=60) for _ in processes]
+    found = [results.get(timeout=240) for _ in processes]
     for process in processes:
         process.join()
 
@@ -181,7 +181,7 @@ def test_the_next_run_removes_the_directory_of_a_killed_run_only(tmp_path):
     process = FORK.Process(target=hold_until_killed, args=(tmp_path, ready))
     cache = MediaCache("living", owner=True, root=tmp_path)
     process.start()
-    assert ready.wait(60)
+    assert ready.wait(240)
     os.kill(process.pid, signal.SIGKILL)
     process.join()
 

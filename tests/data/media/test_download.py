@@ -17,7 +17,7 @@ from verl.data.media.download_options import DownloadOptions
 
 LOCAL = ("127.0.0.1",)
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
-SLACK_S = 1.5  # of a machine that does other things too
+SLACK_S = 4.0  # of a machine that does other things too; what is abandoned lasts 5 s at least
 
 
 def fetch(url, hosts=LOCAL, timeout_s=20.0, max_bytes=1 << 20):

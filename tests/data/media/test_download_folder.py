@@ -59,11 +59,11 @@ def test_concurrent_processes_fetch_a_file_once(tmp_path):
     gate, waiting = threading.Event(), FORK.Barrier(5)
 
     def slowly(handler):
-        gate.wait(20)
+        gate.wait(120)
         content(b"here")(handler)
 
     def want(url, results):
-        waiting.wait(20)
+        waiting.wait(120)
         results.put(Path(open_folder(tmp_path).path(url)).read_bytes())
 
     with FileServer(a=slowly) as server:
@@ -71,10 +71,10 @@ def test_concurrent_processes_fetch_a_file_once(tmp_path):
         wanting = [FORK.Process(target=want, args=(server.url("a"), results)) for _ in range(4)]
         for process in wanting:
             process.start()
-        waiting.wait(20)
+        waiting.wait(120)
         threading.Timer(0.3, gate.set).start()
 
-        assert [results.get(timeout=20) for _ in wanting] == [b"here"] * 4
+        assert [results.get(timeout=120) for _ in wanting] == [b"here"] * 4
         for process in wanting:
             process.join()
         assert server.asked == {"a": 1}

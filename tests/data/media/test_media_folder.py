@@ -178,7 +178,7 @@ def test_concurrent_processes_read_every_entry_correctly(tmp_path):
     processes = [FORK.Process(target=use_keys, args=(tmp_path, seed, results)) for seed in range(4)]
     for process in processes:
         process.start()
-    right = [results.get(timeout=60) for _ in processes]
+    right = [results.get(timeout=240) for _ in processes]
     for process in processes:
         process.join()
 
@@ -190,7 +190,7 @@ def test_a_process_killed_while_writing_leaves_only_whole_entries(tmp_path):
     ready = FORK.Event()
     process = FORK.Process(target=write_for_ever, args=(tmp_path, ready))
     process.start()
-    assert ready.wait(60)
+    assert ready.wait(240)
     os.kill(process.pid, signal.SIGKILL)
     process.join()
 

@@ -4,10 +4,12 @@
 import asyncio
 import subprocess
 import sys
+import threading
 
 import pytest
 
 from tests.helpers.chat_server import ChatServer, Reply
+from tests.rewards.test_manager import wait_until
 from verl.rewards.graders.llm_judge import Judge
 
 HELLO = [{"role": "user", "content": "Is 7 prime?"}]
@@ -160,18 +162,18 @@ def test_a_wrong_key_is_named_by_its_variable_and_never_shown(monkeypatch):
 
 
 def test_a_server_that_answers_too_late_is_a_timeout_after_its_retries():
-    with ChatServer(Reply(delay_s=1.0)) as server:
-        judge = Judge(server.url, "m", timeout_s=0.1, max_retries=1)
+    with ChatServer(Reply(delay_s=60.0)) as server:
+        judge = Judge(server.url, "m", timeout_s=1.0, max_retries=1)
 
-        with pytest.raises(TimeoutError, match=r"within `timeout_s` \(0.1 s\) in up to 2 attempts: raise it"):
+        with pytest.raises(TimeoutError, match=r"within `timeout_s` \(1 s\) in up to 2 attempts: raise it"):
             ask(judge)
 
-        assert len(server.requests) == 2
+        wait_until(lambda: len(server.requests) == 2)  # the server may read the last one late
 
 
 def test_a_late_answer_is_asked_for_again():
-    with ChatServer(Reply(delay_s=1.0), Reply("Yes")) as server:
-        assert ask(Judge(server.url, "m", timeout_s=0.2)) == "Yes"
+    with ChatServer(Reply(delay_s=60.0), Reply("Yes")) as server:
+        assert ask(Judge(server.url, "m", timeout_s=1.0)) == "Yes"
 
 
 def test_a_server_that_is_not_there_is_an_error_that_says_so():
@@ -214,7 +216,13 @@ def test_an_answer_without_text_is_an_error_and_is_not_kept(tmp_path, text):
 
 
 def test_no_more_requests_run_concurrently_than_allowed():
-    with ChatServer(Reply(delay_s=0.05)) as server:
+    three = threading.Barrier(3)
+
+    def reply(_):
+        three.wait(60)  # for ever, if fewer may run
+        return Reply(delay_s=0.05)
+
+    with ChatServer(reply) as server:
         judge = Judge(server.url, "m", max_concurrency=3)
 
         answers = ask_all(judge, [say(str(number)) for number in range(12)])
@@ -260,13 +268,14 @@ def test_equal_questions_at_the_same_time_are_asked_once(tmp_path):
 def test_whoever_waits_for_an_equal_question_asks_itself_if_the_first_one_is_cancelled(tmp_path):
     async def cancel_the_first(judge):
         first = asyncio.create_task(judge.ask(HELLO))
-        await asyncio.sleep(0.1)
+        while not server.requests:
+            await asyncio.sleep(0.01)
         second = asyncio.create_task(judge.ask(HELLO))
         await asyncio.sleep(0.05)
         first.cancel()
         return await asyncio.gather(first, second, return_exceptions=True)
 
-    with ChatServer(Reply("late", delay_s=0.5), Reply("Yes")) as server:
+    with ChatServer(Reply("late", delay_s=60.0), Reply("Yes")) as server:
         first, second = asyncio.run(cancel_the_first(Judge(server.url, "m", cache_dir=tmp_path)))
 
         assert isinstance(first, asyncio.CancelledError)

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -46,7 +45,8 @@ def isolation(request):
     ],
 )
 def test_the_status_says_how_the_program_ended(source, status, exit_code, isolation):
-    limits = Limits(cpu_s=1, wall_s=1.5, memory_mb=256, output_bytes=1 << 20)
+    wall_s = 1.5 if "sleep" in source else 60.0
+    limits = Limits(cpu_s=1, wall_s=wall_s, memory_mb=256, output_bytes=1 << 20)
 
     outcome = run(source, limits=limits, isolation=isolation)
 
@@ -206,15 +206,31 @@ def test_runs_in_many_threads_do_not_disturb_each_other(isolation):
         assert [outcome.stdout for outcome in outcomes] == [f"{n * n}\n" for n in range(16)]
 
 
+LEAVES_NOTHING = """
+import os, sys, threading
+from tests.rewards.sandbox.outside import wait_for_launchers
+from verl.rewards.sandbox.outcome import Isolation, Limits
+from verl.rewards.sandbox.runner import run
+
+def count():
+    return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+isolation = Isolation(sys.argv[1])
+run("print(1)", isolation=isolation)
+before = count()
+for source in ("print(1)", "1 / 0", "while True: print('x' * 9999)"):
+    run(source, limits=Limits(output_bytes=1 << 16), isolation=isolation)
+assert count() == before, (count(), before)
+assert not wait_for_launchers()
+"""
+
+
 def test_nothing_is_left_open_or_running(isolation):
-    run("print(1)", isolation=isolation)
-    before = len(os.listdir("/proc/self/fd")), threading.active_count()
+    command = [sys.executable, "-c", LEAVES_NOTHING, isolation]  # no thread of another test ends or begins
 
-    for source in ("print(1)", "1 / 0", "while True: print('x' * 9999)"):
-        run(source, limits=Limits(output_bytes=1 << 16), isolation=isolation)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
-    assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before
-    assert not wait_for_launchers()
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_program_dies_with_the_process_that_runs_it(isolation):
@@ -235,7 +251,7 @@ def test_a_launcher_that_dies_is_a_failure_and_no_outcome():
         pytest.skip("this machine has no Landlock")
     with ThreadPoolExecutor(1) as pool:
         done = pool.submit(run, "import time; time.sleep(9)", isolation=Isolation.LANDLOCK)
-        while len(found := launchers()) != 1 or not launchers(int(found[0].split()[0])):
+        while len(found := launchers(os.getpid())) != 1 or not launchers(int(found[0].split()[0])):
             time.sleep(0.02)
         time.sleep(0.2)  # the program has started
         os.kill(int(found[0].split()[0]), signal.SIGKILL)

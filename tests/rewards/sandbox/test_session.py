@@ -58,11 +58,12 @@ def test_an_error_is_text_and_keeps_the_variables(session, code, last_line):
 
 
 def test_code_that_runs_too_long_is_interrupted_and_keeps_the_variables(session):
+    session.run("None")  # the interpreter is up: its start counts as time of the first cell
     begin = time.monotonic()
 
     cell = session.run("x = 0\nwhile True:\n    x += 1", limit_s=0.5)
 
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 30  # it would run for ever
     assert cell.text.endswith("TimeoutError: the code ran for over 0.5 s\n")
     assert int(session.run("x").text) > 0
 
@@ -82,7 +83,7 @@ def test_code_that_ends_its_program_ends_the_session(monkeypatch, code):
     monkeypatch.setattr(sessions, "GRACE_S", 0.5)
     before = len(os.listdir("/proc/self/fd"))
     with Session(LIMITS) as session, pytest.raises(SessionEndedError) as error:
-        session.run(code, limit_s=1.0 if "while" not in code or "signal" in code else 10.0)
+        session.run(code, limit_s=1.0 if "SIG_IGN" in code else 30.0)
 
     assert ENDINGS[code] in str(error.value) or "stopped answering" in str(error.value)
     with pytest.raises(SessionEndedError, match="it has ended already"):

@@ -10,16 +10,17 @@ from tests.helpers.chat_server import ChatServer
 from verl.rewards.servers import Board
 from verl.trainer.reward_servers.model import ServedModel
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 
 
 class LocalReplica:
-    """A replica as `ServedModel` sees it; `die` ends its server."""
+    """A replica as `ServedModel` sees it; `die` ends its server, `is_closed` says that the model noted it."""
 
     def __init__(self, starts=100):
         self.starts = starts  # that succeed
         self.calls = []
         self.ended = threading.Event()
+        self.is_closed = False
         self.server = None
 
     def start(self):
@@ -41,13 +42,14 @@ class LocalReplica:
         self.calls.append("wake")
 
     def close(self):
+        self.die()
+        self.is_closed = True
+
+    def die(self):
         server, self.server = self.server, None
         if server is not None:
             server.__exit__()
         self.ended.set()
-
-    def die(self):
-        self.close()
 
 
 @pytest.fixture
@@ -143,7 +145,8 @@ def test_a_replica_that_dies_in_its_sleep_starts_when_the_model_wakes(board):
     replica = LocalReplica()
     model = serve(board, replica, sleeps=True)
     replica.die()
-    time.sleep(0.2)
+    wait_until(lambda: replica.is_closed)
+    time.sleep(0.1)
     assert replica.calls == ["start", "sleep"]  # others have the devices
     model.wake()
     wait_until(board.living)

@@ -5,7 +5,6 @@ import asyncio
 import os
 import pickle
 import tempfile
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import count
@@ -16,12 +15,11 @@ from verl.agents.tools.host import FORK, KILL, REQUEST, STACKS, Loaded, LoadFail
 from verl.agents.tools.process import Answer
 from verl.config.multi_turn import MultiTurnConfig
 from verl.utils.processes.child_channel import BadMessageError, ChildChannel
-from verl.utils.processes.child_process import STACK_WAIT_S, ChildProcess, describe_exit
+from verl.utils.processes.child_process import ChildProcess, describe_exit, whole_stacks
 
 LOAD_TIMEOUT_S = 300.0  # to import the files of the tools: they may load an index, or import torch
 EXIT_WAIT_S = 3.0  # between the end of its connection and that of a process
 MAX_MESSAGE = 64 << 20  # bytes
-STACK_POLL_S = 0.02
 WITH_HOST = "ended with the process that all tools have in common"
 
 
@@ -53,7 +51,7 @@ class ToolHost:
             async with asyncio.timeout(LOAD_TIMEOUT_S):
                 message = await self.channel.receive()
         except TimeoutError:
-            stacks = self.child.stacks()
+            stacks = await self.child.stacks()
             raise ValueError(f"importing the tools took over {LOAD_TIMEOUT_S:g} s\n{stacks}") from None
         except (EOFError, OSError, BadMessageError):
             report = self.child.crash_report()
@@ -136,15 +134,9 @@ class ToolProcess:
 
     async def stacks(self) -> str:
         """Return the Python stacks of its threads."""
-        before = size = self._report_size()
+        before = os.fstat(self.report.fileno()).st_size
         await self.host.send(STACKS, 0, self.number)
-        end = time.monotonic() + STACK_WAIT_S
-        while time.monotonic() < end:
-            await asyncio.sleep(STACK_POLL_S)
-            previous, size = size, self._report_size()
-            if size > before and size == previous:  # all is written
-                break
-        return self._read_report(before)
+        return await whole_stacks(lambda: self._read_report(before))
 
     def crash_report(self) -> str:
         """Return what Python wrote when it crashed."""
@@ -166,9 +158,6 @@ class ToolProcess:
                 return await asyncio.shield(self.exit)
         except TimeoutError:
             return "stopped answering"
-
-    def _report_size(self) -> int:
-        return os.fstat(self.report.fileno()).st_size
 
     def _read_report(self, start: int) -> str:
         return os.pread(self.report.fileno(), 1 << 16, start).decode(errors="replace")

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Start, limit and end child processes."""
 
+import asyncio
 import ctypes
 import faulthandler
 import multiprocessing
 import os
 import pickle
+import re
 import resource
 import signal
 import subprocess
@@ -32,7 +34,9 @@ Serve = Callable[[Connection], object]
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 STACK_SIGNAL = signal.SIGUSR1  # answered in C, even inside an endless regular expression
-STACK_WAIT_S = 1.0
+STACK_WAIT_S, STACK_POLL_S = 2.0, 0.02
+# The main thread is written last, from the innermost frame to that of `BOOT`; a deep stack ends with dots.
+STACKS_END = re.compile(r'( File "<string>", line \d+ in <module>|\.\.\.)\n\Z')
 KILL_WAIT_S = 2.0  # for a guardian to end what it guards
 CLEAN_LOOKS = 2  # at all processes, of which one misses a process that changes its parent at that moment
 FAMILY = "VERL_PROCESS_FAMILY"  # in the environment: each fresh interpreter above a process, by its own word
@@ -141,18 +145,12 @@ class ChildProcess:
             ours.send_bytes(task)
         return cls(process.pid, ours, process.wait, report, word)
 
-    def stacks(self) -> str:
+    async def stacks(self) -> str:
         """Ask a fresh interpreter for the Python stacks of its threads."""
         assert self._report is not None, "a forked process writes no stacks"
-        before = size = os.fstat(self._report.fileno()).st_size
+        before = os.fstat(self._report.fileno()).st_size
         os.kill(self.pid, STACK_SIGNAL)
-        end = time.monotonic() + STACK_WAIT_S
-        while time.monotonic() < end:
-            time.sleep(0.02)
-            previous, size = size, os.fstat(self._report.fileno()).st_size
-            if size > before and size == previous:  # all is written
-                break
-        return self._read_report(before)
+        return await whole_stacks(lambda: self._read_report(before))
 
     def crash_report(self) -> str:
         """Return what Python wrote when a fresh interpreter crashed."""
@@ -241,6 +239,14 @@ def _living_processes() -> Iterator[tuple[int, int]]:
             state, parent = stat.read_text().rpartition(")")[2].split()[:2]
             if state != "Z":
                 yield int(stat.parent.name), int(parent)
+
+
+async def whole_stacks(read: Callable[[], str]) -> str:
+    """Return the stacks that a process is writing when all are there, or what is there after a while."""
+    end = time.monotonic() + STACK_WAIT_S
+    while STACKS_END.search(stacks := read()) is None and time.monotonic() < end:
+        await asyncio.sleep(STACK_POLL_S)
+    return stacks
 
 
 class IsolatedCalls(Generic[A, R]):
