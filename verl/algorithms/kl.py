@@ -16,7 +16,8 @@ from verl.utils.registry import Registry
 
 MAX_LOG_RATIO = 20.0  # exp(20) and its gradient are finite in float32
 MAX_LOW_VAR_KL = 10.0  # nats; one outlier token cannot outweigh a batch
-FULL = "full"  # the only estimator of the KL over the vocabulary instead of the log-ratio
+# Estimators of the KL of whole distributions instead of the log-ratio: over the vocabulary, and of steps.
+FULL, FLOW = EXACT = ("full", "flow_grpo")
 
 KLEstimator = Callable[[Tensor], Tensor]
 KL_ESTIMATORS: Registry[KLEstimator] = Registry("algorithm.kl_penalty")
@@ -34,7 +35,7 @@ def kl_divergence(
     check_same_shape(
         log_probs=log_probs, ref_log_probs=ref_log_probs, response_mask=response_mask, full_kl=full_kl
     )
-    if kind == FULL:
+    if kind in EXACT:
         if full_kl is None:
             raise ValueError(
                 f"`{KL_ESTIMATORS.option}` {kind} needs the KL over the vocabulary: pass the reference to the"
@@ -75,9 +76,13 @@ def low_var_kl(log_ratio: Tensor) -> Tensor:
     return (torch.expm1(inverse) - inverse).clamp(max=MAX_LOW_VAR_KL)
 
 
+@KL_ESTIMATORS.register(FLOW)
 @KL_ESTIMATORS.register(FULL)
 def full(divergence: Tensor) -> Tensor:
-    """sum_v p_v log(p_v / q_v) over the vocabulary, as given: exact value and gradient."""
+    """sum_v p_v log(p_v / q_v) over the vocabulary, as given: exact value and gradient.
+
+    As `flow_grpo` it is that of a sampler's Gaussians (https://arxiv.org/abs/2505.05470, equation 12).
+    """
     return divergence
 
 

@@ -70,14 +70,21 @@ def make_mesh(world_size: int, fsdp_size: int, device: str) -> DeviceMesh:
     return init_device_mesh(device, (world_size // fsdp_size, fsdp_size), mesh_dim_names=("ddp", "fsdp"))
 
 
-def shard_model(model: PreTrainedModel, mesh: DeviceMesh, config: ShardOptions) -> None:
-    """Shard a transformers model in place: each block, vision blocks included, then the rest."""
+def shard_model(
+    model: PreTrainedModel, mesh: DeviceMesh, config: ShardOptions, *, casts_inputs: bool = True
+) -> None:
+    """Shard a transformers model in place: each block, vision blocks included, then the rest.
+
+    `casts_inputs` casts the inputs of all of them to the data type of computation.
+    """
     options: dict[str, Any] = {
         "mesh": mesh,
         # False keeps parameters gathered from forward to backward.
         "reshard_after_forward": None if config.enable_full_shard else False,
         "mp_policy": MixedPrecisionPolicy(
-            param_dtype=torch_dtype(config.mp_param_dtype), reduce_dtype=torch_dtype(config.mp_reduce_dtype)
+            param_dtype=torch_dtype(config.mp_param_dtype),
+            reduce_dtype=torch_dtype(config.mp_reduce_dtype),
+            cast_forward_inputs=casts_inputs,
         ),
         "offload_policy": offload_policy(config, mesh),
     }

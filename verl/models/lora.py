@@ -32,7 +32,7 @@ MOST_NAMED = 6
 
 
 def attach_adapters(
-    model: PreTrainedModel,
+    model: nn.Module,
     adapter: AdapterConfig,
     option: str,  # config section, for errors
     frozen: Iterable[str] = (),  # modules without adapters, such as a frozen vision tower
@@ -127,7 +127,7 @@ def adapters_disabled(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def set_adapter(
-    model: PreTrainedModel,
+    model: nn.Module,
     tensors: Mapping[str, Tensor],  # by names inside a model
     hub_module: Callable[[str], str],  # hub name of a module in memory; older adapters use hub names
     where: str,
@@ -151,9 +151,9 @@ def set_adapter(
 
 
 def _adapted_modules(
-    model: PreTrainedModel, adapter: AdapterConfig, option: str, parts: tuple[str, ...]
+    model: nn.Module, adapter: AdapterConfig, option: str, parts: tuple[str, ...]
 ) -> list[str]:
-    head = model.get_output_embeddings()
+    head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
     modules = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     modules = {name: module for name, module in modules.items() if module is not head and name != SCORE}
     linear = [
@@ -189,7 +189,7 @@ def _returns_features(module: nn.Linear) -> bool:
 
 
 def _selected_parameters(
-    model: PreTrainedModel, adapter: AdapterConfig, option: str, parts: tuple[str, ...]
+    model: nn.Module, adapter: AdapterConfig, option: str, parts: tuple[str, ...]
 ) -> list[str]:
     if not adapter.target_parameters:
         return []
@@ -229,7 +229,7 @@ def _endings(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(f".{name}" for name in names)
 
 
-def _warn_of_unmatched(model: PreTrainedModel, pattern: str, linear: list[str], option: str) -> None:
+def _warn_of_unmatched(model: nn.Module, pattern: str, linear: list[str], option: str) -> None:
     # peft ignores names without a match if others match.
     names = pattern.split(",") if NAMES.fullmatch(pattern) and pattern != ALL_LINEAR else []
     for name in names:
@@ -240,7 +240,7 @@ def _warn_of_unmatched(model: PreTrainedModel, pattern: str, linear: list[str], 
             )  # fmt: skip
 
 
-def _why_nothing(model: PreTrainedModel, target: Callable[[str], bool]) -> str:
+def _why_nothing(model: nn.Module, target: Callable[[str], bool]) -> str:
     expert, name = _named_expert(model, target), type(model).__name__
     if expert is None:
         return f"matches no linear module of {name}"
@@ -250,10 +250,10 @@ def _why_nothing(model: PreTrainedModel, target: Callable[[str], bool]) -> str:
     )
 
 
-def _named_expert(model: PreTrainedModel, target: Callable[[str], bool]) -> str | None:
+def _named_expert(model: nn.Module, target: Callable[[str], bool]) -> str | None:
     """Return the first joint expert weight that a pattern matches by its name in memory or on the hub."""
     joint = joint_experts(model)
-    if not joint:
+    if not joint or not isinstance(model, PreTrainedModel):
         return None
     hub = HubNames(model.config)
     for name in joint:

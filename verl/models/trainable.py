@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from verl.models.families.interface import MediaFamily, Sense, is_part
@@ -37,12 +38,14 @@ class TrainableOptions:
         return {sense for sense, is_frozen in frozen.items() if is_frozen}
 
 
-def select_trainable(model: PreTrainedModel, options: TrainableOptions, option: str) -> None:
+def select_trainable(model: nn.Module, options: TrainableOptions, option: str) -> None:
     """Freeze and adapt a model in place, so that `requires_grad` marks the trained parameters.
 
     `option` is the config section named in errors.
     """
-    frozen = [*_frozen_encoders(model, options, option), *_frozen_routers(model, options, option)]
+    frozen: list[str] = []
+    if isinstance(model, PreTrainedModel):  # the transformer of a diffusion model has neither
+        frozen = [*_frozen_encoders(model, options, option), *_frozen_routers(model, options, option)]
     names = list(dict(model.named_parameters()))
     trained = set(_matching(names, options.train, f"{option}.train_modules"))
     if options.adapter is None:
@@ -95,7 +98,7 @@ def _frozen_routers(model: PreTrainedModel, options: TrainableOptions, option: s
     return [router.name for router in routers]
 
 
-def _moved(model: PreTrainedModel, trained: set[str]) -> set[str]:
+def _moved(model: nn.Module, trained: set[str]) -> set[str]:
     # trained tensors next to adapted ones, whose modules were wrapped
     adapted = {each.name for each in adapted_parameters(model)}
     holders = {name.rpartition(".")[0] for name in adapted}

@@ -19,6 +19,8 @@ def quiet_torchao() -> None:
     # that does not fit the machine, though nothing here uses them, and torch of how it registers two types.
     logging.getLogger("torchao").setLevel(logging.ERROR)
     logging.getLogger("torch.utils._pytree").addFilter(_is_not_of_an_enum)
+    # diffusers looks for tensors that torchao has elsewhere by now, and says so wherever it is imported.
+    logging.getLogger("diffusers.quantizers.torchao.torchao_quantizer").setLevel(logging.ERROR)
 
 
 def quiet_vllm() -> None:

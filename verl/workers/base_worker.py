@@ -5,14 +5,15 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from verl.checkpoint.async_writer import AsyncWriter
-from verl.checkpoint.sharded import Restored
+from verl.checkpoint.sharded import Restored, Snapshot
 from verl.config.model import ModelConfig, OptimConfig, PolicyConfig
 from verl.data.media.loader import MediaLoader
 from verl.data.tokenizer import load_processor, load_tokenizer
@@ -67,12 +68,36 @@ class DeviceWorker(Worker):
             self.media = MediaLoader(self.processor, options.media, options.media_cache, family)
 
 
-class ModelWorker(DeviceWorker):
-    """One process of a group, with one device and shards of models.
+class SavedModel(Protocol):
+    """A model of a worker, which is saved if it has an optimizer."""
 
-    A subclass calls `_prepare` before it loads its models with `_build_model`. Models with an optimizer are
-    saved.
-    """
+    role: str
+
+    @property
+    def optimizer(self) -> Optimizer | None: ...
+
+    def snapshot(
+        self, *, model_only: bool, copies: bool, extra: dict[str, Any], files: tuple[Any, Any] | None
+    ) -> Snapshot: ...
+
+    def load(self, folder: Path) -> Restored: ...
+
+
+M = TypeVar("M", bound=SavedModel)
+
+
+class SavingWorker(DeviceWorker, Generic[M]):
+    """One process of a group, with one device and models that are saved."""
+
+    models: list[M]  # the policy first
+    checkpoints: AsyncWriter
+    profiler: "StepProfiler"
+    tokenizer: Any = None
+    processor: Any = None
+
+    @property
+    def trained(self) -> list[M]:
+        return [model for model in self.models if model.optimizer is not None]
 
     @register(Dispatch.ALL, phase="save_checkpoint")
     def save_checkpoint(self, folder: str, model_only: bool, copies: bool) -> None:
@@ -112,12 +137,19 @@ class ModelWorker(DeviceWorker):
         for model in self.trained:
             self._restore(model, model.load(Path(folder)))
 
-    def _extra_state(self, model: ShardedModel) -> dict[str, Any]:
+    def _extra_state(self, model: M) -> dict[str, Any]:
         """State of this rank to save with a model."""
         return {}
 
-    def _restore(self, model: ShardedModel, restored: Restored) -> None:
+    def _restore(self, model: M, restored: Restored) -> None:
         """Restore `_extra_state`."""
+
+
+class ModelWorker(SavingWorker[ShardedModel]):
+    """A worker with shards of transformers models.
+
+    A subclass calls `_prepare` before it loads its models with `_build_model`.
+    """
 
     def _prepare(self, actor: PolicyConfig, *, share_prompt: bool = False, feature_chunks: int = 1) -> None:
         """Set up parallelism, tokenizer and media before models are built."""
@@ -140,7 +172,7 @@ class ModelWorker(DeviceWorker):
             actor.cached_embeds_dir,
             actor.divide_short_sequences,
         )
-        self.models: list[ShardedModel] = []
+        self.models = []
         self.checkpoints = AsyncWriter()
         self.profiler = StepProfiler()
         self.reported_media = 0  # media encoded by frozen towers, at the last call of `_encoded_media`
@@ -166,11 +198,6 @@ class ModelWorker(DeviceWorker):
         )
         self.models.append(sharded)
         return sharded
-
-    @property
-    def trained(self) -> list[ShardedModel]:
-        # the policy first
-        return [model for model in self.models if model.optimizer is not None]
 
     def _encoded_media(self) -> dict[str, float]:
         """Count the images and videos that all frozen towers encoded since the last call; collective."""

@@ -8,8 +8,7 @@ own (`WholeRows`).
 Micro batches are packed on CPU, and go to the device in one copy for each dtype. Nothing is read back.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -50,8 +49,8 @@ from verl.workers.packing.packed_batch import (
     pack_rows,
     pack_shared_prompts,
 )
+from verl.workers.packing.row_forward import RowForward
 from verl.workers.packing.sp_rows import SPRows
-from verl.workers.packing.sp_strategy import StrategyPlanner
 from verl.workers.packing.vision_features import FrozenTower
 
 logger = get_logger(__name__)
@@ -69,8 +68,8 @@ class ModelInputs(NamedTuple):
     plan: ShardPlan | None  # None where this rank runs the whole sequence
 
 
-class PackedForward:
-    """Runs micro batches through a prepared model.
+class PackedForward(RowForward):
+    """Runs micro batches of packed tokens through a prepared model.
 
     Reads `input_ids`, `attention_mask`, `position_ids`, and `MEDIA_KEYS` if present; to share
     prompts `responses` and `uid` too. Tensors of micro batches are on CPU, results on the device.
@@ -81,6 +80,8 @@ class PackedForward:
         result = forward.log_probs(micro, temperature=1.0, with_entropy=True)
         loss = (result.log_probs - 0.1 * result.entropy).sum()  # (B, R) each
     """
+
+    keys, object_keys = FORWARD_KEYS, OBJECT_KEYS
 
     def __init__(
         self,
@@ -93,31 +94,21 @@ class PackedForward:
         | None = None,  # the ranks that shard each sequence; the gradient is the sum of theirs
         tower: FrozenTower | None = None,  # provides the features of media instead of the model's own tower
     ) -> None:
-        self.model, self.config, self.media, self.device = model, config, media, device
-        self.tower = tower
+        super().__init__(model, device, SequenceParallel.none() if sp is None else sp)
+        self.config, self.media, self.tower = config, media, tower
         self.family = family_of(config)
         self.reader = self.family if isinstance(self.family, MediaFamily) else None
-        self.sp = SequenceParallel.none() if sp is None else sp
         check_sequence_parallel(config, self.sp)
         reason = prompt_sharing_obstacle(config) if share_prompt else None
         if reason is not None:
             logger.warning("prompts are not shared: model=%s reason=%s", config.model_type, reason)
         self.shares_prompts = share_prompt and reason is None
-        self.records_routes = self.keeps_router_logits = False  # of passes with gradient, in `routes`
-        self.routes: list[Routes] = []
-        self._choices: list[Tensor] | None = None  # collected while it is a list
 
     @cached_property
     def routing(self) -> Routing | None:
-        """None for a dense model."""
         return Routing.of(self.model, self.config)
 
-    @cached_property
-    def planner(self) -> StrategyPlanner:
-        return StrategyPlanner(self.sp.size)
-
     def media_tokens(self, batch: DataProto) -> list[int]:
-        """(B,) media tokens of each row that the model's own tower encodes."""
         ids = batch.batch["input_ids"]
         if self.reader is None or self._has_features:
             return [0] * len(ids)
@@ -187,19 +178,9 @@ class PackedForward:
 
     @torch.no_grad()
     def expert_choices(self, micro: DataProto) -> Tensor:
-        """(B, E) float32: how often the tokens of each sequence choose each expert, over all layers."""
         with self.counting_choices() as counts:
             self._run(to_device(self._inputs(micro).arguments, self.device), lambda _: None)
         return counts[0]
-
-    @contextmanager
-    def counting_choices(self) -> Iterator[list[Tensor]]:
-        """Collect the `expert_choices` of the passes without gradients in the block."""
-        self._choices = []
-        try:
-            yield self._choices
-        finally:
-            self._choices = None
 
     def _values_at(self, arguments: dict[str, Any], rows: SPRows) -> Tensor:
         return rows.gather(self._run(arguments, lambda logits: logits.values(rows.local)))

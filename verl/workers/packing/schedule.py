@@ -10,9 +10,9 @@ from torch import Tensor
 from verl.distributed.sequence_parallel import SequenceParallel
 from verl.distributed.ulysses import gather_rows
 from verl.protocol import DataProto
-from verl.workers.packing.forward import PackedForward
 from verl.workers.packing.media_inputs import BLANK, MediaRow, WholeRows, media_in_packing_order
 from verl.workers.packing.micro_batches import RowCounts, agreed_splits, restore_order
+from verl.workers.packing.row_forward import RowForward
 from verl.workers.packing.sp_strategy import Strategy, StrategyLimits, StrategyPlan
 
 
@@ -27,7 +27,7 @@ class MicroBatchSchedule:
     @classmethod
     def of(
         cls,
-        forward: PackedForward,
+        forward: RowForward,
         batch: DataProto,
         *,
         size: int,
@@ -75,7 +75,7 @@ class MicroBatchSchedule:
 
 @torch.no_grad()
 def forward_in_micro_batches(
-    forward: PackedForward,
+    forward: RowForward,
     batch: DataProto,
     function: Callable[[DataProto], Tensor],
     *,

@@ -18,12 +18,11 @@ from verl.algorithms.token_selection import selection_of
 from verl.config.worker import ActorConfig
 from verl.models.fused_log_probs import TokenLogProbs
 from verl.protocol import DataProto
-from verl.workers.packing.forward import FORWARD_KEYS, OBJECT_KEYS, PackedForward
+from verl.workers.packing.row_forward import RowForward
 from verl.workers.roles.router_balance import CHOICES
 from verl.workers.roles.token_selection import MiniBatchSelection
 from verl.workers.roles.updater import MicroBatch, MiniBatch, Training, Updater, compute_experience
 
-UPDATE_KEYS = [*FORWARD_KEYS, "advantages"]
 OPTIONAL_KEYS = [
     "old_log_probs",
     "row_ids",
@@ -47,7 +46,7 @@ class ActorTraining(Training):
     """Optimizer and loss options of a policy that is updated."""
 
     kl_loss: KLLoss | None = None  # None leaves the reference out of the loss
-    reference: PackedForward | None = None  # read only for the KL over the whole vocabulary
+    reference: RowForward | None = None  # read only for the KL over the whole vocabulary
     correction: RolloutCorrection | None = None  # weights computed here, with the update's log-probs
     is_reinforce: bool = False  # REINFORCE instead of `loss_type`
 
@@ -65,7 +64,7 @@ class DataParallelPPOActor:
     def __init__(
         self,
         config: ActorConfig,  # for the reference too
-        forward: PackedForward,
+        forward: RowForward,
         group: dist.ProcessGroup | None,
         training: ActorTraining | None = None,  # None: never updated
     ) -> None:
@@ -104,7 +103,7 @@ class DataParallelPPOActor:
         temperature: float,
         *,
         with_sum_squares: bool = False,
-        reference: PackedForward | None = None,
+        reference: RowForward | None = None,
     ) -> TokenLogProbs:
         """Compute log-probs of the response tokens under the current weights; collective over all ranks.
 
@@ -149,11 +148,12 @@ class DataParallelPPOActor:
             seed: For losses that select tokens at random; another in every step.
         """
         assert self.training is not None, "the reference is never updated"
-        keys = UPDATE_KEYS + [key for key in OPTIONAL_KEYS if key in batch.batch]
+        keys = [*self.forward.keys, "advantages"] + [key for key in OPTIONAL_KEYS if key in batch.batch]
         coef = self.config.entropy_coef if entropy_coef is None else entropy_coef
         updater, is_own = self.updater, "old_log_probs" not in batch.batch
+        rows = batch.select(keys, list(self.forward.object_keys))
         self.own_log_probs = None
-        for number, mini_batch in enumerate(updater.mini_batches(batch.select(keys, OBJECT_KEYS)), 1):
+        for number, mini_batch in enumerate(updater.mini_batches(rows), 1):
             if self.selection is not None:
                 selected = self.selection.add_to(mini_batch.batch, temperature, seed * 1_000_003 + number)
                 mini_batch = replace(mini_batch, batch=selected)

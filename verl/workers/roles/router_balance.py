@@ -15,7 +15,7 @@ from torch import Tensor
 
 from verl.models.routing import balance_loss
 from verl.protocol import DataProto
-from verl.workers.packing.forward import PackedForward
+from verl.workers.packing.row_forward import RowForward
 from verl.workers.roles.metric_sums import MetricSums
 
 CHOICES = "expert_choices"  # (B, E) of a batch
@@ -25,9 +25,7 @@ LOAD = {"actor": "moe/load_max", "train": "moe/load_max"}  # by role; others hav
 class RouterBalance:
     """Adds the balance loss to the losses of micro batches."""
 
-    def __init__(
-        self, role: str, forward: PackedForward, group: dist.ProcessGroup | None, coef: float
-    ) -> None:
+    def __init__(self, role: str, forward: RowForward, group: dist.ProcessGroup | None, coef: float) -> None:
         self.role, self.forward, self.group, self.coef = role, forward, group, coef
         assert forward.routing is not None or not coef, "checked when the model was built"
         forward.records_routes = forward.routing is not None

@@ -16,7 +16,7 @@ from torch import Tensor
 from verl.algorithms.token_selection import SelectionInputs, TokenSelection
 from verl.config.worker import ActorConfig
 from verl.protocol import DataProto
-from verl.workers.packing.forward import PackedForward
+from verl.workers.packing.row_forward import RowForward
 from verl.workers.roles.updater import compute_experience
 
 
@@ -26,7 +26,7 @@ class MiniBatchSelection:
     def __init__(
         self,
         config: ActorConfig,
-        forward: PackedForward,
+        forward: RowForward,
         group: dist.ProcessGroup | None,
         choose: TokenSelection,
     ) -> None:

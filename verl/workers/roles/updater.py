@@ -23,14 +23,12 @@ from verl.distributed.device import to_device
 from verl.distributed.fsdp import clip_grad_norm
 from verl.protocol import DataProto
 from verl.utils.rank_logger import get_logger
-from verl.workers.packing.forward import FORWARD_KEYS, OBJECT_KEYS, PackedForward
+from verl.workers.packing.row_forward import RowForward
 from verl.workers.packing.schedule import MicroBatchSchedule, forward_in_micro_batches
 from verl.workers.roles.metric_sums import MetricSums
 from verl.workers.roles.router_balance import CHOICES, RouterBalance
 
 logger = get_logger(__name__)
-
-PACKED_KEYS = frozenset(FORWARD_KEYS) - {"loss_mask"}  # reach the device packed, with the model's inputs
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,7 @@ class MiniBatch:
     batch: DataProto
     denominators: LossDenominators  # tokens and sequences over all ranks
     metrics: MetricSums
-    forward: PackedForward
+    forward: RowForward
     schedule: MicroBatchSchedule
     computed: list[Tensor] = field(default_factory=list)  # log-probs of each micro batch, (b, R)
 
@@ -67,22 +65,24 @@ class MiniBatch:
 
     def micro_batches(self) -> Iterator[MicroBatch]:
         self.forward.model.train()
-        for rows in self.schedule.micro_batches(self.batch):
-            tensors = {key: value for key, value in rows.batch.items() if key not in PACKED_KEYS}
-            yield MicroBatch(rows, to_device(tensors, self.forward.device))
+        inputs = set(self.forward.keys) - {"loss_mask"}  # reach the device with the model's inputs
+        for whole in self.schedule.micro_batches(self.batch):
+            for rows in self.forward.parts(whole):
+                tensors = {key: value for key, value in rows.batch.items() if key not in inputs}
+                yield MicroBatch(rows, to_device(tensors, self.forward.device))
 
 
 def compute_experience(
     config: TrainedModelConfig,
-    forward: PackedForward,
+    forward: RowForward,
     group: dist.ProcessGroup | None,
     batch: DataProto,
     function: Callable[[DataProto], Tensor],
 ) -> Tensor:
-    """`forward_in_micro_batches` with the sizes of a role; `function` reads what `PackedForward` reads."""
+    """`forward_in_micro_batches` with the sizes of a role; `function` reads what a `RowForward` reads."""
     return forward_in_micro_batches(
         forward,
-        batch.select(FORWARD_KEYS, OBJECT_KEYS),
+        batch.select(list(forward.keys), list(forward.object_keys)),
         function,
         size=as_number(config.micro_batch_size_per_device_for_experience),
         dynamic_batching=config.dynamic_batching,
@@ -106,7 +106,7 @@ class Updater:
         self,
         role: str,  # prefix of its metrics and section of its options
         config: TrainedModelConfig,  # that section
-        forward: PackedForward,
+        forward: RowForward,
         group: dist.ProcessGroup | None,  # the data-parallel ranks; None for all
         training: Training,
         ppo_epochs: int = 1,
