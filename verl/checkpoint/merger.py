@@ -5,25 +5,22 @@ Works without a process group; host memory holds about one output file at a time
 """
 
 import itertools
-import json
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from verl.checkpoint.pipelines import INDEX, merge_pipeline
+from verl.checkpoint.safetensors_files import MAX_FILE_BYTES, cast, write_files, writing
 from verl.checkpoint.sharded import HUGGINGFACE
 from verl.checkpoint.shards import AdaptedShards, Shards, open_shards, reading
 from verl.checkpoint.unread_tensors import copy_unread_files, unread_tensors
 from verl.models.families.registry import family_of, load_config, whole_config
 from verl.models.hub_names import HubNames
 from verl.models.lora_weights import is_adapter
-from verl.utils.weight_files import by_folder, save_weights
-
-MAX_FILE_BYTES = 5 * 1024**3  # as hub checkpoints are cut
+from verl.utils.weight_files import by_folder
 
 
 def merge_checkpoint(
@@ -39,10 +36,13 @@ def merge_checkpoint(
     A value model becomes a sequence-classification model with one label, or a token-classification model if
     its score has a bias. LoRA adapters are folded into the weights of their base, which is then held in
     memory. Tensors that training does not load, such as Qwen3.5's `mtp.*`, are those of the base model, in
-    its type unless `dtype` asks for another.
+    its type unless `dtype` asks for another. A diffusion model becomes a folder of diffusers, see
+    `merge_pipeline`.
     """
     local_dir = Path(local_dir)
     folder = local_dir / HUGGINGFACE
+    if (folder / INDEX).is_file():
+        return merge_pipeline(local_dir, dtype=dtype, base_model=base_model, max_file_bytes=max_file_bytes)
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(
             f"{folder / 'config.json'} is missing: `--local_dir` must be a role's folder of a checkpoint,"
@@ -57,37 +57,14 @@ def merge_checkpoint(
     if any(map(is_adapter, shards.names())):
         shards = AdaptedShards(shards, local_dir, base_model, config, trust_remote_code)
         trained_dtype = dtype or shards.base_dtype
-    trained = _cast(_hub_tensors(shards, names, local_dir), trained_dtype)
-    unread = _cast(unread_tensors(local_dir, family.unread, base_model), dtype)
-    with _writing([folder, *(folder / name for name in family.folders)]):
+    trained = cast(_hub_tensors(shards, names, local_dir), trained_dtype)
+    unread = cast(unread_tensors(local_dir, family.unread, base_model), dtype)
+    with writing([folder, *(folder / name for name in family.folders)]):
         parts = by_folder(itertools.chain(trained, unread), family.folders)
-        dtypes = [_write_files(folder / name, part, max_file_bytes) for name, part in parts]
+        dtypes = [write_files(folder / name, part, max_file_bytes) for name, part in parts]
         _set_dtype(folder, config, dtypes[0])
         copy_unread_files(local_dir, family.unread_files, folder, base_model)
     return folder
-
-
-def _cast(tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-    """Convert tensors of floating-point numbers; None keeps them."""
-    for name, tensor in tensors:
-        yield name, tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
-
-
-@contextmanager
-def _writing(folders: Sequence[Path]) -> Iterator[None]:
-    """Remove earlier weights from these folders, and what was written if the block cannot write."""
-    try:
-        for pattern in ("*.safetensors", "*.safetensors.index.json", "*.part"):
-            for old in [file for folder in folders for file in folder.glob(pattern)]:
-                old.unlink()
-        yield
-    except (OSError, SafetensorError) as error:
-        for part in [file for folder in folders for file in folder.glob("*.part") if file.is_file()]:
-            part.unlink()
-        raise OSError(
-            f"{folders[0]} cannot be written ({error}): it must be a folder of yours, with room for the"
-            " weights"
-        ) from error
 
 
 def _hub_tensors(shards: Shards, names: HubNames, local_dir: Path) -> Iterator[tuple[str, Tensor]]:
@@ -114,50 +91,6 @@ def _hub_tensors(shards: Shards, names: HubNames, local_dir: Path) -> Iterator[t
         )
     yield from ((name, shards.read(name)) for name in as_on_hub)
     yield from names.convert((name, shards.read(name)) for name in in_memory)
-
-
-def _write_files(
-    folder: Path, tensors: Iterable[tuple[str, Tensor]], max_file_bytes: int
-) -> torch.dtype | None:
-    """Write the weights into a folder; return the dtype of the first floating-point tensor."""
-    folder.mkdir(exist_ok=True)
-    files: list[list[str]] = []  # tensors of each file
-    total, dtype = 0, None
-    for batch in _batches(tensors, max_file_bytes):
-        save_weights(batch, folder / f"{len(files)}.part")
-        files.append(list(batch))
-        total += sum(tensor.nbytes for tensor in batch.values())
-        dtype = dtype or next((t.dtype for t in batch.values() if t.is_floating_point()), None)
-        batch.clear()  # before the next one is read
-    _name_parts(folder, files, total)
-    return dtype
-
-
-def _batches(tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[dict[str, Tensor]]:
-    batch, size = {}, 0
-    for name, tensor in tensors:
-        if batch and size + tensor.nbytes > max_bytes:
-            yield batch
-            batch, size = {}, 0
-        # safetensors rejects views, and a view would keep its large base tensor alive.
-        is_view = not tensor.is_contiguous() or tensor.untyped_storage().nbytes() != tensor.nbytes
-        batch[name] = tensor.clone(memory_format=torch.contiguous_format) if is_view else tensor
-        size += tensor.nbytes
-    yield batch
-
-
-def _name_parts(folder: Path, files: list[list[str]], total: int) -> None:
-    count = len(files)  # part of the final names
-    if count == 1:
-        (folder / "0.part").rename(folder / "model.safetensors")
-        return
-    weight_map = {}
-    for index, names in enumerate(files):
-        file = f"model-{index + 1:05d}-of-{count:05d}.safetensors"
-        (folder / f"{index}.part").rename(folder / file)
-        weight_map |= dict.fromkeys(names, file)
-    content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(content, indent=2))
 
 
 def _set_dtype(folder: Path, config: PreTrainedConfig, dtype: torch.dtype | None) -> None:

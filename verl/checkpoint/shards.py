@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Full tensors of a checkpoint, read without a process group from any of the supported formats."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -118,42 +118,33 @@ class RankFiles:
             ) from error
 
 
-class AdaptedShards:
-    """Weights of the plain model with LoRA folded in; the base model's files supply what `source` lacks."""
+class FoldedShards:
+    """Weights of the plain model with LoRA folded in; what `source` lacks is of the base model."""
 
     is_hub_layout_likely = False
 
     def __init__(
         self,
         source: Shards,
-        local_dir: Path,  # contains `lora_adapter/adapter_config.json`
-        base: str | None,  # folder or hub name; None takes the one in the adapter's config
-        config: PreTrainedConfig,
-        trust_remote_code: bool,
+        folder: Path,  # contains `adapter_config.json`
+        base: Mapping[str, Tensor],
+        parameters: Iterable[AdaptedParameter] = (),  # outside of linear modules
     ) -> None:
-        self._folder = folder = local_dir / LORA_ADAPTER
-        self._source = source
+        self._source, self._folder, self._base = source, folder, base
         self._adapter = read_adapter_config(folder, str(folder))
         self._saved = {name.removeprefix(PREFIX): name for name in source.names()}
         self._own = {plain_name(name): name for name in self._saved if not is_adapter(name)}
-        self._base: dict[str, Tensor] = {}
-        if not any(name.endswith(f"{BASE}weight") for name in self._saved):
-            self._base = _read_base(
-                base or self._adapter.base, folder, config, trust_remote_code, set(self._own)
-            )
-        first = next(iter(self._base.values()), None)
-        self.base_dtype = first.dtype if first is not None else torch.bfloat16
-        self._parameters = {each.name: each for each in _parameters(self._adapter, config, trust_remote_code)}
+        self._parameters = {each.name: each for each in parameters}
         fitting = {part for name in self.names() for part in adapter_names(self._layer(name))}
         unused = [name for name in self._saved if is_adapter(name) and name not in fitting]
         if unused:
             raise ValueError(
-                f"{local_dir}: {len(unused)} adapters fit no weight of the base model ({sorted(unused)[0]}):"
-                " give the base that they were trained on as `--base_model`"
+                f"{folder.parent}: {len(unused)} adapters fit no weight of the base model"
+                f" ({sorted(unused)[0]}): give the base that they were trained on as `--base_model`"
             )
 
     def names(self) -> list[str]:
-        return list(self._base | self._own)
+        return list(dict.fromkeys([*self._base, *self._own]))
 
     def shape(self, name: str) -> torch.Size:
         own = self._own.get(name)
@@ -183,6 +174,29 @@ class AdaptedShards:
 
     def _read(self, name: str) -> Tensor:
         return self._source.read(self._saved[name])
+
+
+class AdaptedShards(FoldedShards):
+    """The same of a transformers model, whose base is read from its files if the shards omit it."""
+
+    def __init__(
+        self,
+        source: Shards,
+        local_dir: Path,  # contains `lora_adapter/adapter_config.json`
+        base: str | None,  # folder or hub name; None takes the one in the adapter's config
+        config: PreTrainedConfig,
+        trust_remote_code: bool,
+    ) -> None:
+        folder = local_dir / LORA_ADAPTER
+        adapter = read_adapter_config(folder, str(folder))
+        names = [name.removeprefix(PREFIX) for name in source.names()]
+        tensors: dict[str, Tensor] = {}
+        if not any(name.endswith(f"{BASE}weight") for name in names):
+            own = {plain_name(name) for name in names if not is_adapter(name)}
+            tensors = _read_base(base or adapter.base, folder, config, trust_remote_code, own)
+        first = next(iter(tensors.values()), None)
+        self.base_dtype = first.dtype if first is not None else torch.bfloat16
+        super().__init__(source, folder, tensors, _parameters(adapter, config, trust_remote_code))
 
 
 def _parameters(

@@ -72,7 +72,7 @@ class CheckpointTracker:
         self.record = self._record_with(step, folder, score)
         write_json(self.root / TRACKER, asdict(self.record))  # a run killed after this can be resumed
         try:
-            _replace_folder(_partial(folder), folder)
+            replace_folder(_partial(folder), folder)
         except OSError:
             self.record = before
             write_json(self.root / TRACKER, asdict(before))
@@ -185,7 +185,8 @@ def _check_record(record: CheckpointRecord) -> None:
             raise ValueError(f"`{entry.name}` is {value!r:.80}")
 
 
-def _replace_folder(partial: Path, final: Path) -> None:
+def replace_folder(partial: Path, final: Path) -> None:
+    """Give a complete folder its final name; one that has it is removed."""
     aside = _aside(final)  # the old folder is deleted only after the new one is in its place
     if final.exists():
         final.rename(aside)

@@ -28,8 +28,8 @@ def unread_tensors(
     """Yield the base model's tensors of these names; warn if its files are not there."""
     if not starts:
         return
-    base = base_model or _base_of(local_dir)
-    folder = None if base is None else _folder_of(base, "*.safetensors")
+    base = base_model or base_of(local_dir)
+    folder = None if base is None else folder_of(base, "*.safetensors")
     files = [] if folder is None else sorted(folder.glob("*.safetensors"))
     if not files:
         logger.warning(
@@ -50,19 +50,21 @@ def copy_unread_files(
     local_dir: Path, names: tuple[str, ...], target: Path, base_model: str | None = None
 ) -> None:
     """Copy the base model's files of these names to a merged model; arguments as for `unread_tensors`."""
-    base = base_model or _base_of(local_dir) if names else None
-    folder = None if base is None else _folder_of(base, *names)
+    base = base_model or base_of(local_dir) if names else None
+    folder = None if base is None else folder_of(base, *names)
     for name in names:
         if folder is not None and (folder / name).is_file():
             shutil.copyfile(folder / name, target / name)
 
 
-def _base_of(local_dir: Path) -> str | None:
+def base_of(local_dir: Path) -> str | None:
+    """Return the folder or hub name of the model that training started from, if it is known."""
     manifest = local_dir / MANIFEST  # checkpoints of other trainers have none
     return json.loads(manifest.read_text()).get(BASE_MODEL) if manifest.is_file() else None
 
 
-def _folder_of(base: str, *patterns: str) -> Path | None:
+def folder_of(base: str, *patterns: str) -> Path | None:
+    """Return the folder of a model, of a hub name that in the cache; None if it is not on this machine."""
     if Path(base).is_dir():
         return Path(base)
     try:

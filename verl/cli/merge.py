@@ -3,7 +3,8 @@
 
     verl-merge --local_dir checkpoints/math/first/global_step_100/actor
 
-writes `…/actor/huggingface/*.safetensors`. A critic (`…/critic`) becomes a sequence-classification model.
+writes `…/actor/huggingface/*.safetensors`. A critic (`…/critic`) becomes a sequence-classification model, a
+diffusion model a folder for `DiffusionPipeline.from_pretrained`.
 Adapters are merged into their base; `…/actor/lora_adapter` has them separately, in peft's format.
 Checkpoints of EasyR1 and verl (`model_world_size_W_rank_R.pt`) work too.
 """

@@ -9,12 +9,17 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 
-def save_weights(tensors: Mapping[str, Tensor], file: Path) -> None:
-    """Write a file that others may read as far as the umask allows; those of safetensors are private."""
+def save_weights(
+    tensors: Mapping[str, Tensor], file: Path, metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write a file that others may read as far as the umask allows; those of safetensors are private.
+
+    `metadata` is written into its header.
+    """
     file.unlink(missing_ok=True)
     file.touch()
     mode = file.stat().st_mode
-    save_file(dict(tensors), file, metadata={"format": "pt"})
+    save_file(dict(tensors), file, metadata={"format": "pt", **(metadata or {})})
     file.chmod(mode)
 
 
