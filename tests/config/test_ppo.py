@@ -227,9 +227,8 @@ def test_broken_rules_and_wrong_values_are_reported_together(minimal):
 @pytest.mark.parametrize(
     ("argument", "supported"),
     [
-        ("worker.actor.diffusion=true", "false"),
+        ("worker.rollout.kl_reward=0.1", "0.0"),
         ("worker.rollout.max_frames_vllm=64", "-1"),
-        ("trainer.diffusion=true", "false"),
     ],
 )
 def test_an_unsupported_feature_is_refused_with_the_supported_value(minimal, argument, supported):

@@ -87,7 +87,7 @@ def test_help_shows_everything_a_section_or_a_name(capsys):
 
     assert main(["--help", "worker.actor"]) == 0
     section = capsys.readouterr().out
-    assert "worker.actor.optim.lr=1.0e-6" in section and "worker.rollout" not in section
+    assert "worker.actor.optim.lr=1.0e-6" in section and "\n  worker.rollout" not in section
 
     assert main(["--help", "no_such_thing"]) == 2
 

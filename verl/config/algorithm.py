@@ -37,7 +37,11 @@ NEEDS_OF: dict[str, frozenset[str]] = {
     "prime": frozenset({"group", "process_rewards"}),
     "remax": frozenset({"reward_baselines"}),
 }
-KL_NAMES = ("kl", "abs", "mse", "low_var_kl", "kl+", "abs+", "mse+", "low_var_kl+", "full")
+KL_NAMES = ("kl", "abs", "mse", "low_var_kl", "kl+", "abs+", "mse+", "low_var_kl+", "full", "flow_grpo")
+EXACT_KL = (
+    "full",
+    "flow_grpo",
+)  # computed with both models: over the vocabulary, or of a sampler's Gaussians
 
 
 @dataclass(frozen=True)
@@ -170,7 +174,7 @@ class AlgorithmConfig:
     @property
     def needs_ref_log_probs(self) -> bool:
         # The KL over the whole vocabulary runs both models and reads no log-probs of the reference.
-        return self.use_reference and self.kl_penalty != "full"
+        return self.use_reference and self.kl_penalty not in EXACT_KL
 
     @property
     def reads_old_log_probs(self) -> bool:

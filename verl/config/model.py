@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from verl.config.files.model_files import folder_problem
+from verl.config.files.model_files import folder_problem, pipeline_folder, tokenizer_of
 from verl.config.files.paths import existing_folder, model_source, writable_folder
 from verl.config.schema import option
 
@@ -111,7 +111,12 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         if self.tokenizer_path is None:
-            object.__setattr__(self, "tokenizer_path", self.model_path)
+            object.__setattr__(self, "tokenizer_path", tokenizer_of(self.model_path))
+
+    @property
+    def is_pipeline(self) -> bool:
+        """True for a diffusion model, with the other parts of its pipeline."""
+        return pipeline_folder(self.model_path) is not None
 
     def runs_tiles(self, *, is_trained: bool) -> bool:
         """Return whether MLPs run in tiles: not where their states are kept, nor in compiled blocks."""

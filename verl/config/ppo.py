@@ -9,12 +9,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from verl.config.algorithm import AlgorithmConfig
-from verl.config.algorithm_rules import algorithm_problems, group_problems
 from verl.config.async_training import ONE_STEP_OFF, PARTIAL, STREAM
 from verl.config.data import DataConfig
 from verl.config.files.model_files import length_limit, read_model_config
 from verl.config.model import AUTO, FSDPConfig, TrainedModelConfig
 from verl.config.reward_servers import RewardServerConfig, server_problems
+from verl.config.rules.algorithm_rules import algorithm_problems, group_problems
+from verl.config.rules.diffusion_rules import diffusion_problems
 from verl.config.schema import option
 from verl.config.trainer import WORLD, RunTree, TrainerConfig, divisible
 from verl.config.worker import WorkerConfig
@@ -72,6 +73,11 @@ class PPOConfig(RunTree):
         return self.algorithm.needs_ref_log_probs
 
     @property
+    def takes_sampled_log_probs(self) -> bool:
+        """True if the old log-probs are those of sampling."""
+        return self.algorithm.rollout_correction.bypass_mode or self.trainer.diffusion
+
+    @property
     def has_old_pass(self) -> bool:
         """True if a forward pass before the update computes the old log-probs.
 
@@ -79,7 +85,7 @@ class PPOConfig(RunTree):
         """
         algorithm, actor = self.algorithm, self.worker.actor
         correction = algorithm.rollout_correction
-        return not correction.bypass_mode and (
+        return not self.takes_sampled_log_probs and (
             self.data.rollout_batch_size != actor.global_batch_size
             or actor.ppo_epochs > 1
             or self.trainer.critic_warmup > 0  # steps without an update
@@ -127,6 +133,7 @@ class PPOConfig(RunTree):
                 " or `worker.reward_model.model.model_path`, or an environment or an agent in"
                 " `worker.rollout.multi_turn`, whose turns earn rewards"
             )
+        yield from diffusion_problems(self.data, self.worker, self.algorithm, self.trainer)
         yield from algorithm_problems(self.data, self.worker, self.algorithm, self.trainer)
         yield from server_problems(self.reward_servers, self.worker, self.algorithm, self.trainer)
         yield from self._own_processes()

@@ -91,10 +91,28 @@ class RolloutConfig:
     guidance_scale: float = option(4.5, "Classifier-free guidance scale of diffusion.")
     resolution: int = option(768, "Side length of generated images in pixels.")
     num_steps: int = option(10, "Denoising steps.")
+    noise_level: float = option(0.7, "Noise of the steps of sampling; 0 samples by the ODE.", minimum=0.0)
+    sde_type: str = option(
+        "sde",
+        "Distribution of a step: `sde` of Flow-GRPO, or `cps`, which keeps the sampler's coefficients.",
+        choices=("sde", "cps"),
+    )
+    sde_window: list[int] | None = option(
+        None, "First step with noise and the one after the last; null is all but the very last step."
+    )
+    train_timestep_fraction: float = option(
+        1.0,
+        "Share of the steps with noise that a picture is trained on, drawn for each picture.",
+        minimum=0.0,
+        maximum=1.0,
+    )
+    val_num_steps: int | None = option(None, "Denoising steps in validation; null is `num_steps`.", minimum=1)
     kl_reward: float = option(0.0, "Coefficient of the KL in the reward of diffusion.")
-    num_frames: int = option(81, "Frames of generated videos.")
-    height: int = option(480, "Height of generated videos in pixels.")
-    width: int = option(832, "Width of generated videos in pixels.")
+    num_frames: int = option(81, "Frames of generated videos; a multiple of 4 plus 1 for Wan.", minimum=1)
+    height: int = option(
+        480, "Height of generated videos in pixels; a multiple of 16 for Wan 2.1.", minimum=1
+    )
+    width: int = option(832, "Width of generated videos in pixels; a multiple of 16 for Wan 2.1.", minimum=1)
     max_num_seqs: int | None = option(
         None,
         "Maximum sequences the engine samples at once; null is 512 on GPUs and 256 on CPU, and at most"

@@ -31,6 +31,7 @@ LOSS_AVG_ALIASES = {  # verl's names
     "seq-mean-token-sum": "seq_sum",
     "seq-mean-token-sum-norm": "seq_sum_norm",
 }
+WHOLE_ROW_LOSSES = ("gspo", "gspo_token", "geo_mean", "sppo")
 
 
 def _strategy_option() -> Any:
@@ -112,6 +113,11 @@ class ActorConfig(PolicyConfig):
     def selects_tokens(self) -> bool:
         """True if the loss chooses among all tokens of a mini batch; one of a file may."""
         return self.loss_type in ("clip_cov", "kl_cov") or is_extension(self.loss_type)
+
+    @property
+    def reads_whole_rows(self) -> bool:
+        """True if the loss of a place depends on others of its row; one of a file may."""
+        return self.loss_type in WHOLE_ROW_LOSSES or is_extension(self.loss_type)
 
     def problems(self, path: str) -> Iterator[str]:
         yield from super().problems(path)

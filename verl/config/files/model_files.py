@@ -6,13 +6,20 @@ Only certain mistakes are reported; models whose files say less are left to the 
 
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
 POLICY = "actor"  # the folder of the policy in a checkpoint
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf")
-LAST_WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "mm_projector/model.safetensors")
+LAST_WEIGHTS = (
+    *("model.safetensors", "model.safetensors.index.json", "mm_projector/model.safetensors"),
+    "transformer/diffusion_pytorch_model.safetensors",
+    "transformer/diffusion_pytorch_model.safetensors.index.json",
+)
+PIPELINE = "model_index.json"  # of a diffusers folder
+TOKENIZERS = ("tokenizer_3", "tokenizer_2", "tokenizer")  # the one of the longest prompts first
 LENGTHS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length")
 FIXED_ROPES = {"su", "longrope", "llama3", "default", "mrope"}  # `factor` does not lengthen them
 
@@ -68,6 +75,27 @@ def _rope_factor(text: dict[str, Any]) -> float:
     return max([1.0, *(float(factor) for factor in factors if isinstance(factor, int | float))])
 
 
+def pipeline_folder(model: str | None) -> Path | None:
+    """Return the folder of a diffusion model, also of a hub name that was downloaded; None: it is none."""
+    folder = Path(model or "")
+    if model and not folder.is_dir():
+        from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415 - for hub names only
+        from huggingface_hub.errors import HFValidationError  # noqa: PLC0415
+
+        with suppress(HFValidationError):
+            found = try_to_load_from_cache(model, PIPELINE)
+            folder = Path(found).parent if isinstance(found, str) else folder
+    return folder if (folder / PIPELINE).is_file() else None
+
+
+def tokenizer_of(model: str | None) -> str | None:
+    """Return the folder or hub name of a model's tokenizer: the model's, or a part of a diffusion model."""
+    folder = pipeline_folder(model)
+    if folder is None:
+        return model
+    return next((str(folder / name) for name in TOKENIZERS if (folder / name).is_dir()), model)
+
+
 def folder_problem(model: str, option: str) -> str | None:
     """Say why a folder holds no model, or None if it may be one. A problem completes "`OPTION` ...".
 
@@ -77,6 +105,8 @@ def folder_problem(model: str, option: str) -> str | None:
     folder = Path(model)
     if not folder.is_dir() or (folder / CONFIG).is_file() or (folder / POLICY).is_dir():
         return None  # a checkpoint has its config deeper
+    if (folder / PIPELINE).is_file():
+        return None
     adapter = _read(folder / ADAPTER)
     if adapter is not None:
         base = adapter.get("base_model_name_or_path") or "its base model"

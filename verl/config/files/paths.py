@@ -21,6 +21,7 @@ DEFAULT_FUNCTION = "main"  # of a file given without a function
 CHECKPOINT_NAME = re.compile(r"global_step_\d+")
 RUN_TRACKER = "checkpoint_tracker.json"  # in the folder of a run
 POLICY, EXPORTED = "actor", "huggingface"  # folders in a checkpoint: a role, and its exported weights
+MODEL_CONFIGS = ("config.json", "model_index.json")  # of transformers and of diffusers
 
 
 def existing_file(text: str) -> str:
@@ -92,7 +93,8 @@ def model_source(text: str) -> str:
         if not role.is_dir():
             raise FileNotFoundError(f"{path} has no folder {POLICY}: it is not a complete checkpoint")
         exported = role / EXPORTED
-        return str(exported if (exported / "config.json").is_file() else path)
+        is_role = any((exported / name).is_file() for name in MODEL_CONFIGS)
+        return str(exported if is_role else path)
     if path.exists():
         raise ValueError(f"must be a folder or a hub name, {path} is a file")
     if looks_local(text):

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules of runs that make pictures (`trainer.diffusion`): what of a text run they do not have."""
+
+import math
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from verl.config.algorithm import EXACT_KL, AlgorithmConfig
+from verl.config.data import DataConfig
+from verl.config.files.model_files import PIPELINE, pipeline_folder
+from verl.config.model import ModelConfig
+from verl.config.rollout import RolloutConfig
+from verl.config.rules.pipelines import pipeline_problems
+from verl.config.rules.video_rules import makes_videos, may_divide_tokens, read_json, video_problems
+from verl.config.trainer import TrainerConfig
+from verl.config.worker import WorkerConfig
+
+KEY = "trainer.diffusion=true"
+LONGEST_PROMPTS = {
+    "StableDiffusion3Pipeline": 256,
+    "FluxPipeline": 512,
+    "QwenImagePipeline": 1019,
+    "WanPipeline": 512,
+}
+# Options of the model that select parts of transformers models, or change these.
+TEXT_ONLY = (
+    "override_config", "compile_blocks", "freeze_vision_tower", "freeze_audio_tower", "family",
+    "router_aux_loss_coef", "freeze_router",
+)  # fmt: skip
+
+
+def diffusion_problems(
+    data: DataConfig, worker: WorkerConfig, algorithm: AlgorithmConfig, trainer: TrainerConfig
+) -> Iterator[str]:
+    """Yield what is wrong with a run that makes pictures, or with a text run of a model that makes them."""
+    model = worker.actor.model.model_path
+    folder = pipeline_folder(model)
+    if not trainer.diffusion:
+        if folder is not None:
+            yield f"`worker.actor.model.model_path` ({model}) is a diffusion model: set `{KEY}` to train it"
+        if algorithm.kl_penalty == "flow_grpo":
+            yield f"`algorithm.kl_penalty` must not be flow_grpo without `{KEY}`: text has `full`"
+        return
+    if find_spec("diffusers") is None:
+        yield f"`{KEY}` needs diffusers: pip install 'easy-verl[diffusion]'"
+    if folder is None and Path(model or "").is_dir():
+        yield (
+            f"`worker.actor.model.model_path` ({model}) must be a folder of diffusers, with a {PIPELINE},"
+            f" if `{KEY}`"
+        )
+    yield from _absent(worker, algorithm, trainer)
+    yield from _steps(worker.rollout)
+    if not algorithm.disable_kl:
+        yield from _reference(algorithm, has_adapters=worker.actor.model.lora.is_used)
+    if folder is not None:
+        longest = LONGEST_PROMPTS.get(read_json(folder / PIPELINE).get("_class_name", ""), math.inf)
+        if data.max_prompt_length > longest:
+            yield (
+                f"`data.max_prompt_length` ({data.max_prompt_length}) must be at most {longest}, the tokens"
+                f" that the text encoders of `worker.actor.model.model_path` ({model}) read"
+            )
+        problems = video_problems if makes_videos(folder) else pipeline_problems
+        yield from problems(worker, folder)
+
+
+def _absent(worker: WorkerConfig, algorithm: AlgorithmConfig, trainer: TrainerConfig) -> Iterator[str]:
+    mode = trainer.async_training.mode
+    wrong: dict[str, tuple[bool, Any, Any]] = {
+        "worker.hybrid_engine": (worker.hybrid_engine, True, worker.hybrid_engine),
+        "trainer.async_training.mode": (mode == "off", "off", mode),
+        "worker.rollout.multi_turn.enable": (not worker.rollout.multi_turn.enable, False, True),
+        "worker.reward_model.model.model_path": (not worker.reward_model.is_used, None, "a model"),
+        "algorithm.adv_estimator": (
+            not (algorithm.use_critic or algorithm.use_prime), "one without a model of its own, such as grpo",
+            algorithm.adv_estimator,
+        ),
+        "worker.actor.ulysses_size": (
+            worker.actor.ulysses_size == 1 or may_divide_tokens(Path(worker.actor.model.model_path or "")),
+            "1 for pictures", worker.actor.ulysses_size,
+        ),
+        "worker.actor.ring_size": (worker.actor.ring_size == 1, 1, worker.actor.ring_size),
+        "worker.rollout.tensor_parallel_size": (
+            worker.rollout.tensor_parallel_size == 1, 1, worker.rollout.tensor_parallel_size,
+        ),
+        "worker.actor.entropy_coef": (worker.actor.entropy_coef == 0, 0, worker.actor.entropy_coef),
+    }  # fmt: skip
+    model, plain = worker.actor.model, ModelConfig()
+    for name in TEXT_ONLY:
+        value, default = getattr(model, name), getattr(plain, name)
+        wrong[f"worker.actor.model.{name}"] = (value == default, default, value)
+    for option, (is_right, rule, value) in wrong.items():
+        if not is_right:
+            yield f"`{option}` must be {rule} with `{KEY}`, got {value}"
+
+
+def _steps(rollout: RolloutConfig) -> Iterator[str]:
+    if rollout.num_steps < 2:
+        yield f"`worker.rollout.num_steps` must be at least 2 with `{KEY}`, got {rollout.num_steps}"
+    window = rollout.sde_window
+    if window is not None and not (len(window) == 2 and 0 <= window[0] < window[1] <= rollout.num_steps - 1):
+        yield (
+            f"`worker.rollout.sde_window` must be [FIRST, STOP] with 0 <= FIRST < STOP <= `num_steps` - 1"
+            f" ({rollout.num_steps - 1}), got {window}: the last step has no noise"
+        )
+    if rollout.noise_level == 0:
+        yield "`worker.rollout.noise_level` must be above 0: without noise nothing is sampled to learn from"
+    if rollout.sde_type == "cps" and rollout.noise_level > 1:
+        yield f"`worker.rollout.noise_level` must be at most 1 with `sde_type=cps`, got {rollout.noise_level}"
+
+
+def _reference(algorithm: AlgorithmConfig, *, has_adapters: bool) -> Iterator[str]:
+    if not has_adapters:
+        yield (
+            f"`algorithm.disable_kl` must be true without adapters with `{KEY}`: the reference is the model"
+            " without them; or set `worker.actor.model.lora.rank`"
+        )
+    if algorithm.kl_penalty not in EXACT_KL:
+        yield f"`algorithm.kl_penalty` must be flow_grpo with `{KEY}`, got {algorithm.kl_penalty}"
