@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Description of a family of diffusion models: its parts, how it reads a prompt and predicts a velocity.
+
+Names of parts are those of a diffusers folder: `transformer`, `vae`, `text_encoder`, ...
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from verl.diffusion.ulysses import TokenLayers
+
+Conditions = Mapping[str, Tensor]  # what the transformer reads of prompts, (B, ...) by argument
+GUIDANCE = "guidance"  # argument of transformers that read the scale
+
+
+@dataclass(frozen=True)
+class Size:
+    """The size of what is made."""
+
+    height: int  # pixels
+    width: int
+    frames: int = 1
+
+
+class DiffusionFamily(ABC):
+    """A kind of pipeline of diffusers whose transformer predicts velocities.
+
+    Attributes:
+        pipelines: Names of its classes in `model_index.json`.
+        makes: What a reward function calls the result: `images` or `videos`.
+        longest_prompt: Tokens that its longest text encoder reads.
+        adapted: Ends of the names of the modules that LoRA adapts by default.
+        reads_guidance: The guidance scale is an input of the transformer, which then predicts once.
+        unguided: The prompt of predictions without a condition.
+        layers: Where its tokens can be divided over ranks; None: they cannot.
+    """
+
+    pipelines: ClassVar[tuple[str, ...]]
+    makes: ClassVar[str] = "images"
+    longest_prompt: ClassVar[int]
+    adapted: ClassVar[tuple[str, ...]]
+    reads_guidance: ClassVar[bool] = False
+    unguided: ClassVar[str] = ""
+    layers: ClassVar[TokenLayers | None] = None
+
+    @abstractmethod
+    def encode(self, pipeline: Any, texts: Sequence[str], max_length: int) -> Conditions:
+        """Encode prompts with the text encoders of a pipeline, which needs no other part."""
+
+    @abstractmethod
+    def latent_shape(self, pipeline: Any, size: Size) -> tuple[int, ...]:
+        """Return the shape of one latent, without the batch."""
+
+    @abstractmethod
+    def size_step(self, pipeline: Any) -> int:
+        """Return the number of pixels that height and width must be multiples of."""
+
+    @abstractmethod
+    def predict(self, transformer: Any, latents: Tensor, times: Tensor, conditions: Conditions) -> Tensor:
+        """Return velocities of latents (B, ...) at times (B,) of the scheduler."""
+
+    @abstractmethod
+    def decode(self, vae: Any, latents: Tensor) -> Tensor:
+        """Return images (B, 3, H, W), or videos (B, F, 3, H, W), in [0, 1]."""
+
+    def times(self, pipeline: Any, steps: int, size: Size) -> tuple[Tensor, Tensor]:
+        """Return the scheduler's sigmas (steps + 1,), from 1 to 0, and its times (steps,), in float32."""
+        scheduler = pipeline.scheduler
+        scheduler.set_timesteps(steps)
+        return scheduler.sigmas.float(), scheduler.timesteps.float()
+
+    def join(self, parts: Sequence[Conditions]) -> Conditions:
+        """Join the rows of batches of conditions, which may be of prompts of different lengths."""
+        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+    def guide(self, without: Tensor, with_prompt: Tensor, scale: float) -> Tensor:
+        """Combine velocities (B, ...) without and with the prompt: Ho and Salimans 2022, equation 6."""
+        return without + scale * (with_prompt - without)
+
+    def predicts_twice(self, scale: float) -> bool:
+        """Return whether guidance of this scale needs predictions without a prompt."""
+        return scale > 1 and not self.reads_guidance
+
+
+def guided(
+    family: DiffusionFamily,
+    transformer: Any,
+    latents: Tensor,
+    times: Tensor,
+    conditions: Conditions,
+    unconditional: Conditions | None,
+    scale: float,
+) -> Tensor:
+    """Predict velocities with guidance: classifier-free, or by a transformer that reads the scale.
+
+    Without `unconditional` one prediction is all. Both predictions are of one call.
+    """
+    if family.reads_guidance:
+        conditions = {**conditions, GUIDANCE: torch.full_like(times, scale)}
+    if unconditional is None:
+        return family.predict(transformer, latents, times, conditions)
+    both = family.join([unconditional, conditions])
+    found = family.predict(transformer, torch.cat([latents] * 2), torch.cat([times] * 2), both)
+    without, with_prompt = found.chunk(2)
+    return family.guide(without, with_prompt, scale)

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Families whose transformer reads tokens of 2 x 2 latents, and whose schedule depends on their number.
+
+Latents are unpacked, (B, C, h, w), everywhere but in the transformer.
+"""
+
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from verl.diffusion.families.interface import DiffusionFamily, Size
+
+PATCH = 2  # latents of a token, in height and in width
+TIMES = 1000  # of the scheduler; the transformer reads them from 0 to 1
+
+
+class PackedFamily(DiffusionFamily):
+    """Images whose latents are packed for the transformer."""
+
+    def latent_shape(self, pipeline: Any, size: Size) -> tuple[int, ...]:
+        factor = pipeline.vae_scale_factor
+        channels = pipeline.transformer.config.in_channels // PATCH**2
+        return channels, size.height // factor, size.width // factor
+
+    def size_step(self, pipeline: Any) -> int:
+        return pipeline.vae_scale_factor * PATCH
+
+    def times(self, pipeline: Any, steps: int, size: Size) -> tuple[Tensor, Tensor]:
+        """Return the steps of `DiffusionFamily.times`: even ones, shifted towards noise in large images."""
+        scheduler = pipeline.scheduler
+        tokens = (size.height // self.size_step(pipeline)) * (size.width // self.size_step(pipeline))
+        even = np.linspace(1.0, 1 / steps, steps)
+        scheduler.set_timesteps(sigmas=even, mu=shift_of(scheduler.config, tokens))
+        return scheduler.sigmas.float(), scheduler.timesteps.float()
+
+
+def shift_of(config: Any, tokens: int) -> float:
+    """Return the shift of a scheduler's times for an image: linear in the number of its tokens.
+
+    Source: https://github.com/black-forest-labs/flux, `get_lin_function`. Schedulers without
+    `use_dynamic_shifting` ignore it.
+    """
+    few, many = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
+    low, high = config.get("base_shift", 0.5), config.get("max_shift", 1.15)
+    return low + (high - low) * (tokens - few) / (many - few)
+
+
+def pack(latents: Tensor) -> Tensor:
+    """Return latents (B, C, h, w) as tokens (B, h w / 4, 4 C), row by row."""
+    batch, channels, height, width = latents.shape
+    split = latents.reshape(batch, channels, height // PATCH, PATCH, width // PATCH, PATCH)
+    return split.permute(0, 2, 4, 1, 3, 5).reshape(batch, -1, channels * PATCH**2)
+
+
+def unpack(tokens: Tensor, like: Tensor) -> Tensor:
+    """Return tokens (B, h w / 4, 4 C) as latents (B, C, h, w), the shape of `like`."""
+    batch, channels, height, width = like.shape
+    split = tokens.reshape(batch, height // PATCH, width // PATCH, channels, PATCH, PATCH)
+    return split.permute(0, 3, 1, 4, 2, 5).reshape(like.shape)

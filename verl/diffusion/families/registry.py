@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All families of diffusion models, and the one of a folder."""
+
+import json
+from pathlib import Path
+
+from verl.diffusion.families.flux import Flux
+from verl.diffusion.families.interface import DiffusionFamily
+from verl.diffusion.families.qwen_image import QwenImage
+from verl.diffusion.families.sd3 import SD3
+from verl.diffusion.families.wan import Wan
+
+INDEX = "model_index.json"
+FAMILIES: tuple[DiffusionFamily, ...] = (SD3(), Flux(), QwenImage(), Wan())
+
+
+def family_of(folder: Path, option: str = "worker.actor.model.model_path") -> DiffusionFamily:
+    """Return the family of a diffusers folder.
+
+    Raises:
+        ValueError: It is no such folder, or of a pipeline that no family has.
+    """
+    index = folder / INDEX
+    if not index.is_file():
+        raise ValueError(
+            f"`{option}` ({folder}) must be a folder of diffusers with a {INDEX}, which it lacks"
+        )
+    name = json.loads(index.read_text(encoding="utf-8")).get("_class_name")
+    known = {pipeline: family for family in FAMILIES for pipeline in family.pipelines}
+    if name not in known:
+        raise ValueError(f"`{option}` ({folder}) is a {name}, must be one of {sorted(known)}")
+    return known[name]

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stable Diffusion 3 and 3.5 (https://arxiv.org/abs/2403.03206): CLIP twice, T5, and a joint transformer."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from verl.diffusion.families.autoencoder_kl import decode_images
+from verl.diffusion.families.interface import Conditions, DiffusionFamily, Size
+
+
+class SD3(DiffusionFamily):
+    """Images of one latent of 16 channels, an eighth of their size."""
+
+    pipelines = ("StableDiffusion3Pipeline",)
+    longest_prompt = 256
+    # of Flow-GRPO: attention of image and text
+    adapted = (
+        "attn.add_k_proj", "attn.add_q_proj", "attn.add_v_proj", "attn.to_add_out",
+        "attn.to_k", "attn.to_out.0", "attn.to_q", "attn.to_v",
+    )  # fmt: skip
+
+    def encode(self, pipeline: Any, texts: Sequence[str], max_length: int) -> Conditions:
+        states, _, pooled, _ = pipeline.encode_prompt(
+            prompt=list(texts), prompt_2=None, prompt_3=None, do_classifier_free_guidance=False,
+            max_sequence_length=max_length,
+        )  # fmt: skip
+        return {"encoder_hidden_states": states, "pooled_projections": pooled}
+
+    def latent_shape(self, pipeline: Any, size: Size) -> tuple[int, ...]:
+        factor = pipeline.vae_scale_factor
+        return pipeline.transformer.config.in_channels, size.height // factor, size.width // factor
+
+    def size_step(self, pipeline: Any) -> int:
+        return pipeline.vae_scale_factor * pipeline.transformer.config.patch_size
+
+    def predict(self, transformer: Any, latents: Tensor, times: Tensor, conditions: Conditions) -> Tensor:
+        return transformer(hidden_states=latents, timestep=times, **conditions, return_dict=False)[0]
+
+    def decode(self, vae: Any, latents: Tensor) -> Tensor:
+        return decode_images(vae, latents)

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sampling with a flow model, and the log-probs of what was sampled under other weights.
+
+Steps play the part of tokens: a trajectory of S steps has log-probs (B, S), and everything that reads
+log-probs of tokens reads these.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from verl.diffusion import sde
+from verl.diffusion.sde import Gaussian
+
+Velocity = Callable[[Tensor, Tensor], Tensor]  # of latents (B, ...) at times (B,)
+
+
+@dataclass(frozen=True)
+class Course:
+    """The steps of a sampler, which are those of the model's own scheduler.
+
+    Attributes:
+        sigmas: (S + 1,) float32, from 1 to 0.
+        times: (S,) float32, as the model reads them.
+        noise_level: Of steps that draw noise.
+        kind: `sde` or `cps`.
+        noisy: Numbers of the steps that draw noise, on which a model can be trained.
+    """
+
+    sigmas: Tensor
+    times: Tensor
+    noise_level: float
+    kind: str
+    noisy: tuple[int, ...]
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.times)
+
+    def after(self, numbers: Tensor, latents: Tensor, velocity: Tensor) -> Gaussian:
+        """Return the distribution of latents (B, ...) after the steps of these numbers (B,)."""
+        device, numbers = latents.device, numbers.cpu()
+        levels = torch.zeros(self.num_steps)
+        levels[list(self.noisy)] = self.noise_level
+        sigma, later, level = self.sigmas[numbers], self.sigmas[numbers + 1], levels[numbers]
+        return sde.step(
+            latents, velocity, sigma.to(device), later.to(device), noise_level=level.to(device),
+            kind=self.kind, largest=float(self.sigmas[1]),
+        )  # fmt: skip
+
+
+class Trajectories(NamedTuple):
+    """Latents before and after each sampled step, and the log-probs of the noisy ones."""
+
+    latents: Tensor  # (B, S + 1, ...) float32
+    log_probs: Tensor  # (B, S) float32; 0 where a step is certain
+    kl: Tensor | None  # (B, S) float32, to the steps of a reference
+
+
+@torch.no_grad()
+def sample(
+    velocity: Velocity,
+    latents: Tensor,
+    course: Course,
+    generators: Sequence[torch.Generator],
+    reference: Velocity | None = None,
+) -> Trajectories:
+    """Sample from pure noise (B, ...) float32; each row draws from its own generator, on the CPU.
+
+    With the velocity of a reference, the KL of each noisy step to the reference's is computed too.
+    """
+    states = [latents]
+    log_probs = torch.zeros(len(latents), course.num_steps, device=latents.device)
+    kl = torch.zeros_like(log_probs)
+    for number in range(course.num_steps):
+        numbers = torch.full((len(latents),), number)
+        times = course.times[numbers].to(latents.device)
+        after = course.after(numbers, states[-1], velocity(states[-1], times))
+        following = after.mean
+        if number in course.noisy:
+            drawn = [torch.randn(latents.shape[1:], generator=generator) for generator in generators]
+            following = after.sample(torch.stack(drawn).to(latents.device))
+            log_probs[:, number] = after.log_prob(following)
+            if reference is not None:
+                kl[:, number] = after.kl(course.after(numbers, states[-1], reference(states[-1], times)))
+        states.append(following)
+    return Trajectories(torch.stack(states, 1), log_probs, None if reference is None else kl)

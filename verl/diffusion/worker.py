@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The worker process of a diffusion run: one device that samples pictures and trains on them in turn."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from verl.checkpoint.async_writer import AsyncWriter
+from verl.diffusion.engine import DiffusionEngine, FinishedPicture
+from verl.diffusion.families.registry import family_of
+from verl.diffusion.files import downloaded
+from verl.diffusion.forward import StepForward
+from verl.diffusion.model import DiffusionModel
+from verl.diffusion.options import course_of, size_of
+from verl.diffusion.prompts import PromptEncoder
+from verl.distributed.device import memory_metrics, reset_peak_memory
+from verl.distributed.sequence_parallel import SequenceParallel, data_parallel_group
+from verl.protocol import DataProto
+from verl.single_controller.dispatch import Dispatch, register
+from verl.workers.base_worker import SavingWorker, StepProfiler
+from verl.workers.roles.actor import ActorTraining, DataParallelPPOActor
+from verl.workers.rollout.base import SamplingOptions
+from verl.workers.run_options import RunOptions
+from verl.workers.training_worker import ActorUpdate
+
+
+class DiffusionWorker(SavingWorker[DiffusionModel]):
+    """One process of the worker group; its remote methods are those of `FSDPWorker` that such a run calls."""
+
+    def __init__(self, config: Any, options: RunOptions) -> None:
+        super().__init__(options)
+        self.config, self.run = config, options
+
+    @register(Dispatch.ALL, phase="init_model")
+    def init_model(self) -> None:
+        config, actor = self.config, self.config.actor
+        sp = SequenceParallel.build(range(self.world_size), actor.ulysses_size, 1)
+        for axis in ("train", "rollout"):
+            self.set_axis(axis, sp.dp_index, sp.dp_size, is_first=sp.index == 0)
+        self.group, self.checkpoints, self.profiler = data_parallel_group(sp), AsyncWriter(), StepProfiler()
+        family = family_of(downloaded(actor.model))
+        self.policy = DiffusionModel(
+            family, actor.model, actor.fsdp, actor.offload, actor.optim,
+            device=self.device, world_size=self.world_size, training_steps=self.options.training_steps,
+            seed=self.options.seed, sp=sp,
+        )  # fmt: skip
+        self.models, parts = [self.policy], self.policy.parts
+        size = size_of(config.rollout, family)
+        self.course = course_of(config.rollout, family, parts, size)
+        self.certain = course_of(config.rollout, family, parts, size, certain=True)
+        self.forward = self._build_forward(sp)
+        self.engine = DiffusionEngine(
+            self.policy, self.forward, size,
+            at_once=int(actor.micro_batch_size_per_device_for_experience), seed=self.options.seed,
+            measures_kl=self.run.has_full_kl_in_rewards,
+        )  # fmt: skip
+        self.actor = self._build_actor()
+
+    def _build_forward(self, sp: SequenceParallel) -> StepForward:
+        actor, family = self.config.actor, self.policy.family
+        longest = self.run.max_sequence_length - self.run.max_response_length
+        prompts = PromptEncoder(family, self.policy.parts, self.device, min(longest, family.longest_prompt))
+        return StepForward(
+            family, self.policy.model, self.course, prompts,
+            guidance=self.config.rollout.guidance_scale,
+            reference=self.policy.reference if self.run.kl_loss else None,
+            at_once=None if actor.reads_whole_rows else int(actor.micro_batch_size_per_device_for_update),
+            sp=sp,
+        )  # fmt: skip
+
+    def _build_actor(self) -> DataParallelPPOActor:
+        actor = self.config.actor
+        if actor.loss_avg_mode == "seq":  # all pictures have as many steps
+            actor = replace(actor, loss_avg_mode="token")
+        training = ActorTraining(
+            self.policy.optimizer, self.policy.scheduler, self.config.rollout.n, self.course.num_steps,
+            kl_loss=self.run.kl_loss, reference=self.forward if self.run.kl_loss else None,
+        )  # fmt: skip
+        return DataParallelPPOActor(actor, self.forward, self.group, training)
+
+    @register(Dispatch.ALL, phase="sync_weights")
+    def sync_weights(self, version: int) -> None:
+        """Do nothing: pictures are sampled with the weights that are trained."""
+
+    @register(Dispatch.ALL, phase="sleep")
+    def sleep_engine(self) -> None:
+        """Do nothing."""
+
+    @register(Dispatch.SHARD, phase="gen", streaming=True)
+    def generate(self, prompts: DataProto, options: SamplingOptions) -> Iterator[list[FinishedPicture]]:
+        """Sample pictures; with temperature 0, as in validation, by the ODE."""
+        course = self.certain if options.is_greedy else self.course
+        yield from self.engine.generate(prompts, options.n, course)
+
+    @register(Dispatch.SHARD, phase="update_actor")
+    def update_actor(self, batch: DataProto, entropy_coef: float, seed: int) -> ActorUpdate:
+        """Update the policy on this rank's share of every mini batch."""
+        reset_peak_memory(self.options.device)
+        start = time.perf_counter()
+        with self.policy.loaded(with_optimizer=True):
+            metrics = self.actor.update(batch, 1.0, entropy_coef=entropy_coef, seed=seed)
+        metrics["perf/update_s"] = time.perf_counter() - start
+        return ActorUpdate(metrics | memory_metrics(self.options.device), None)
