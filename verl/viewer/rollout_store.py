@@ -5,6 +5,7 @@
     rollouts/validation_12.parquet   the same of the validation after step 12; 0 is before training
     rollouts/media/*.jpg             small copies of the model's images and frames, named by their content
     rollouts/media/*.image           images that were given as bytes, with `trainer.keep_whole_images`
+    rollouts/media/*.png, *.mp4      pictures and videos that the policy made, named by their pixels
 
 Files appear complete. A step that a resumed run repeats replaces its files. To read all scores of a run:
 
@@ -18,22 +19,25 @@ import hashlib
 import io
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
 from verl.utils.rank_logger import get_logger
 from verl.utils.shared_folder import write_whole
+from verl.viewer.pictures import as_mp4, as_png, to_rows
 
 FOLDER, MEDIA = "rollouts", "media"
 TRAIN, VALIDATION = "train", "validation"
 FILE_PREFIXES = {TRAIN: "step", VALIDATION: "validation"}  # by kind of rollout
 STEP_FILE = re.compile(r"[a-z]+_(\d{1,9})\.parquet", re.ASCII)
-MEDIA_FILE = re.compile(r"[0-9a-f]{40}\.jpg")
+SERVED = {".jpg": "image/jpeg", ".png": "image/png", ".mp4": "video/mp4"}  # types of kept files
+MEDIA_FILE = re.compile(rf"[0-9a-f]{{40}}({'|'.join(map(re.escape, SERVED))})")
 WHOLE = ".image"  # ending of an image of any format
 LONGEST_SIDE = 448  # of a kept image, pixels
 JPEG_QUALITY = 80
@@ -49,7 +53,8 @@ _MEDIUM = pa.struct(
         pa.field("files", pa.list_(pa.string())),
         pa.field("problem", pa.string()),  # reason if there are none
         pa.field("times", pa.list_(pa.float32())),  # of the frames of a video, in seconds
-        pa.field("whole", pa.string()),  # file in the media folder with the bytes of an image, if it was kept
+        # file in the media folder: the bytes of an image, if they were kept, or the video the policy made
+        pa.field("whole", pa.string()),
     ]
 )
 _OBSERVATION = pa.struct(
@@ -103,12 +108,16 @@ SCHEMA = pa.schema(
         pa.field("is_masked", pa.bool_()),  # no token is trained
         pa.field("prompt_start", pa.string()),
         pa.field("response_start", pa.string()),
+        pa.field(
+            "picture_start", pa.string()
+        ),  # file in the media folder: the picture, small, or first frame
         pa.field("prompt", pa.string()),
         pa.field("messages", pa.string()),  # the prompt before the chat template, as JSON
         pa.field("response", pa.string()),
         pa.field("ground_truth", pa.string()),
         pa.field("reward_values", pa.map_(pa.string(), pa.float32())),  # values of the reward function
         pa.field("media", pa.list_(_MEDIUM)),
+        pa.field("picture", _MEDIUM),  # that the policy made; null for a text
         pa.field("contexts", pa.list_(_CONTEXT)),  # several if an agent shortened what the policy reads
         pa.field("turns", pa.list_(_TURN)),
         pa.field("token_ids", pa.list_(pa.int32())),  # of the response, like all lists below
@@ -161,15 +170,35 @@ class RolloutStore:
         small.thumbnail((LONGEST_SIDE, LONGEST_SIDE))
         content = io.BytesIO()
         small.save(content, "JPEG", quality=JPEG_QUALITY)
-        name = hashlib.blake2b(content.getvalue(), digest_size=20).hexdigest() + ".jpg"
-        path = self.folder / MEDIA / name
-        return name if path.exists() or self._write(path, content.getvalue()) else None
+        return self._add(content.getvalue(), ".jpg", content.getvalue)
 
     def add_whole(self, content: bytes) -> str | None:
         """Keep an image as it is; return its file name, or None if the disk is full."""
-        name = hashlib.blake2b(content, digest_size=20).hexdigest() + WHOLE
-        path = self.folder / MEDIA / name
-        return name if path.exists() or self._write(path, content) else None
+        return self._add(content, WHOLE, lambda: content)
+
+    def add_picture(self, pixels: np.ndarray) -> str | None:
+        """Keep a picture (3, H, W) uint8 as PNG; return its file name, or None if the disk is full."""
+        return self._add(_identity(pixels), ".png", lambda: as_png(pixels))
+
+    def add_video(self, frames: np.ndarray) -> str | None:
+        """Keep a video (F, 3, H, W) uint8 as MP4; return its file name, or None if the disk is full."""
+        return self._add(_identity(frames), ".mp4", lambda: as_mp4(frames))
+
+    def add_thumbnail(self, pixels: np.ndarray) -> str | None:
+        """Keep a picture (3, H, W) for tables: as it is if it is small, or a small copy."""
+        if max(pixels.shape) <= LONGEST_SIDE:
+            return self.add_picture(pixels)
+        return self.add_image(Image.fromarray(to_rows(pixels)))
+
+    def path(self, name: str) -> Path:
+        """Return the path of a file of the media folder."""
+        return self.folder / MEDIA / name
+
+    def _add(self, named_by: bytes, ending: str, content: Callable[[], bytes]) -> str | None:
+        # The same picture is neither encoded nor written again.
+        name = hashlib.blake2b(named_by, digest_size=20).hexdigest() + ending
+        path = self.path(name)
+        return name if path.exists() or self._write(path, content()) else None
 
     def _write(self, path: Path, content: bytes) -> bool:
         is_written = write_whole(path, content, make_room=lambda size: None)
@@ -189,6 +218,10 @@ def step_files(run_folder: Path, kind: str = TRAIN) -> dict[int, Path]:
 def is_inside(path: Path, folder: Path) -> bool:
     """Return whether a path lies in a folder after all links are followed."""
     return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
+
+
+def _identity(pixels: np.ndarray) -> bytes:
+    return f"{pixels.shape}".encode() + np.ascontiguousarray(pixels).tobytes()
 
 
 def _storable(row: dict[str, Any]) -> dict[str, Any]:

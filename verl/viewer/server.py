@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Server of the viewer: requests from this machine, which read; only notes are written.
 
-Prompts and responses are untrusted text: they are sent only as JSON and JPEG, and the page puts them into
-text nodes. The content security policy of every response forbids foreign scripts and addresses. Requests for
-other host names are rejected, so that no other site can make a browser send one. Other accounts of this
+Prompts and responses are untrusted: they are sent only as JSON, images and videos, and the page puts texts
+into text nodes. The content security policy of every response forbids foreign scripts and addresses. Requests
+for other host names are rejected, so that no other site can make a browser send one. Other accounts of this
 machine lack the token at the end of the printed address.
 """
 
@@ -48,7 +48,7 @@ from verl.viewer.queries import (
     with_prompts,
 )
 from verl.viewer.rollout_export import FORMATS, exported
-from verl.viewer.rollout_store import FILE_PREFIXES, FOLDER, MEDIA, MEDIA_FILE, is_inside
+from verl.viewer.rollout_store import FILE_PREFIXES, FOLDER, MEDIA, MEDIA_FILE, SERVED, is_inside
 from verl.viewer.runs import RunFolder
 from verl.viewer.videos import MEDIA_TYPES, VideoFolders
 from verl.viewer.writing import WriteGuard, limited_body
@@ -128,7 +128,7 @@ def make_app(
         Route("/api/rollouts", views.rollouts),  # a page of the table: `?run=0&score_min=0.5`
         Route("/api/distributions", views.distributions),  # histograms of the same rows
         Route("/api/export", views.export),  # the same rows as a file: `?format=csv&run=0`
-        Route("/media/{run}/{file}", views.media),  # an image, or a frame of a video
+        Route("/media/{run}/{file}", views.media),  # an image, a frame, or a video that was made
         Route(
             "/videos/{run}/{kind}/{step}/{number}/{group:path}", views.video
         ),  # a prompt's video or audio file
@@ -272,7 +272,7 @@ class _Views:
         path = folder / FOLDER / MEDIA / name
         if not MEDIA_FILE.fullmatch(name) or not path.is_file() or not is_inside(path, folder):
             raise HTTPException(404, "no such image")
-        return FileResponse(path, media_type="image/jpeg")
+        return FileResponse(path, media_type=SERVED[path.suffix])
 
     def _group(self, request: Request) -> list[dict[str, Any]]:
         try:

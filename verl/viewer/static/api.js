@@ -29,4 +29,6 @@ export function shown(value, digits = 3) {
   return typeof value === "number" && !Number.isInteger(value) ? value.toFixed(digits) : String(value);
 }
 
+export const counted = (number, noun) => `${number} ${noun}${number === 1 ? "" : "s"}`;
+
 export const groupLink = (row, runs) => link("group", [runs[row.run].name, row.kind, row.step, row.group]);

@@ -117,7 +117,7 @@ function Responses({ rows, run, state }) {
   const visible = state.isPair && best ? [best, worst] : sorted;
   const markOf = (row) => (row === best ? "best" : row === worst ? "worst" : null);
   return html`
-    <section class=${state.isPair ? "responses pair" : "responses"}>
+    <section class=${["responses", state.isPair && "pair", rows.some((row) => row.picture) && "pictures"].filter(Boolean).join(" ")}>
       ${visible.map((row) => html`
         <${Response} key=${row.sample} row=${row} run=${run} prompt=${rows[0].messages} look=${state.look} coloring=${state.coloring} mark=${markOf(row)} />`)}
     </section>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Images, frames and sounds of a prompt, and a viewer over the page for one of them.
+// Images, frames and sounds of a prompt, what the policy made, and a viewer over the page for one of them.
 
 import { html, useEffect, useLayoutEffect, useState } from "./vendor/htm-preact-3.1.1.min.js";
 import { Dialog } from "./keys.js";
@@ -16,6 +16,12 @@ export function Media({ media, run, videoPath }) {
       <${Medium} medium=${medium} run=${run} video=${medium.is_playable && videoPath(number)} open=${(index) => setOpened({ medium, index })} />`)}
     ${opened && html`<${Lightbox} ...${opened} run=${run} close=${() => setOpened(null)} />`}
   `;
+}
+
+// The picture or the video that the policy made.
+export function Made({ picture, run }) {
+  const media = [{ ...picture, is_playable: picture.whole !== null }];
+  return html`<div class="made"><${Media} media=${media} run=${run} videoPath=${() => `/media/${run}/${picture.whole}`} /></div>`;
 }
 
 function Medium({ medium, run, video, open }) {
@@ -60,10 +66,10 @@ function pause(times, index) {
   return Number.isFinite(seconds) ? Math.min(most, Math.max(least, 1000 * seconds)) : FRAME_MS;
 }
 
-function Picture({ file, run, alt }) {
+export function Picture({ file, run, alt, loading = "eager" }) {
   const enlarge = ({ target }) =>
     target.classList.toggle("small", Math.max(target.naturalWidth, target.naturalHeight) < SMALL);
-  return html`<img src=${`/media/${run}/${file}`} alt=${alt} onLoad=${enlarge} />`;
+  return html`<img loading=${loading} src=${`/media/${run}/${file}`} alt=${alt} onLoad=${enlarge} />`;
 }
 
 function Lightbox({ medium, index, run, close }) {

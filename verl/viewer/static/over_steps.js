@@ -5,6 +5,7 @@ import { html, useEffect, useMemo, useState } from "./vendor/htm-preact-3.1.1.mi
 import * as address from "./address.js";
 import { fetchJson, shown } from "./api.js";
 import { Chart } from "./charts.js";
+import { Picture } from "./media.js";
 import { readable } from "./text.js";
 
 const LINES = [["mean", "var(--color-0)"], ["max", "var(--color-2)"], ["min", "var(--color-1)"]];
@@ -38,11 +39,18 @@ export function OverSteps({ runs, run, kind, step, group }) {
             <td><a href=${address.link("group", [runs[run].name, one.kind, one.step, one.group])}>${one.step}</a>
               ${one.kind === "validation" && html` <b class="badge">val</b>`}</td>
             <td>${shown(one.mean)}</td><td>${shown(one.min)}</td><td>${shown(one.max)}</td>
-            <td class="text"><span>${readable(best(one.rows).response_start || "")}</span></td>
+            <${Best} row=${best(one.rows)} run=${run} />
           </tr>`)}</tbody>
       </table></div>
     </section>
   `;
+}
+
+function Best({ row, run }) {
+  return html`
+    <td class="text response-cell">
+      ${row.picture_start && html`<${Picture} file=${row.picture_start} run=${run} alt="" loading="lazy" />`}
+      <span>${readable(row.response_start || "")}</span></td>`;
 }
 
 // Each kind of rollout has its own lines: with training and validation, those of the kind with more steps.

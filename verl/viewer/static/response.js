@@ -2,7 +2,8 @@
 // One response: as text, as markdown, or as tokens colored by a value; conversations turn by turn.
 
 import { html, useState } from "./vendor/htm-preact-3.1.1.min.js";
-import { shown } from "./api.js";
+import { counted, shown } from "./api.js";
+import { Made } from "./media.js";
 import { Text, readable } from "./text.js";
 import { Legend, Turns } from "./turns.js";
 
@@ -25,10 +26,11 @@ export function Response({ row, run, prompt, look, coloring, mark }) {
         ${row.is_masked && html`<b class="badge bad">masked</b>`}
         <small>response ${row.sample + 1}</small>
       </h3>
+      ${row.picture && html`<${Made} picture=${row.picture} run=${run} />`}
       <p class="facts">
         ${[
           row.advantage !== null && `advantage ${shown(row.advantage)}`,
-          `${row.response_length} tokens`, shown(row.finish_reason),
+          counted(row.response_length, row.picture ? "step" : "token"), shown(row.finish_reason),
           row.turns && counted(row.num_turns, "turn"), row.turns && counted(row.num_calls, "call"),
           row.contexts?.length > 1 && `${row.contexts.length} contexts`,
           row.num_failures > 0 && `${row.num_failures} failed`,
@@ -39,12 +41,10 @@ export function Response({ row, run, prompt, look, coloring, mark }) {
         ? html`<${Legend} row=${row} /><${Tokens} row=${row} color=${COLORINGS[coloring]} />`
         : row.turns
           ? html`<${Turns} row=${row} run=${run} prompt=${prompt} isMarkdown=${look === "markdown"} />`
-          : html`<${Text} text=${readable(row.response || "")} isMarkdown=${look === "markdown"} />`}
+          : !row.picture && html`<${Text} text=${readable(row.response || "")} isMarkdown=${look === "markdown"} />`}
     </article>
   `;
 }
-
-const counted = (number, noun) => `${number} ${noun}${number === 1 ? "" : "s"}`;
 
 function Tokens({ row, color }) {
   const [most, setMost] = useState(MAX_TOKENS);

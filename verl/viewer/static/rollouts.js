@@ -9,6 +9,7 @@ import { fetchJson, groupLink, shown } from "./api.js";
 import { FILTERS, PAGE, TURN_FILTERS, filterQuery, offsetOf, orderOf } from "./filters.js";
 import { Histogram } from "./histogram.js";
 import { KeysHelp, useKeys } from "./keys.js";
+import { Picture } from "./media.js";
 import { readable } from "./text.js";
 
 const WAIT_MS = 250; // after the last key press, before the request
@@ -75,7 +76,9 @@ function Row({ row, runs, hasTurns, isCurrent }) {
       <td class="text prompt-cell">
         ${row.thumbnail && html`<img loading="lazy" src=${`/media/${row.run}/${row.thumbnail}`} alt="" />`}
         <span>${row.question}</span>${row.num_media > 1 && html`<small>+${row.num_media - 1}</small>`}</td>
-      <td class="text response-cell"><span>${readable(row.response_start || "").replace(/\s+/g, " ")}</span></td>
+      <td class="text response-cell">
+        ${row.picture_start && html`<${Picture} file=${row.picture_start} run=${row.run} alt="" loading="lazy" />`}
+        <span>${readable(row.response_start || "").replace(/\s+/g, " ")}</span></td>
     </tr>
   `;
 }

@@ -2,7 +2,7 @@
 // A conversation turn by turn: the policy's text, its calls, and their answers with pictures.
 
 import { html } from "./vendor/htm-preact-3.1.1.min.js";
-import { shown } from "./api.js";
+import { counted, shown } from "./api.js";
 import { Media } from "./media.js";
 import { Text, readable, turnsOf } from "./text.js";
 
@@ -58,10 +58,11 @@ export function Legend({ row }) {
     return null;
   }
   const count = row.is_trained.filter(Boolean).length;
+  const unit = row.picture ? "step" : "token";
   return html`
     <p class="facts trained-legend">
-      ${count > 0 && html`<span class="trained">trained: ${count} tokens</span>`}
-      <span class="untrained">not trained: ${row.is_trained.length - count} tokens</span>
+      ${count > 0 && html`<span class="trained">trained: ${counted(count, unit)}</span>`}
+      <span class="untrained">not trained: ${counted(row.is_trained.length - count, unit)}</span>
     </p>
   `;
 }
