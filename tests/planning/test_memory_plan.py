@@ -15,7 +15,8 @@ from verl.config.worker import ActorConfig, WorkerConfig
 from verl.planning.machine import GIB, find_machine
 from verl.planning.memory_model import Stack
 from verl.planning.memory_plan import Planner
-from verl.planning.planned_run import PlannedPass, planned_ppo
+from verl.planning.planned_model import PlannedPass
+from verl.planning.planned_run import planned_ppo
 from verl.planning.report import misfit_text, remedy, with_largest_sizes, with_options
 
 UPDATE = "worker.actor.micro_batch_size_per_device_for_update"

@@ -36,7 +36,9 @@ from tests.helpers.media import save_video
 from tests.virtual import mistakes
 from tests.virtual.device import TYPE, install, start_processes
 from tests.virtual.mode import VirtualGPU, count_lists, track_resizes
-from tests.virtual.shapes import FRAME, FRAME_TOKENS, SHAPES, Setup
+from tests.virtual.pictures import build_picture_worker, run_picture_phases, substitute_pictures
+from tests.virtual.pipelines import write_pipeline
+from tests.virtual.shapes import FRAME, FRAME_TOKENS, SHAPES, PictureSetup, Setup
 from tests.virtual.tally import Tally
 
 SCORER = "scorer"  # folder of the reward model, next to the policy's files
@@ -371,8 +373,24 @@ def send_weights(worker: Any) -> None:
     worker.publisher.close()
 
 
+def run_texts(folder: Path, spec: dict[str, Any], setup: Setup, phase: Any) -> None:
+    worker = build_worker(folder, setup, spec["ranks"])
+    with phase("init_model"):
+        worker.init_model()
+    batch = make_batch(folder, spec["shape"], setup, worker.policy.forward.family.position_rows)
+    run_phases(worker, batch, setup, phase)
+
+
+def run_pictures(folder: Path, spec: dict[str, Any], setup: PictureSetup, phase: Any) -> None:
+    substitute_pictures(phase)
+    worker = build_picture_worker(folder, setup, spec["ranks"])
+    with phase("init_model"):
+        worker.init_model()
+    run_picture_phases(worker, setup, phase)
+
+
 def run(spec: dict[str, Any], on_error: Callable[[Exception], None] = lambda error: None) -> dict[str, Any]:
-    setup = Setup(**spec["setup"])
+    setup = (PictureSetup if spec.get("pictures") else Setup)(**spec["setup"])
     os.environ |= {"RANK": str(setup.rank), "WORLD_SIZE": str(spec["ranks"]), "LOCAL_RANK": "0"}
     torch.set_num_threads(1)
     tally = Tally()
@@ -394,14 +412,14 @@ def run(spec: dict[str, Any], on_error: Callable[[Exception], None] = lambda err
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write_model(folder, spec["shape"], setup.override)
+        if isinstance(setup, PictureSetup):
+            write_pipeline(folder, spec["shape"], setup.layers)
+        else:
+            write_model(folder, spec["shape"], setup.override)
         with VirtualGPU(tally) as mode:
             mode.on_error = on_error
-            worker = build_worker(folder, setup, spec["ranks"])
-            with phase("init_model"):
-                worker.init_model()
-            batch = make_batch(folder, spec["shape"], setup, worker.policy.forward.family.position_rows)
-            run_phases(worker, batch, setup, phase)
+            work: Any = run_pictures if isinstance(setup, PictureSetup) else run_texts
+            work(folder, spec, setup, phase)
     return {name: phase.to_json() for name, phase in tally.phases.items()}
 
 

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.virtual.shapes import Setup
+from tests.virtual.shapes import PictureSetup, Setup
 
 ROOT = Path(__file__).parents[2]
 
@@ -80,7 +80,7 @@ class Cluster:
         self._process.wait()
 
     def measure(
-        self, shape: str, setup: Setup, ranks: int, mistake: str | None = None
+        self, shape: str, setup: Setup | PictureSetup, ranks: int, mistake: str | None = None
     ) -> dict[str, PhaseReport]:
         """Run one rank's step; `mistake` names a function of `tests.virtual.mistakes` that breaks it.
 
@@ -88,6 +88,7 @@ class Cluster:
             VirtualClusterError: The step does not run on a GPU.
         """
         spec = {"shape": shape, "setup": asdict(setup), "ranks": ranks, "mistake": mistake}
+        spec["pictures"] = isinstance(setup, PictureSetup)
         assert self._process.stdin is not None, "it is a pipe"
         assert self._process.stdout is not None, "it is a pipe"
         self._process.stdin.write(json.dumps(spec) + "\n")

@@ -124,6 +124,30 @@ class Setup:
     override: dict[str, Any] = field(default_factory=dict)  # of the model's config
 
 
+@dataclass(frozen=True)
+class PictureSetup:
+    """One rank's options and trajectories in a diffusion run."""
+
+    rank: int = 0
+    lora_rank: int = 0
+    dtype: str | None = None
+    optimizer: str = "adamw"
+    offload: bool = False
+    checkpointing: bool = True
+    reference: bool = False
+    size: tuple[int, int] = (512, 512)  # height and width in pixels
+    frames: int = 1
+    prompt_length: int = 256
+    guidance: float = 4.5
+    steps: int = 4
+    prompts: int = 1  # on this rank
+    responses: int = 2
+    at_once: int = 2  # pictures that are sampled at once
+    rows_at_once: int = 1  # of an update's micro batch
+    updates: int = 2  # the first one makes the moments
+    layers: int | None = None  # of the transformer; None are all
+
+
 def video(frames: int) -> dict[str, Any]:
     """Options of a video's prompt and its responses, which eight ranks share; the tower is frozen."""
     return dict(

@@ -14,11 +14,16 @@ from verl.config.rollout import COLLECTIVE
 from verl.planning import memory_model
 from verl.planning.machine import GIB, Machine, MemoryPlan, Parts, Phase
 from verl.planning.memory_model import ModelSetup, ModelShape
-from verl.planning.planned_run import PlannedModel, PlannedPass, PlannedRun, PlannedServer
+from verl.planning.planned_model import PlannedModel, PlannedPass
+from verl.planning.planned_run import PlannedRun, PlannedServer
+from verl.utils.imports import deferred
 
 C = TypeVar("C")  # a config tree
 Shapes = dict[PlannedServer, ModelShape]
 ReadShape = Callable[..., ModelShape]  # `verl.planning.model_sizes.read_shape`
+
+plan_pictures = deferred("verl.planning.diffusion.memory", "plan_pictures")  # which imports this module
+read_pictures = deferred("verl.planning.diffusion.shapes", "read_pictures")  # imports diffusers
 
 NUMBER_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 PROCESS_BYTES = int(0.85 * GIB)  # of a worker without models; on CPU with a tiny one it took 0.8 GiB
@@ -43,10 +48,14 @@ class Planner(Generic[C]):
     describe: Callable[[C], PlannedRun]  # `planned_ppo` or `planned_sft`
     read_shape: ReadShape
     machine: Machine
+    read_pictures: Callable[..., Any] = read_pictures  # of diffusion models
 
     def __call__(self, config: C) -> MemoryPlan:
         """Plan a run whose micro batch sizes are numbers."""
-        return plan_memory(self.describe(config), self.read_shape, self.machine)
+        run = self.describe(config)
+        if run.pictures is not None:
+            return plan_pictures(run, self.read_pictures, self.machine)
+        return plan_memory(run, self.read_shape, self.machine)
 
 
 @dataclass(frozen=True)
@@ -156,7 +165,7 @@ def _phase(run: PlannedRun, models: Sequence[HeldModel], model: HeldModel, each:
     formula = memory_model.update_peak if each.is_update else memory_model.log_prob_peak
     taken = formula(model.shape, model.setup, batch)
     gathered = min(taken, memory_model.gathered(model.shape, model.setup))
-    device, host = _working(model, is_update=each.is_update)
+    device, host = working_parts(model, is_update=each.is_update)
     device |= {"gathered weights": gathered, "activations": taken - gathered}
     if features:
         device["features of media"] = features
@@ -165,7 +174,7 @@ def _phase(run: PlannedRun, models: Sequence[HeldModel], model: HeldModel, each:
     return Phase(each.phase, device, host, size_option=each.size_option, updated_role=role)
 
 
-def _working(model: HeldModel, *, is_update: bool) -> tuple[Parts, Parts]:
+def working_parts(model: HeldModel, *, is_update: bool) -> tuple[Parts, Parts]:
     """Return the parts of a running model on the device, and in host memory."""
     if model.is_streamed:
         return {}, {"gradients": model.gradients} if is_update else {}

@@ -9,13 +9,8 @@ from dataclasses import dataclass, field
 
 from verl.config.model import (
     AUTO,
-    FSDPConfig,
-    MicroBatchSize,
     ModelConfig,
-    OffloadConfig,
-    OptimConfig,
     TrainedModelConfig,
-    as_number,
 )
 from verl.config.ppo import PPOConfig
 from verl.config.reward_servers import RewardServerConfig
@@ -24,66 +19,14 @@ from verl.config.sft import SFTConfig
 from verl.config.trainer import RunConfig
 from verl.config.worker import WorkerConfig
 from verl.planning import memory_model
+from verl.planning.diffusion.planned import PlannedPictures, planned_pictures
 from verl.planning.machine import GIB, Machine, Parts
-from verl.planning.memory_model import MicroBatch, ModelShape
+from verl.planning.memory_model import ModelShape
+from verl.planning.planned_model import PlannedModel, PlannedPass, RowLengths
 
 LOG_PROB_PHASES = {"actor": "old", "critic": "values", "prime": "process_rewards"}  # by trained role
 SFT_BATCH_TENSORS = 5  # of int64: ids, mask, positions, responses and response mask
 MAX_CPU_CACHE = GIB
-
-
-@dataclass(frozen=True)
-class RowLengths:
-    """The longest rows of a run, in tokens."""
-
-    prompt: int  # shared by the rows of a group
-    response: int  # tokens whose log-probs are needed
-    media: int  # tokens of a group that may be images and videos
-    group: int = 1  # rows with the same prompt
-    ranks: int = 1  # that share one row
-
-
-@dataclass(frozen=True)
-class PlannedPass:
-    """A pass of a model over a rank's rows, in micro batches."""
-
-    phase: str  # as in `timing_s/*`
-    size: MicroBatchSize
-    size_option: str
-    rows: int  # of one rank, which micro batches divide
-    dynamic: bool  # a micro batch is filled with tokens, up to those of `size` rows
-    shares_prompt: bool  # a prompt runs once for its responses
-    is_update: bool = False
-
-    def largest_micro_batch(self, lengths: RowLengths, shape: ModelShape) -> MicroBatch:
-        """A full micro batch of the longest rows."""
-        prompt, response = lengths.prompt, lengths.response
-        size = min(as_number(self.size), self.rows)
-        group = min(lengths.group, self.rows) if self.shares_prompt else 1
-        groups = -(-size // min(size, group))
-        tokens, responses = groups * prompt + size * response, size * response
-        if self.dynamic:
-            tokens = min(size * (prompt + response), -(-self.rows // group) * prompt + self.rows * response)
-            groups = -(-tokens // (prompt + group * response))
-            responses = tokens * group * response // (prompt + group * response)
-        else:
-            tokens, responses = -(-tokens // lengths.ranks), -(-responses // lengths.ranks)
-        media = 0 if shape.tower is None else groups * lengths.media
-        patches = -(-media * shape.patches_per_token // lengths.ranks)  # each rank encodes a share
-        return MicroBatch(tokens, responses, patches, min(media, tokens))
-
-
-@dataclass(frozen=True)
-class PlannedModel:
-    """A model that each rank holds a shard of; without `optim` it is not trained."""
-
-    role: str  # section of its options below `worker`
-    model: ModelConfig
-    fsdp: FSDPConfig
-    offload: OffloadConfig
-    passes: tuple[PlannedPass, ...]
-    optim: OptimConfig | None = None
-    head: str = "causal"  # or "scalar"
 
 
 @dataclass(frozen=True)
@@ -169,6 +112,7 @@ class PlannedRun:
     ring: int = 1  # ranks of a ring, of all that share a row
     reference: bool = False  # the KL term needs one; with adapters it is the policy without them
     servers: tuple[PlannedServer, ...] = ()
+    pictures: PlannedPictures | None = None  # of a diffusion run, which has no other models
 
     @property
     def shared_engine(self) -> PlannedEngine | None:
@@ -177,7 +121,12 @@ class PlannedRun:
 
     @property
     def passes(self) -> list[PlannedPass]:
-        return [each for model in self.models for each in model.passes]
+        return [each for model in self.planned_models for each in model.passes]
+
+    @property
+    def planned_models(self) -> tuple[PlannedModel, ...]:
+        """All models, those of pictures too."""
+        return self.models if self.pictures is None else (self.pictures.model, *self.models)
 
     def serves_adapters(self, device: str) -> bool:
         """True if the engine gets LoRA weights as an adapter, as far as the options show."""
@@ -199,7 +148,8 @@ class PlannedRun:
         return [size for size in range(rows, 0, -1) if rows % size == 0]
 
     def roles(self, *, trained_only: bool = False) -> list[str]:
-        return list(dict.fromkeys(model.role for model in self.models if model.optim or not trained_only))
+        models = self.planned_models
+        return list(dict.fromkeys(model.role for model in models if model.optim or not trained_only))
 
 
 def planned_ppo(config: PPOConfig) -> PlannedRun:
@@ -214,6 +164,8 @@ def planned_ppo(config: PPOConfig) -> PlannedRun:
     roles = config.trained_roles
     skipped = () if config.has_old_pass else ("old",)
     models = _ppo_models(config.worker, roles, sequences, config.dp_size, config.use_reference, skipped)
+    if config.trainer.diffusion:
+        models = ()  # formulas are of language models
     return PlannedRun(
         config.trainer,
         RowLengths(prompt, response, media=prompt, group=rollout.n, ranks=config.sp_size),
@@ -233,6 +185,9 @@ def planned_ppo(config: PPOConfig) -> PlannedRun:
         config.worker.actor.ring_size,
         config.use_reference,
         tuple(PlannedServer(*item) for item in config.reward_servers.items() if item[1].is_served),
+        planned_pictures(data, config.worker, config.dp_size, reference=config.use_reference)
+        if config.trainer.diffusion
+        else None,
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 from verl.config.schema import value_at
 from verl.config.trainer import RunTree
 from verl.planning.machine import GIB, Machine, MemoryPlan, Phase, find_machine
-from verl.planning.memory_plan import REWARD, Planner
+from verl.planning.memory_plan import REWARD, Planner, read_pictures
 from verl.planning.planned_run import PlannedRun
 from verl.planning.step_plan import PlanLine, table
 from verl.planning.stored_shape import stored_shape
@@ -58,7 +58,15 @@ def make_planner(describe: Describe[C], machine: Machine) -> Planner[C]:
             shapes[key] = known or read_shape(model, fsdp, option=option, **options)
         return shapes[key]
 
-    return Planner(describe, read, machine)
+    pictures = {}
+
+    def pictures_of(*options):  # noqa: ANN002, ANN202 - as `read_pictures`
+        key = repr(options)
+        if key not in pictures:
+            pictures[key] = read_pictures(*options)
+        return pictures[key]
+
+    return Planner(describe, read, machine, pictures_of)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ C = TypeVar("C", bound=RunTree)
 
 SHOWN_PARTS = 3
 SHOWN_ADVICE = 3
+SHOWN_RATE = 10  # smaller ones have decimals
 MIN_SHARE = 0.005  # of the step; shorter parts are left out
 
 
@@ -23,11 +24,13 @@ def time_text(config: C, predict: Predictor[C], plan: Planner[C]) -> str:
     step, cluster = predict(config), predict.cluster
     lines = [PlanLine("s", "step", "share"), *(_line(phase, step) for phase in step.phases)]
     rate = step.tokens / step.seconds / step.gpus
+    digits = 0 if rate > SHOWN_RATE else 3
     mfu = ", ".join(f"MFU of {name} {100 * value:.0f} %" for name, value in step.mfu.items())
-    lines.append(PlanLine("step", f"{step.seconds:.1f}", "", f"{rate:.0f} tokens a second and GPU, {mfu}"))
-    lengths = predict.lengths(config).text
+    lines.append(
+        PlanLine("step", f"{step.seconds:.1f}", "", f"{rate:.{digits}f} {step.unit} a second and GPU, {mfu}")
+    )
     return (
-        f"  {cluster.name}; assumed: {lengths} (--mean-prompt, --mean-response)\n"
+        f"  {cluster.name}; assumed: {predict.assumed(config)}\n"
         + table(lines)
         + "  not included: validation, waiting for rewards; an estimate, see docs/predicted_step.md\n"
         + "".join(_advice(advice, step) for advice in advise(config, predict, plan)[:SHOWN_ADVICE])
@@ -37,7 +40,7 @@ def time_text(config: C, predict: Predictor[C], plan: Planner[C]) -> str:
 
 def _modes_text(config: Any, predict: Predictor[Any], plan: Planner[Any]) -> str:
     """Format what other modes of sampling would change; empty for a run that does not train on samples."""
-    if not isinstance(config, PPOConfig) or config.trainer.val_only:
+    if not isinstance(config, PPOConfig) or config.trainer.val_only or config.trainer.diffusion:
         return ""
     now, *others = compare_modes(config, predict, plan)
     if not others:

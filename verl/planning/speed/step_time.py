@@ -7,10 +7,11 @@ estimate to compare options with: `docs/predicted_step.md` holds it against publ
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
-from verl.planning.memory_plan import HeldModel, ReadShape, held_model
-from verl.planning.planned_run import PlannedPass, PlannedRun
+from verl.planning.memory_plan import HeldModel, ReadShape, held_model, read_pictures
+from verl.planning.planned_model import PlannedPass
+from verl.planning.planned_run import PlannedRun
 from verl.planning.speed import operations, traffic
 from verl.planning.speed.cluster import Cluster
 from verl.planning.speed.sampling import IMAGE_SECONDS, sampling_time
@@ -21,8 +22,12 @@ from verl.planning.speed.workload import (
     expected_lengths,
     pass_work,
 )
+from verl.utils.imports import deferred
 
 C = TypeVar("C")  # a config tree
+predict_pictures = deferred(
+    "verl.planning.diffusion.step_time", "predict_pictures"
+)  # which imports this module
 
 HIDDEN_SHARE = 0.9  # of a collective that overlaps products when they take as long
 # Of launching a layer's kernels and FSDP's hooks, forward and backward.
@@ -51,10 +56,11 @@ class StepTime:
     """A predicted step."""
 
     phases: tuple[PhaseTime, ...]
-    tokens: float  # of all sequences
+    tokens: float  # of all sequences, or what `unit` names
     mfu: Mapping[str, float]  # of updates, by phase
     gpus: int  # that train or sample
     samples_ahead: bool = False  # while the models train
+    unit: str = "tokens"  # that are counted
 
     @property
     def seconds(self) -> float:
@@ -77,6 +83,14 @@ class Predictor(Generic[C]):
     cluster: Cluster
     mean_prompt: float | None = None
     mean_response: float | None = None
+    read_pictures: Callable[..., Any] = read_pictures  # of diffusion models
+
+    def assumed(self, config: C) -> str:
+        """Say what the prediction assumes."""
+        pictures = self.describe(config).pictures
+        if pictures is not None:
+            return f"{pictures.rollout.num_steps} steps to a picture, all prompts new"
+        return f"{self.lengths(config).text} (--mean-prompt, --mean-response)"
 
     def lengths(self, config: C) -> ExpectedLengths:
         return expected_lengths(self.describe(config), self.mean_prompt, self.mean_response)
@@ -84,6 +98,8 @@ class Predictor(Generic[C]):
     def __call__(self, config: C) -> StepTime:
         """Predict a run whose micro batch sizes are numbers."""
         run, lengths = self.describe(config), self.lengths(config)
+        if run.pictures is not None:
+            return predict_pictures(run, self.read_pictures, self.cluster)
         models = [held_model(model, self.cluster.world_size, "cuda", self.read_shape) for model in run.models]
         phases = _encoding(run, models[0], lengths, self.cluster)
         phases += [] if run.engine is None else _rollout(run, models[0], lengths, self.cluster)
@@ -98,7 +114,7 @@ class Predictor(Generic[C]):
                 if each.is_update:
                     needed = operations.needed_by_update(model.shape, _unshared(work, run, lengths))
                     mfu[each.phase] = needed / phase.seconds / self.cluster.gpu.peak
-        phases += _rest(run, models, self.cluster)
+        phases += rest_of_step(run, models, self.cluster)
         gpus, engine = self.cluster.world_size, run.engine
         if engine is None:
             return StepTime(tuple(phases), tokens, mfu, gpus)
@@ -127,13 +143,13 @@ def _pass_time(
     shape, setup, update = model.shape, model.setup, each.is_update
     done = operations.update(shape, setup, work) if update else operations.forward(shape, work)
     parts = _kernels(done, cluster)
-    kernels = max(sum(parts.values()), work.micro_batches * _launch(model, work, is_update=update))
+    kernels = max(sum(parts.values()), work.micro_batches * launch_seconds(model, work, is_update=update))
     parts["launching kernels"] = kernels - sum(parts.values())
-    moved = _moving(run, model, work, cluster, is_update=update)
+    moved = moving_seconds(run, model, work, cluster, is_update=update)
     parts["collectives"] = moved - HIDDEN_SHARE * min(moved, kernels)
     if update:
         parts["optimizer"] = OPTIMIZER_PASSES * model.weights * work.repeats / cluster.memory
-    copied = _copied(model, is_update=update)
+    copied = copied_bytes(model, is_update=update)
     parts["offloading"] = copied / cluster.pcie
     parts["reading images"] = IMAGE_SECONDS * work.images if each.phase in ("old", "update_actor") else 0.0
     if update and any(other.phase == "old" for other in run.passes):
@@ -162,7 +178,7 @@ def _encoding(
     return [PhaseTime("encode", sum(parts.values()), parts)]
 
 
-def _launch(model: HeldModel, work: PassWork, *, is_update: bool) -> float:
+def launch_seconds(model: HeldModel, work: PassWork, *, is_update: bool) -> float:
     """Seconds of the host for a micro batch."""
     shape = model.shape
     layers = shape.text.layers + (shape.tower.layers if shape.tower and work.patches else 0)
@@ -170,7 +186,9 @@ def _launch(model: HeldModel, work: PassWork, *, is_update: bool) -> float:
     return layers * (LAYER_SECONDS[0] * forwards + LAYER_SECONDS[1] * is_update) + MICRO_BATCH_SECONDS
 
 
-def _moving(run: PlannedRun, model: HeldModel, work: PassWork, cluster: Cluster, *, is_update: bool) -> float:
+def moving_seconds(
+    run: PlannedRun, model: HeldModel, work: PassWork, cluster: Cluster, *, is_update: bool
+) -> float:
     """Seconds of a pass in collectives, and in copies of weights that stay in host memory."""
     setup, shared = model.setup, run.lengths.ranks
     ulysses = shared // run.ring
@@ -186,7 +204,7 @@ def _moving(run: PlannedRun, model: HeldModel, work: PassWork, cluster: Cluster,
     return seconds
 
 
-def _copied(model: HeldModel, *, is_update: bool) -> float:
+def copied_bytes(model: HeldModel, *, is_update: bool) -> float:
     if model.is_streamed:
         return 0.0
     weights, state = model.weights - model.resting_weights, model.state - model.resting_state
@@ -218,7 +236,7 @@ def _rollout(
     ]
 
 
-def _rest(run: PlannedRun, models: list[HeldModel], cluster: Cluster) -> list[PhaseTime]:
+def rest_of_step(run: PlannedRun, models: list[HeldModel], cluster: Cluster) -> list[PhaseTime]:
     """Checkpoints, shared out among steps, and the controller."""
     sequences = run.rows * cluster.world_size / run.lengths.ranks
     parts = {"step": STEP_SECONDS, "sequences": SEQUENCE_SECONDS * sequences}

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from verl.config.model import as_number
 from verl.planning.memory_model import ModelShape
-from verl.planning.planned_run import PlannedModel, PlannedPass, PlannedRun
+from verl.planning.planned_model import PlannedModel, PlannedPass
+from verl.planning.planned_run import PlannedRun
 
 PROMPT_SHARE, RESPONSE_SHARE = 0.25, 0.4  # of the maximum, where no mean is given
 MEDIA_SHARE = 0.75  # of the prompt of a model with a vision tower

@@ -101,7 +101,12 @@ def _time(run: DryRun[C], switches: PlanSwitches, describe: Describe[C]) -> str:
     if run.planner is None or cluster is None:
         return ""
     predict = Predictor(
-        describe, run.planner.read_shape, cluster, switches.mean_prompt, switches.mean_response
+        describe,
+        run.planner.read_shape,
+        cluster,
+        switches.mean_prompt,
+        switches.mean_response,
+        run.planner.read_pictures,
     )
     return f"\npredicted time of a step\n{time_text(run.config, predict, run.planner)}"
 

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Predicted seconds of a step of a diffusion run, phase by phase. Needs no torch."""
+
+from verl.planning.diffusion.memory import held_pictures
+from verl.planning.diffusion.planned import PictureShape, PlannedPictures, ReadPictures, Work
+from verl.planning.memory_plan import HeldModel
+from verl.planning.planned_run import PlannedRun
+from verl.planning.speed.cluster import Cluster
+from verl.planning.speed.step_time import (
+    HIDDEN_SHARE,
+    OPTIMIZER_PASSES,
+    PhaseTime,
+    StepTime,
+    copied_bytes,
+    launch_seconds,
+    moving_seconds,
+    rest_of_step,
+)
+from verl.planning.speed.workload import PassWork
+
+FLOAT32_SHARE = 1 / 15  # of bfloat16's speed: 67 of 989 on an H100, 19.5 of 312 on an A100; for a VAE
+TF32_SHARE = 1 / 2  # which cuDNN takes for the convolutions of a VAE in float32
+PAGEABLE_SHARE = 1 / 4  # of copies from page-locked memory; an estimate
+
+
+def predict_pictures(run: PlannedRun, read: ReadPictures, cluster: Cluster) -> StepTime:
+    """Predict a run whose micro batch sizes are numbers."""
+    pictures = run.pictures
+    assert pictures is not None, "a diffusion run"
+    shape = pictures.read(read)
+    model = held_pictures(pictures, shape, cluster.world_size, "cuda")
+    update = _updating(run, pictures, shape, model, cluster)
+    phases = (
+        _encoding(pictures, shape, cluster),
+        _sampling(run, pictures, shape, model, cluster),
+        _decoding(pictures, shape, cluster),
+        update,
+        *rest_of_step(run, [model], cluster),
+    )
+    trained = pictures.pictures * pictures.trained_steps * pictures.epochs
+    needed = trained * _needed(shape)
+    mfu = {"update_actor": needed / update.seconds / cluster.gpu.peak}
+    made = float(pictures.pictures * cluster.world_size)
+    return StepTime(phases, made, mfu, cluster.world_size, unit="pictures")
+
+
+def _needed(shape: PictureShape) -> float:
+    """Operations that an update of a latent cannot do without, which MFU counts."""
+    once, weights = shape.velocity, shape.transformer
+    return once.products * (2 + weights.trained / weights.params) + 3 * once.attention
+
+
+def _encoding(pictures: PlannedPictures, shape: PictureShape, cluster: Cluster) -> PhaseTime:
+    """Text encoders travel to the GPU and back once."""
+    parts = {
+        "products": pictures.prompts * shape.encoding.products / cluster.products,
+        "copying text encoders": _there_and_back(shape.text_encoders, cluster),
+    }
+    return PhaseTime("encode", sum(parts.values()), parts)
+
+
+def _sampling(
+    run: PlannedRun, pictures: PlannedPictures, shape: PictureShape, model: HeldModel, cluster: Cluster
+) -> PhaseTime:
+    steps = pictures.rollout.num_steps
+    work, calls = shape.velocity.times(steps * pictures.pictures), steps * _calls(pictures)
+    parts = _transformer(run, model, work, calls, cluster, is_update=False)
+    parts["offloading"] *= _calls(pictures)  # loaded for each call of the sampler
+    return PhaseTime("gen", sum(parts.values()), parts)
+
+
+def _decoding(pictures: PlannedPictures, shape: PictureShape, cluster: Cluster) -> PhaseTime:
+    work = shape.decoding.times(pictures.pictures)
+    parts = {
+        "convolutions": work.products / (TF32_SHARE * cluster.products),
+        "attention": work.attention / (FLOAT32_SHARE * cluster.products),
+        "elementwise": work.moved / cluster.memory,
+        "copying the VAE": _calls(pictures) * _there_and_back(shape.vae, cluster),
+    }
+    return PhaseTime("decode", sum(parts.values()), parts)
+
+
+def _updating(
+    run: PlannedRun, pictures: PlannedPictures, shape: PictureShape, model: HeldModel, cluster: Cluster
+) -> PhaseTime:
+    latents = pictures.pictures * pictures.trained_steps * pictures.epochs
+    work = shape.update.times(latents)
+    if pictures.reference:
+        once = shape.velocity.times(latents)
+        work = Work(work.products + once.products, work.attention + once.attention, work.moved + once.moved)
+    parts = _transformer(run, model, work, -(-latents // pictures.latents_at_once), cluster, is_update=True)
+    parts["optimizer"] = OPTIMIZER_PASSES * model.weights * pictures.updates / cluster.memory
+    return PhaseTime("update_actor", sum(parts.values()), parts)
+
+
+def _transformer(
+    run: PlannedRun, model: HeldModel, work: Work, calls: int, cluster: Cluster, *, is_update: bool
+) -> dict[str, float]:
+    """Return the seconds of calls of the sharded transformer by part."""
+    passes = PassWork(0.0, 0.0, 0.0, 0.0, 0.0, micro_batches=calls, repeats=1)
+    parts = {
+        "products": work.products / cluster.products,
+        "attention": work.attention / cluster.attention,
+        "elementwise": work.moved / cluster.memory,
+    }
+    kernels = max(sum(parts.values()), calls * launch_seconds(model, passes, is_update=is_update))
+    parts["launching kernels"] = kernels - sum(parts.values())
+    moved = moving_seconds(run, model, passes, cluster, is_update=is_update)
+    parts["collectives"] = moved - HIDDEN_SHARE * min(moved, kernels)
+    parts["offloading"] = copied_bytes(model, is_update=is_update) / cluster.pcie
+    return parts
+
+
+def _calls(pictures: PlannedPictures) -> int:
+    """Count the calls of the sampler."""
+    return -(-pictures.pictures // pictures.pictures_at_once)
+
+
+def _there_and_back(size: int, cluster: Cluster) -> float:
+    return 2 * size / (PAGEABLE_SHARE * cluster.pcie)
