@@ -230,6 +230,11 @@ def evaluate_model(
     config = read(own)  # its problems come before anything is loaded
     model = config.worker.actor.model
     assert model.model_path is not None, "required when the config was checked"
+    if config.trainer.diffusion:
+        raise ValueError(
+            "an evaluation is of texts, and `trainer.diffusion=true` makes pictures: validate with"
+            " `trainer.val_only=true`"
+        )
     with ExitStack() as stack:
         stack.enter_context(restored_process())
         repair_cuda_builds()

@@ -192,3 +192,17 @@ def test_a_step_in_which_no_response_has_a_score_is_told(monkeypatch, caplog, sc
     RayPPOTrainer.reward(trainer, None, Scoring([lambda: {"overall": scores}]), StageTimer())
 
     assert (f"{NO_SCORE}; nothing was learned: step 3" in caplog.text) == is_told
+
+
+def test_what_a_sampler_shows_of_a_response_is_its_sample(reward_manager):
+    engine, config = Engine(lambda number: [number]), make_config()
+    sampler = make_sampler(config, engine, reward_manager)
+    sampler.shown_columns = ("uid",)
+    sampler.shown_response = lambda sequences, row: f"shown {sequences.non_tensor_batch['uid'][row]}"
+    prompts = list(islice(numbered_prompts(2), 1))
+    validator = Validator(sampler, engine, prompts, config.worker, dp_size=1, num_samples=2)
+
+    validator.sample(step=4)
+    validator.measure()
+
+    assert [one.response for one in validator.samples] == ["shown val4-0-0", "shown val4-0-1"]

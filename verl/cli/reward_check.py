@@ -84,6 +84,8 @@ def _check(switches: argparse.Namespace, config: PPOConfig) -> int:
     if options.reward_function is None:
         raise ValueError(f"`{OPTION}` must be path.py:function: this run has no reward function")
     servers = specs_of(config.reward_servers)
+    if switches.responses is not None and config.worker.actor.model.is_pipeline:
+        raise ValueError("`--responses` holds texts, and the policy of this run makes pictures: omit it")
     if served := [name for name, spec in servers.items() if not spec.is_ready]:
         raise ValueError(
             f"only a run starts `reward_servers.{served[0]}`: give this command an endpoint that is running,"
@@ -95,8 +97,7 @@ def _check(switches: argparse.Namespace, config: PPOConfig) -> int:
     # Imported here so that a wrong config or reward function is reported before torch loads.
     from verl.cli.data_report.opened import opened_data  # noqa: PLC0415
     from verl.cli.reward_inputs import read_responses  # noqa: PLC0415
-    from verl.trainer.reward_samples import RowColumns  # noqa: PLC0415
-    from verl.trainer.reward_trial import sample_responses  # noqa: PLC0415
+    from verl.trainer.reward_samples import RowColumns, make_samples  # noqa: PLC0415
 
     with tempfile.TemporaryDirectory() as folder, opened_data(config, Path(folder), measures=False) as data:
         loader = data.val if switches.val or data.train is None else data.train
@@ -105,7 +106,7 @@ def _check(switches: argparse.Namespace, config: PPOConfig) -> int:
         rows, path = RowColumns(loader.dataset), switches.responses
         converses = config.worker.rollout.multi_turn.enable
         if path is None:
-            responses = sample_responses(rows, switches.rows, converses=converses)
+            responses = make_samples(rows, switches.rows, config.worker)
         else:
             responses = read_responses(path, rows, converses=converses)
     origin = SAMPLES if path is None else str(path)

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 
 from verl.batch_keys import BATCH_KEYS
 from verl.config.data import DataConfig, RowsConfig
+from verl.config.files.model_files import tokenizer_of
 from verl.config.model import ModelConfig
 from verl.config.rollout import RolloutConfig
 from verl.config.sft import SFTDataConfig
@@ -45,6 +46,7 @@ from verl.utils.registry import Registry
 D = TypeVar("D", bound=RowDataset)
 
 DATASETS: Registry[Any] = Registry("data.dataset")  # its names are files only
+PLAIN = "{% for message in messages %}{{ message.content }}{% endfor %}"  # text encoders read no roles
 DEAD_READER = "DataLoader worker (pid"  # start of torch's error for a dead process
 
 logger = get_logger(__name__)
@@ -235,6 +237,11 @@ def load_readers(
     Without a cache, decoded media stay in the process that decoded them.
     """
     assert model.model_path is not None and model.tokenizer_path is not None, "the config was checked"
+    if model.is_pipeline:
+        is_own = model.tokenizer_path == model.model_path  # of the hub, downloaded since
+        path = tokenizer_of(model.model_path) if is_own else model.tokenizer_path
+        tokenizer = load_tokenizer(str(path), template, default_template=PLAIN)
+        return Readers(tokenizer, None, None, None)
     register_family(model.family)
     arguments = (model.tokenizer_path, template, model.trust_remote_code)
     tokenizer, processor = load_tokenizer(*arguments), load_processor(*arguments)

@@ -13,11 +13,16 @@ from verl.models.auto import AutoProcessor, AutoTokenizer
 
 
 def load_tokenizer(
-    model_path: str | Path, override_chat_template: str | None = None, trust_remote_code: bool = False
+    model_path: str | Path,
+    override_chat_template: str | None = None,
+    trust_remote_code: bool = False,
+    *,
+    default_template: str | None = None,
 ) -> PreTrainedTokenizerBase:
     """Load a tokenizer that can pad and render chats.
 
-    `model_path` is a folder or a hub name; `override_chat_template` is the path of a Jinja file.
+    `model_path` is a folder or a hub name; `override_chat_template` is the path of a Jinja file, and
+    `default_template` the chat template of a tokenizer that has none.
     """
     use_modelscope_hub_if_asked()
     try:
@@ -29,6 +34,8 @@ def load_tokenizer(
         ) from error
     if override_chat_template is not None:
         tokenizer.chat_template = read_chat_template(override_chat_template)
+    if tokenizer.chat_template is None:
+        tokenizer.chat_template = default_template
     if tokenizer.chat_template is None:
         raise ValueError(
             f"{model_path} has no chat template: set `data.override_chat_template` to a Jinja file"

@@ -12,11 +12,17 @@ Servers = Mapping[str, RewardServerConfig]
 
 
 def look_at_prompts(
-    data: DataConfig, worker: WorkerConfig, servers: Servers | None = None, *, checks_rows: bool = True
+    data: DataConfig,
+    worker: WorkerConfig,
+    servers: Servers | None = None,
+    *,
+    checks_rows: bool = True,
+    makes_text: bool = True,
 ) -> list[str]:
     """Look at the prompts of a run and its reward function; return notes, or raise what would end it.
 
-    Without `checks_rows` only columns and templates are looked at, see `look_at_data`.
+    Without `checks_rows` only columns and templates are looked at, see `look_at_data`. Without `makes_text`
+    the function is loaded and not called: pictures need torch.
     """
     # Imported here so that `--help` and a wrong config need none of it.
     from verl.data.first_look import PROMPT_ROWS, look_at_data  # noqa: PLC0415
@@ -26,7 +32,8 @@ def look_at_prompts(
     look = look_at_data(PROMPT_ROWS, data, worker.actor.model.tokenizer_path, checks_rows=checks_rows)
     if checks_rows:
         converses = worker.rollout.multi_turn.enable
-        look_at_reward(look.rows, data, worker.scoring, specs_of(servers or {}), converses=converses)
+        rows = look.rows if makes_text else []
+        look_at_reward(rows, data, worker.scoring, specs_of(servers or {}), converses=converses)
     return look.notes
 
 

@@ -26,7 +26,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         lambda config: config.worker.rollout.name,
         train_once,
         VERL_KEYS,
-        lambda config: look_at_prompts(config.data, config.worker, config.reward_servers),
+        lambda config: look_at_prompts(
+            config.data, config.worker, config.reward_servers, makes_text=not config.trainer.diffusion
+        ),
     ).run(arguments)
 
 
@@ -37,6 +39,8 @@ def train_once(config: PPOConfig, wait_s: float | None = None) -> ExitStatus:
         from verl.trainer.prepare import prepared_run  # noqa: PLC0415
         from verl.trainer.run.run_once import run_once  # noqa: PLC0415
 
+        if config.trainer.diffusion:
+            deferred("verl.diffusion.files", "downloaded")(config.worker.actor.model)
         check_reward = deferred("verl.trainer.reward_samples", "check_reward")
         check = check_reward if wait_s is None else None  # a restart uses what was checked
         running_trainer = deferred("verl.trainer.setup", "running_trainer")

@@ -89,7 +89,7 @@ class RayPPOTrainer(TrainingLoop):
     def run_forward_passes(self, batch: DataProto, timer: StageTimer) -> DataProto:
         """Run the models over the responses, as far as the algorithm needs their outputs."""
         config, workers = self.config, self.workers
-        if config.algorithm.rollout_correction.bypass_mode:
+        if config.takes_sampled_log_probs:
             batch = batch.merge({"old_log_probs": batch.batch["rollout_log_probs"]})
         elif config.has_old_pass:
             with timer("old"):

@@ -19,7 +19,7 @@ from verl.rewards.failures import reason
 from verl.rewards.pool import RewardPool
 from verl.rewards.servers import specs_of
 from verl.trainer import reward_trial
-from verl.trainer.reward_trial import check_scores, failed_calls, sample_responses, score_samples
+from verl.trainer.reward_trial import Response, check_scores, failed_calls, sample_responses, score_samples
 from verl.trainer.rollouts.sampler import reward_columns, with_uids
 from verl.utils.rank_logger import get_logger
 
@@ -108,9 +108,7 @@ def check_reward(config: PPOConfig) -> None:
     pool = RewardPool(options.reward_function, replace(options, num_cpus=1, on_failure="mask"), servers)
     try:
         rows = _open_rows(config.data, config.worker)  # while the process imports the file
-        converses = config.worker.rollout.multi_turn.enable
-        # the second row has the wrong answer to the first
-        samples = sample_responses(rows, 2, converses=converses)[:3]
+        samples = make_samples(rows, 2, config.worker)[:3]  # the second row has the wrong answer to the first
         reward_type = pool.wait_until_loaded().reward_type
         limit_s = options.timeout_s + reward_trial.MARGIN_S
         calls = score_samples(pool, samples, reward_type, options, limit_s)
@@ -123,6 +121,15 @@ def check_reward(config: PPOConfig) -> None:
         return  # opening the data lists the rows
     finally:
         pool.close()
+
+
+def make_samples(rows: RowColumns, count: int, worker: WorkerConfig) -> list[Response]:
+    """Make three responses to each of the first usable rows, texts or pictures."""
+    if not worker.actor.model.is_pipeline:
+        return sample_responses(rows, count, converses=worker.rollout.multi_turn.enable)
+    from verl.trainer.kinds.picture_samples import sample_pictures  # noqa: PLC0415 - of diffusion runs only
+
+    return sample_pictures(rows, count, worker)
 
 
 def _open_rows(data: DataConfig, worker: WorkerConfig) -> RowColumns:

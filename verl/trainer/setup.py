@@ -10,16 +10,13 @@ import os
 import uuid
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray
 
-from verl.agents.setup import check_conversations, schemas_of
 from verl.algorithms.controllers import get_entropy_controller, get_kl_controller
-from verl.algorithms.kl import FULL
-from verl.config.algorithm import AlgorithmConfig
+from verl.config.algorithm import EXACT_KL, AlgorithmConfig
 from verl.config.async_training import PARTIAL, STREAM, AsyncConfig
 from verl.config.data import DataConfig
 from verl.config.ppo import PPOConfig
@@ -45,10 +42,10 @@ from verl.protocol import DataProto
 from verl.rewards.manager import NoRewardFunction, RewardManager
 from verl.single_controller.ray.processes import WorkerProcesses
 from verl.single_controller.ray.resource_pool import ResourcePool
-from verl.single_controller.ray.worker_group import Pending, RayWorkerGroup
-from verl.single_controller.worker import Worker
 from verl.trainer.evaluation.categories import Categories
-from verl.trainer.prepare import start_processes
+from verl.trainer.kinds.interface import RunKind
+from verl.trainer.kinds.starting import start_workers
+from verl.trainer.kinds.text import TextRun
 from verl.trainer.prime import PrimeRewards
 from verl.trainer.ray_trainer import RayPPOTrainer
 from verl.trainer.reward_servers.servers import RewardServers
@@ -57,24 +54,15 @@ from verl.trainer.rollouts.collector import RolloutCollector
 from verl.trainer.rollouts.engines import Engines, OwnEngines, SharedEngines
 from verl.trainer.rollouts.group_filter import make_group_filter, make_quota
 from verl.trainer.rollouts.partial_rollouts import PartialRollouts
-from verl.trainer.rollouts.rollout_log import RolloutLog
-from verl.trainer.rollouts.roster import Roster
-from verl.trainer.rollouts.sampler import Sampler
 from verl.trainer.rollouts.schedule import InTurn, OneStepAhead, Schedule
 from verl.trainer.rollouts.stream import Stream
 from verl.trainer.run.checkpointing import PPORunState, RunState
-from verl.trainer.run.cluster_join import engine_pool
 from verl.trainer.run.resuming import check_resume, origin_of
 from verl.trainer.sft.sft_trainer import SFTTrainer
 from verl.trainer.validation import Validator
-from verl.workers.fsdp_worker import FSDPWorker
 from verl.workers.roles.actor import KLLoss
-from verl.workers.rollout.base import EngineAdapter
-from verl.workers.rollout_worker import RolloutWorker
 from verl.workers.run_options import ModelRunOptions, RunOptions
 from verl.workers.sft_worker import SFTWorker
-from verl.workers.training_worker import TrainingWorker
-from verl.workers.warm_up import import_rollout_worker
 
 
 @contextmanager
@@ -105,10 +93,8 @@ def running_trainer(
             )
             reward = open_reward(stack, worker.scoring, folder, servers)
             media = media_options(data, worker.rollout)
-            tools = schemas_of(worker.rollout.multi_turn)
-            readers = load_readers(worker.actor.model, data.override_chat_template, media, cache, tools)
-            if worker.rollout.multi_turn.enable:
-                check_conversations(readers, data, worker.rollout.multi_turn)
+            kind = kind_of(data, worker, trainer)
+            readers = kind.readers(media, cache)
             loaders = make_loaders(data, readers, folder)
             origin = origin_of(config, planned_ppo(config).models)
             checkpoint = check_resume(config, origin, loaders.train)
@@ -123,20 +109,19 @@ def running_trainer(
             algorithm,
             config.models,
             has_old_pass=config.has_old_pass,
-            tools=tools,
+            tools=readers.tools,
             in_lockstep=trainer.async_training.deterministic,
         )
         servers.start_own()
-        workers, engines = start_engines(stack, worker, trainer, pool, processes, options, config.num_devices)
+        workers, engines = kind.start(stack, pool, processes, options, config.num_devices)
         if config.reward_servers:
             with phase("reward servers"):
                 servers.start_shared(workers.processes)
                 servers.wait_until_started()
         tracker = stack.enter_context(open_tracker(config, training_steps, checkpoint))
 
-        shows_training = trainer.async_training.samples_ahead
-        on_progress = None if worker.rollout.disable_tqdm or shows_training else tracker.progress
-        sampler = Sampler(data, worker, engines, reward, readers.tokenizer, on_progress)
+        rollout_log = kind.rollout_log(readers)
+        sampler = kind.sampler(engines, reward, readers, tracker, rollout_log)
         mini_batches = {role: section.global_batch_size for role, section in config.trained_roles.items()}
         group_filter = make_group_filter(algorithm, trainer.rejection_sample)
         quota = make_quota(data, trainer, mini_batches.values())
@@ -155,11 +140,6 @@ def running_trainer(
         run_state = PPORunState(
             trainer, training_steps, *controllers, workers, loaders.train, sampling, origin
         )
-        rollout_log = RolloutLog(
-            folder, trainer.rollouts_to_keep, readers.tokenizer, readers.media,
-            skip_special_tokens=worker.reward.skip_special_tokens, tools=tools,
-            keep_whole_images=trainer.keep_whole_images,
-        )  # fmt: skip
         yield RayPPOTrainer(
             config, workers, sampling, balancer, stages, validator, run_state, rollout_log, tracker
         )
@@ -196,6 +176,15 @@ def running_sft(
         write_timeline(trainer)
 
 
+def kind_of(data: DataConfig, worker: WorkerConfig, trainer: TrainerConfig) -> RunKind:
+    """Return what the run has of its own."""
+    if not trainer.diffusion:
+        return TextRun(data, worker, trainer)
+    from verl.trainer.kinds.pictures import PictureRun  # noqa: PLC0415 - a text run needs no diffusers
+
+    return PictureRun(data, worker, trainer)
+
+
 def open_cache(stack: ExitStack) -> MediaCache:
     cache = MediaCache(f"{os.getpid()}-{uuid.uuid4().hex[:8]}", owner=True)
     stack.callback(cache.close)
@@ -229,7 +218,7 @@ def ppo_options(
     correction = algorithm.rollout_correction
     use_reference = "ref" in models
     has_kl_loss = use_reference and algorithm.use_kl_loss
-    has_full_kl = use_reference and algorithm.kl_penalty == FULL
+    has_full_kl = use_reference and algorithm.kl_penalty in EXACT_KL
     return RunOptions(
         **vars(shared),
         template_variables=data.apply_chat_template_kwargs,
@@ -261,80 +250,6 @@ def make_schedule(
     if config.mode == STREAM:
         return Stream(engines, collector, config, last_step, at_once)
     return OneStepAhead(engines, collector, last_step) if config.samples_ahead else InTurn(engines, collector)
-
-
-def start_engines(
-    stack: ExitStack,
-    worker: WorkerConfig,
-    trainer: TrainerConfig,
-    pool: ResourcePool,
-    processes: WorkerProcesses | None,
-    options: RunOptions,
-    num_devices: int,  # of the run
-) -> tuple[RayWorkerGroup, Engines]:
-    """Start the processes that train, and the ones that sample if these are others."""
-    timeout_s, size = trainer.worker_timeout_s, worker.rollout.tensor_parallel_size
-    if worker.hybrid_engine:
-        workers = start_workers(stack, pool, processes, FSDPWorker, worker, options, timeout_s)
-        return workers, SharedEngines(workers, worker)
-    warm_up = partial(import_rollout_worker, worker.rollout.name)
-
-    def new_processes() -> WorkerProcesses:
-        return start_processes(engine_pool(num_devices, size, pool.device), warm_up, stack)
-
-    def new_group(number: int, its: WorkerProcesses) -> RayWorkerGroup:
-        group = RayWorkerGroup(
-            its.pool, RolloutWorker, worker, options, number, timeout_s=timeout_s, processes=its
-        )
-        return stack.enter_context(group)
-
-    # all at once: imports take seconds
-    started = [new_processes() for _ in range(trainer.n_gpus_for_rollout // size)]
-    groups = [new_group(number, its) for number, its in enumerate(started)]
-    beginning: list[Pending] = []
-    adapter: EngineAdapter | None = None
-    if not worker.actor.model.lora.is_used:  # else the engines may serve the adapters of the loaded model
-        beginning = [group.start("init_engine", None) for group in groups]
-    workers = start_workers(stack, pool, processes, TrainingWorker, worker, options, timeout_s)
-    with phase("rollout engines"):
-        if not beginning:
-            adapter = workers.engine_adapter()[0]
-            beginning = [group.start("init_engine", adapter) for group in groups]
-        for pending in beginning:
-            pending.result()
-
-    def start_another(number: int) -> RayWorkerGroup:
-        group = new_group(number, new_processes())
-        group.init_engine(adapter)
-        return group
-
-    roster = Roster(
-        groups,
-        start_another,
-        engine_pool(num_devices, size, pool.device).num_free,
-        num_places=trainer.max_gpus_for_rollout // size,
-        max_restarts=trainer.async_training.max_engine_restarts,
-    )
-    stack.callback(roster.close)
-    return workers, OwnEngines(workers, roster)
-
-
-def start_workers(
-    stack: ExitStack,
-    pool: ResourcePool,
-    processes: WorkerProcesses | None,
-    kind: type[Worker],
-    worker: Any,
-    options: ModelRunOptions,
-    timeout_s: float | None,
-) -> RayWorkerGroup:
-    """Start a worker on each device and have them load their models."""
-    with phase("workers"):
-        group = RayWorkerGroup(pool, kind, worker, options, timeout_s=timeout_s, processes=processes)
-        workers = stack.enter_context(group)
-    with phase("models and engine" if kind is FSDPWorker else "models"):
-        workers.init_model()
-    return workers
 
 
 def open_tracker(config: PPOConfig | SFTConfig, training_steps: int, checkpoint: Path | None) -> Tracker:

@@ -87,7 +87,7 @@ class Validator:
         penalty and the reward model's weighted score, if there are any.
         """
         first = self._first_sequences()
-        scored = self.score(SHOWN, SHOWN_COLUMNS)
+        scored = self.score(SHOWN, [*SHOWN_COLUMNS, *self.sampler.shown_columns])
         self.recorded = None if first is None else as_finished(first, scored.values, scored.scores)
         self.samples = self._choose_samples(scored.sequences, scored.scores)
         return means_of(scored)
@@ -126,12 +126,11 @@ class Validator:
 
     def _choose_samples(self, sequences: DataProto, scores: list[float]) -> list[Generation]:
         count = min(self.num_samples, len(sequences))
-        responses, mask = sequences.batch["responses"], sequences.batch["response_mask"].bool()
         rows = sorted(random.Random(SAMPLES_SEED).sample(range(len(sequences)), count))
         return [
             Generation(
                 prompt=sequences.non_tensor_batch["prompt_text"][row],
-                response=self.sampler.decode(responses[row][mask[row]].tolist()),
+                response=self.sampler.shown_response(sequences, row),
                 ground_truth=str(sequences.non_tensor_batch["ground_truth"][row]),
                 score=scores[row],
             )

@@ -21,12 +21,13 @@ from verl.single_controller.ray.resource_pool import ResourcePool
 from verl.trainer.evaluation.categories import Categories
 from verl.trainer.evaluation.pass_at_k import powers_up_to
 from verl.trainer.evaluation.report import Evaluation, Question, ScoredResponse, by_category, summarize
+from verl.trainer.kinds.starting import start_workers
 from verl.trainer.metrics import StageTimer
 from verl.trainer.reward_servers.servers import RewardServers
 from verl.trainer.rollouts.engines import SharedEngines
 from verl.trainer.rollouts.rollout_log import RolloutLog
 from verl.trainer.rollouts.sampler import Sampler
-from verl.trainer.setup import open_cache, open_reward, open_tracker, ppo_options, start_workers
+from verl.trainer.setup import open_cache, open_reward, open_tracker, ppo_options
 from verl.trainer.validation import NO_SCORE, ScoredResponses, Validator, as_finished, means_of
 from verl.workers.fsdp_worker import FSDPWorker
 from verl.workers.run_options import ModelRunOptions

@@ -93,7 +93,6 @@ class RolloutLog:
             "data_source": None if source is None else str(source),
             "prompt": item["prompt_text"],
             "messages": json.dumps(item["prompt_messages"]),
-            "response": self._decode(token_ids.tolist()),
             "ground_truth": str(item["ground_truth"]),
             "finish_reason": item["finish_reason"],
             "score": float(arrays["token_level_scores"].sum()) if is_scored else None,
@@ -106,8 +105,13 @@ class RolloutLog:
             "is_trained": is_trained[is_response],
             "is_masked": not is_trained.any(),
             **values,
+            **self._response(item, token_ids.tolist()),
             **conversation_columns(item, token_ids.tolist(), self.tools, self._decode, self._media),
         }
+
+    def _response(self, item: Mapping[str, Any], token_ids: list[int]) -> dict[str, Any]:
+        """Return the columns of what the policy made."""
+        return {"response": self._decode(token_ids)}
 
     def _decode(self, token_ids: list[int]) -> str:
         return self.tokenizer.decode(token_ids, skip_special_tokens=self.skip_special_tokens)
@@ -130,7 +134,7 @@ class RolloutLog:
             return {"files": [], "problem": str(error)}
         pictures, times = decoded.images, None
         for frames, meta in decoded.videos:
-            chosen = _spread(len(frames))
+            chosen = spread(len(frames))
             pictures = [Image.fromarray(frames[number]) for number in chosen]
             times = [float(meta["frames_indices"][number] / meta["fps"]) for number in chosen]
         pictures = [*pictures, *(draw_waveform(samples) for samples, _ in decoded.audios)]
@@ -158,6 +162,6 @@ def first_groups(batch: DataProto, num_groups: int) -> list[RecordedResponse]:
     return [RecordedResponse(row, sample) for rows in chosen for sample, row in enumerate(rows)]
 
 
-def _spread(num_frames: int) -> list[int]:
+def spread(num_frames: int) -> list[int]:
     """Return the numbers of evenly spaced frames, the first and the last included."""
     return np.linspace(0, num_frames - 1, min(MAX_FRAMES, num_frames)).round().astype(int).tolist()

@@ -6,7 +6,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from verl.config.data import DataConfig
 from verl.config.worker import WorkerConfig
@@ -23,7 +23,13 @@ SAMPLED_FROM = ["uid", "raw_prompt_ids", "multi_modal_data"]
 
 
 class Sampler:
-    """Samples responses to prompts and hands them to the reward function as they finish."""
+    """Samples responses to prompts and hands them to the reward function as they finish.
+
+    Attributes:
+        shown_columns: Columns of the batch that `shown_response` reads in addition to the responses.
+    """
+
+    shown_columns: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
         self,
@@ -93,6 +99,11 @@ class Sampler:
         if self.on_progress is not None:
             self.on_progress(done, total, unit)
 
+    def shown_response(self, sequences: DataProto, row: int) -> str:
+        """Return a response of a batch for people to read."""
+        mask = sequences.batch["response_mask"][row].bool()
+        return self.decode(sequences.batch["responses"][row][mask].tolist())
+
     def decode(self, token_ids: list[int]) -> str:
         return self.tokenizer.decode(token_ids, skip_special_tokens=self.skip_special_tokens)
 
@@ -100,9 +111,13 @@ class Sampler:
         self, prompts: DataProto, responses: list[FinishedResponse], job: RewardJob | TurnRewards
     ) -> tuple[DataProto, Scoring]:
         n, pad_token_id = len(responses) // len(prompts), self.tokenizer.pad_token_id
-        sequences = join_responses(prompts, responses, n, self.response_length, pad_token_id)
+        sequences = join_responses(prompts, responses, n, self._width(responses), pad_token_id)
         failed = [row for row, one in enumerate(responses) if one.trajectory and one.trajectory.is_masked]
         return sequences, Scoring([partial(unscored, job.result, failed)])
+
+    def _width(self, responses: Sequence[FinishedResponse]) -> int:
+        """Return the number of columns of a batch of responses."""
+        return self.response_length
 
     def _score(
         self,
@@ -111,13 +126,12 @@ class Sampler:
         responses: list[FinishedResponse],
         columns: dict[str, Any],
     ) -> None:
-        inputs = [
-            columns
-            | {"response": self.decode(response.token_ids), "response_length": len(response.token_ids)}
-            | conversation_columns(response)
-            for response in responses
-        ]
-        job.submit(index, inputs)
+        job.submit(index, [self._inputs(response, columns) for response in responses])
+
+    def _inputs(self, response: FinishedResponse, columns: dict[str, Any]) -> dict[str, Any]:
+        """Return what the reward function sees of a response, with the columns of its prompt."""
+        own = {"response": self.decode(response.token_ids), "response_length": len(response.token_ids)}
+        return columns | own | conversation_columns(response)
 
 
 def with_uids(prompts: DataProto, prefix: str) -> DataProto:

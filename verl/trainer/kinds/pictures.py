@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs whose policy makes pictures or videos (`trainer.diffusion`).
+
+Steps of sampling are tokens, pictures are responses: schedules, filters, scores, advantages, losses, metrics
+and checkpoints are those of text.
+"""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verl.config.data import DataConfig
+from verl.config.rollout import RolloutConfig
+from verl.config.trainer import TrainerConfig
+from verl.config.worker import WorkerConfig
+from verl.data.loader import Readers, load_readers
+from verl.data.media.cache import MediaCache
+from verl.data.media.sizes import MediaOptions
+from verl.diffusion.engine import FinishedPicture
+from verl.diffusion.families.registry import family_of
+from verl.diffusion.files import downloaded
+from verl.diffusion.options import trained_steps
+from verl.diffusion.worker import DiffusionWorker
+from verl.logger.tracker import Tracker
+from verl.protocol import DataProto, objects
+from verl.single_controller.ray.processes import WorkerProcesses
+from verl.single_controller.ray.resource_pool import ResourcePool
+from verl.single_controller.ray.worker_group import RayWorkerGroup
+from verl.trainer.kinds.picture_samples import picture_columns
+from verl.trainer.kinds.starting import start_workers
+from verl.trainer.model_checks import export_checkpoints
+from verl.trainer.rollouts.engines import Engines, SharedEngines
+from verl.trainer.rollouts.picture_log import PictureFiles, PictureLog
+from verl.trainer.rollouts.rollout_log import RolloutLog
+from verl.trainer.rollouts.sampler import SAMPLED_FROM, Sampler
+from verl.trainer.rollouts.scores import Scoring
+from verl.workers.run_options import RunOptions
+
+
+@dataclass(frozen=True)
+class PictureRun:
+    """A `RunKind`."""
+
+    data: DataConfig
+    worker: WorkerConfig
+    trainer: TrainerConfig
+
+    def readers(self, media: MediaOptions, cache: MediaCache) -> Readers:
+        model = self.worker.actor.model
+        export_checkpoints([model])
+        family_of(downloaded(model))
+        return load_readers(model, self.data.override_chat_template, media, cache)
+
+    def start(
+        self,
+        stack: ExitStack,
+        pool: ResourcePool,
+        processes: WorkerProcesses | None,
+        options: RunOptions,
+        num_devices: int,
+    ) -> tuple[RayWorkerGroup, Engines]:
+        timeout_s = self.trainer.worker_timeout_s
+        workers = start_workers(stack, pool, processes, DiffusionWorker, self.worker, options, timeout_s)
+        return workers, SharedEngines(workers, self.worker)
+
+    def rollout_log(self, readers: Readers) -> RolloutLog:
+        return PictureLog(Path(self.trainer.checkpoint_folder), self.trainer.rollouts_to_keep)
+
+    def sampler(
+        self, engines: Engines, reward: Any, readers: Readers, tracker: Tracker, rollout_log: RolloutLog
+    ) -> Sampler:
+        assert isinstance(rollout_log, PictureLog), "that of pictures"
+        on_progress = None if self.worker.rollout.disable_tqdm else tracker.progress
+        steps = replace(self.data, max_response_length=self.worker.rollout.num_steps)
+        arguments = steps, self.worker, engines, reward, readers.tokenizer, on_progress
+        return PictureSampler(rollout_log.files, self.worker.rollout, *arguments)
+
+
+class PictureSampler(Sampler):
+    """Samples pictures: the reward function sees them, and training their latents.
+
+    Args:
+        files: Folder of the pictures that people see.
+        rollout: Section of the config.
+    """
+
+    shown_columns = ("pixels",)
+
+    def __init__(self, files: PictureFiles, rollout: RolloutConfig, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.files, self.rollout = files, rollout
+        self.columns = [*SAMPLED_FROM, "prompt_text"]
+        self.validation_options = self.validation_options.override({"temperature": 0.0})  # without noise
+
+    def shown_response(self, sequences: DataProto, row: int) -> str:
+        return self.files.save(sequences.non_tensor_batch["pixels"][row])
+
+    def _inputs(self, response: Any, columns: dict[str, Any]) -> dict[str, Any]:
+        assert isinstance(response, FinishedPicture) and response.pixels is not None, "the engine makes them"
+        return columns | picture_columns(torch.tensor(response.pixels).float() / 255)
+
+    def _join(self, prompts: DataProto, responses: Sequence[Any], job: Any) -> tuple[DataProto, Scoring]:
+        sequences, scoring = super()._join(prompts, list(responses), job)
+        pixels = {"pixels": objects([response.pixels for response in responses])}
+        if responses[0].latents is None:  # of a validation
+            return sequences.merge(pixels), scoring
+        mask = torch.zeros_like(sequences.batch["loss_mask"])  # (B, S)
+        for row, response in enumerate(responses):
+            mask[row, trained_steps(self.rollout, f"{response.uid} {response.sample}")] = 1
+        added = pixels | {
+            "latents": torch.stack([response.latents for response in responses]),
+            "loss_mask": sequences.batch["loss_mask"] * mask,
+        }
+        if responses[0].kl is not None:
+            added["full_kl"] = torch.tensor([response.kl for response in responses])
+        return sequences.merge(added, replace=["loss_mask"]), scoring
+
+    def _width(self, responses: Sequence[Any]) -> int:
+        return len(responses[0].token_ids)  # another number in validation

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs whose policy writes text, after prompts of text and media."""
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verl.agents.setup import check_conversations, schemas_of
+from verl.config.data import DataConfig
+from verl.config.trainer import TrainerConfig
+from verl.config.worker import WorkerConfig
+from verl.data.loader import Readers, load_readers
+from verl.data.media.cache import MediaCache
+from verl.data.media.sizes import MediaOptions
+from verl.logger.tracker import Tracker
+from verl.single_controller.ray.processes import WorkerProcesses
+from verl.single_controller.ray.resource_pool import ResourcePool
+from verl.single_controller.ray.worker_group import RayWorkerGroup
+from verl.trainer.kinds.starting import start_engines
+from verl.trainer.rollouts.engines import Engines
+from verl.trainer.rollouts.rollout_log import RolloutLog
+from verl.trainer.rollouts.sampler import Sampler
+from verl.workers.run_options import RunOptions
+
+
+@dataclass(frozen=True)
+class TextRun:
+    """A `RunKind`."""
+
+    data: DataConfig
+    worker: WorkerConfig
+    trainer: TrainerConfig
+
+    def readers(self, media: MediaOptions, cache: MediaCache) -> Readers:
+        multi_turn = self.worker.rollout.multi_turn
+        tools = schemas_of(multi_turn)
+        readers = load_readers(self.worker.actor.model, self.data.override_chat_template, media, cache, tools)
+        if multi_turn.enable:
+            check_conversations(readers, self.data, multi_turn)
+        return readers
+
+    def start(
+        self,
+        stack: ExitStack,
+        pool: ResourcePool,
+        processes: WorkerProcesses | None,
+        options: RunOptions,
+        num_devices: int,
+    ) -> tuple[RayWorkerGroup, Engines]:
+        return start_engines(stack, self.worker, self.trainer, pool, processes, options, num_devices)
+
+    def rollout_log(self, readers: Readers) -> RolloutLog:
+        trainer = self.trainer
+        return RolloutLog(
+            Path(trainer.checkpoint_folder), trainer.rollouts_to_keep, readers.tokenizer, readers.media,
+            skip_special_tokens=self.worker.reward.skip_special_tokens, tools=readers.tools,
+            keep_whole_images=trainer.keep_whole_images,
+        )  # fmt: skip
+
+    def sampler(
+        self, engines: Engines, reward: Any, readers: Readers, tracker: Tracker, rollout_log: RolloutLog
+    ) -> Sampler:
+        shows_training = self.trainer.async_training.samples_ahead
+        is_silent = self.worker.rollout.disable_tqdm or shows_training
+        on_progress = None if is_silent else tracker.progress
+        return Sampler(self.data, self.worker, engines, reward, readers.tokenizer, on_progress)
