@@ -14,7 +14,7 @@ DOCKER_INDEX ?=  # the PyTorch project's CPU wheel index, where pip would take a
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help install demo demo-text demo-video demo-audio demo-cold-start demo-agent test test-fast test-slow test-faults test-gpu test-virtual gpu-check docker-check fuzz check style license config docs docs-serve bench bench-trl bench-algos bench-long soak learn build clean
+.PHONY: help install demo demo-text demo-video demo-audio demo-diffusion demo-diffusion-video demo-cold-start demo-agent test test-fast test-slow test-faults test-gpu test-virtual gpu-check docker-check fuzz check style license config docs docs-serve bench bench-trl bench-algos bench-long soak learn build clean
 
 help:                     ## show the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## +(.*)/\1\t\2/p' $(MAKEFILE_LIST) | awk -F'\t' '{printf "%-16s %s\n", $$1, $$2}'
@@ -43,6 +43,12 @@ demo-video: $(INSTALLED)  ## the same with videos
 
 demo-audio: $(INSTALLED)  ## the same with sounds
 	$(RUN) examples/quickstart/demo.py --audio
+
+demo-diffusion: $(INSTALLED)  ## a tiny Stable Diffusion 3 learns to paint the color that a prompt names
+	$(RUN) examples/quickstart/demo.py --diffusion
+
+demo-diffusion-video: $(INSTALLED)  ## a tiny Wan learns to make videos of it
+	$(RUN) examples/quickstart/demo.py --diffusion-video
 
 demo-cold-start: $(INSTALLED)  ## supervised fine-tuning, then reinforcement learning
 	$(RUN) examples/quickstart/cold_start.py

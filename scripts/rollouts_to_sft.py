@@ -56,7 +56,7 @@ MESSAGE = pa.struct(
 )
 COLUMNS = [
     "step", "sample", "score", "finish_reason", "messages", "response", "tokens", "reward_values", "media",
-    "contexts", "turns",
+    "contexts", "turns", "picture",
 ]  # fmt: skip
 SCHEMA = pa.schema(
     [
@@ -188,6 +188,8 @@ def _rollouts(files: Iterable[Path]) -> Iterator[dict[str, Any]]:
 
 def _candidate(rollout: dict[str, Any], selection: Selection, media_folder: Path) -> Candidate | str:
     """Return the response as a row, or the reason for leaving it out."""
+    if rollout["picture"] is not None:
+        return "of pictures or videos, which are no texts"
     if rollout["score"] is None:
         return "without a score"
     values = dict(rollout["reward_values"])

@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-from demo import ACCURACY, HERE, KINDS, ROOT, curve, prepare, train
+from demo import ACCURACY, HERE, KINDS, ROOT, curve, train
 from shapes import save_rows
 
 from verl.logger.file import read_log
@@ -81,7 +81,7 @@ def main() -> None:
     folder = (arguments.folder or ROOT / "outputs" / "quickstart" / "cold_start").resolve()
 
     start = time.time()
-    prepare(folder, KINDS[NAME], arguments.seed)
+    KINDS[NAME].prepare(folder, arguments.seed)
     checkpoints = teach(folder, arguments.seed)
     losses = curve(read_log(checkpoints), "val/loss")[1]
     checkpoint = checkpoints / f"global_step_{SFT_STEPS}"

@@ -3,25 +3,26 @@
 
 The questions ask for the color of a shape in an image or in a sentence (`--text`), or of the one of two
 squares that moves in a video (`--video`); whether a tone is high or low (`--audio`); or what happens in a
-video with sound (`--audio-video`).
+video with sound (`--audio-video`). With `--diffusion`, a Stable Diffusion 3 learns to paint the color that a
+prompt names; with `--diffusion-video`, a Wan learns to make videos of it.
 
 Creates the model and the questions, trains with `verl.trainer.main`, plots the curves, exports the last
-checkpoint, and asks the exported model one question. The last line of the output is JSON.
+checkpoint, and asks the exported model one question or lets it paint. The last line of the output is JSON.
 
     python3 examples/quickstart/demo.py [--video] [--folder FOLDER] [--seed 0] [a.b=c ...]
 """
 
 import argparse
 import json
-import re
 import subprocess
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from verl.utils.cuda_builds import repair_cuda_builds
 
@@ -33,56 +34,64 @@ if __name__ == "__main__":
 # isort: split
 import matplotlib
 import matplotlib.pyplot as plt
-import torch
-from events import ANSWERS, FPS, NUM_FRAMES, write_event_questions
+import numpy as np
+from asking import ask, read_film, read_frames, read_image, read_sound
+from events import ANSWERS, NUM_FRAMES, write_event_questions
 from moving import NUM_SAMPLED, write_video_questions
-from PIL import Image
-from shapes import IMAGE_SIZE, write_questions
-from tones import PITCHES, RATE, write_tone_questions
+from paintings import paint_pictures, paint_videos, write_pictures, write_prompts
+from shapes import write_questions
+from tones import PITCHES, write_tone_questions
 
-from verl.data.media.audio import AudioOptions, read_audio
-from verl.data.media.video import VideoOptions, read_video
+from verl.diffusion.tiny import save_tiny_sd3
+from verl.diffusion.tiny_wan import save_tiny_wan
 from verl.logger.file import read_log
-from verl.models.families.interface import KINDS as MEDIA
-from verl.models.families.interface import MediaFamily, MediaShape, MediumShape
-from verl.models.families.registry import family_of
 from verl.models.tiny import save_tiny_model
-from verl.utils.quiet import no_weight_bars
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 ACCURACY = "val/accuracy_reward"
-FRAME_LIMITS = dict(shortest_edge=IMAGE_SIZE**2, longest_edge=IMAGE_SIZE**2)  # of pixels
+Panels = dict[str, tuple[str, tuple[float, float] | None]]  # title: metric, its range
+LEARNED: Panels = {
+    "Accuracy on held-out questions": (ACCURACY, (0, 1)),
+    "Reward of a rollout batch": ("reward/overall", (0, 1)),
+}
+DIFFERENCE = "rollout/log_probs_diff_max"
+PANELS: Panels = LEARNED | {
+    "Entropy (nats)": ("actor/entropy", None),
+    "Engine vs trainer, largest log-prob difference": (DIFFERENCE, None),
+}
 
 
-def read_image(path: Path) -> dict[str, Any]:
-    """Return an image as arguments of a processor."""
-    return {"images": [Image.open(path)]}
+class Demo(ABC):
+    """What a demo trains, and how it shows what the model learned.
 
+    Attributes:
+        guesses: Accuracy of strategies that ignore part of the question.
+        options: Overrides of the config.
+    """
 
-def read_frames(path: Path, num_frames: int = NUM_SAMPLED) -> dict[str, Any]:
-    """Return the frames of a video that the trainer samples, as arguments of a processor."""
-    frames, meta = read_video(
-        str(path), VideoOptions(IMAGE_SIZE**2, IMAGE_SIZE**2, 28, num_frames=num_frames)
-    )
-    facts = {key: value for key, value in meta.items() if key != "do_sample_frames"}
-    return {"videos": [frames], "video_metadata": [facts], "do_sample_frames": False}
+    config: ClassVar[str] = "demo.yaml"
+    reward: ClassVar[str] = "reward.py"
+    panels: ClassVar[Panels] = PANELS
+    guesses: dict[str, float]
+    options: tuple[str, ...]
 
+    @abstractmethod
+    def prepare(self, folder: Path, seed: int) -> None:
+        """Write the random model to `model`, and questions to `train.jsonl` and `val.jsonl`."""
 
-def read_sound(path: Path) -> dict[str, Any]:
-    """Return the samples of a sound as arguments of a processor."""
-    return {"audio": [read_audio(str(path), AudioOptions(RATE, longest_s=30))], "sampling_rate": RATE}
+    @abstractmethod
+    def inputs(self, folder: Path) -> list[str]:
+        """Return the options that name files, other than rows and model."""
 
-
-def read_film(path: Path) -> dict[str, Any]:
-    """Return the frames and the sound of a video as arguments of a processor."""
-    options = {"use_audio_in_video": True, "fps": FPS, "size": FRAME_LIMITS}
-    return read_sound(path) | read_frames(path, NUM_FRAMES) | {"videos_kwargs": options}
+    @abstractmethod
+    def show(self, folder: Path, exported: Path) -> str:
+        """Use the exported model as its users do; returns a line to print."""
 
 
 @dataclass(frozen=True)
-class Kind:
-    """One of the demos."""
+class Kind(Demo):
+    """A demo whose model answers questions, about media files or not."""
 
     family: str  # of the tiny model
     model_class: str  # class of transformers that loads the exported model
@@ -92,6 +101,45 @@ class Kind:
     guesses: dict[str, float]  # accuracy of strategies that ignore part of the question
     options: tuple[str, ...] = ()  # overrides of `demo.yaml`
     words: tuple[str, ...] = ()  # tokens of the model; without any, it knows those of the other questions
+
+    def prepare(self, folder: Path, seed: int) -> None:
+        save_tiny_model(folder / "model", self.family, seed=seed, words=self.words)
+        self.write(folder, "train", 256, 2 * seed + 1)
+        self.write(folder, "val", 64, 2 * seed + 2)
+
+    def inputs(self, folder: Path) -> list[str]:
+        return [f"data.image_dir={folder / self.media}"]
+
+    def show(self, folder: Path, exported: Path) -> str:
+        question, response, answer = ask(exported, folder, self.model_class, self.media, self.read)
+        return f"Asked the exported model: {question!r} Response: {response!r} (right: {answer!r})"
+
+
+@dataclass(frozen=True)
+class Painting(Demo):
+    """A demo whose model paints."""
+
+    config: ClassVar[str] = "diffusion.yaml"
+    reward: ClassVar[str] = "painting_reward.py"
+    panels: ClassVar[Panels] = LEARNED | {
+        "Gradient norm": ("actor/grad_norm", None),
+        "Seconds of a step": ("perf/time_per_step", None),
+    }
+    save: Callable[..., Path]  # saves the tiny model: folder, seed
+    paint: Callable[..., np.ndarray]  # with the exported model
+    guesses: dict[str, float]
+    options: tuple[str, ...] = ()
+
+    def prepare(self, folder: Path, seed: int) -> None:
+        self.save(folder / "model", seed=seed)
+        write_prompts(folder, "train", 2 * seed + 1)
+        write_prompts(folder, "val", 2 * seed + 2)
+
+    def inputs(self, folder: Path) -> list[str]:
+        return []
+
+    def show(self, folder: Path, exported: Path) -> str:
+        return f"Pictures: {write_pictures(folder, exported, self.paint)}"
 
 
 VL_CLASS = "AutoModelForImageTextToText"
@@ -157,29 +205,39 @@ KINDS = {
 }
 
 
-def prepare(folder: Path, kind: Kind, seed: int) -> None:
-    """Write the random model, 256 training questions and 64 held-out ones."""
-    save_tiny_model(folder / "model", kind.family, seed=seed, words=kind.words)
-    kind.write(folder, "train", 256, 2 * seed + 1)
-    kind.write(folder, "val", 64, 2 * seed + 2)
+DEMOS: dict[str, Demo] = {
+    **KINDS,
+    "diffusion": Painting(save_tiny_sd3, paint_pictures, ONE_COLOR),
+    "diffusion_video": Painting(
+        save_tiny_wan,
+        paint_videos,
+        ONE_COLOR,
+        (
+            "worker.rollout.num_frames=5",
+            "worker.rollout.height=16",
+            "worker.rollout.width=16",
+            "trainer.max_steps=60",
+        ),
+    ),
+}
 
 
 def train(folder: Path, name: str, seed: int, overrides: list[str]) -> Path:
     """Run the trainer and return the folder of its checkpoints."""
-    checkpoints = folder / "checkpoints"
+    demo, checkpoints = DEMOS[name], folder / "checkpoints"
     command = [
-        sys.executable, "-m", "verl.trainer.main", f"config={HERE / 'demo.yaml'}",
+        sys.executable, "-m", "verl.trainer.main", f"config={HERE / demo.config}",
         f"data.train_files={folder / 'train.jsonl'}",
         f"data.val_files={folder / 'val.jsonl'}",
-        f"data.image_dir={folder / KINDS[name].media}",
         f"data.seed={seed + 1}",
         f"worker.rollout.seed={seed + 1}",
         f"worker.actor.model.model_path={folder / 'model'}",
-        f"worker.reward.reward_function={HERE / 'reward.py'}:compute_score",
+        f"worker.reward.reward_function={HERE / demo.reward}:compute_score",
         f"trainer.experiment_name={name}",
         f"trainer.save_checkpoint_path={checkpoints}",
         "trainer.find_last_checkpoint=false",
-        *KINDS[name].options,
+        *demo.inputs(folder),
+        *demo.options,
         *overrides,
     ]  # fmt: skip
     subprocess.run(command, check=True, cwd=ROOT)
@@ -192,16 +250,8 @@ def curve(log: list[dict], key: str) -> tuple[list[int], list[float]]:
     return [step for step, _ in points], [value for _, value in points]
 
 
-PANELS: dict[str, tuple[str, tuple[float, float] | None]] = {  # title: metric, its range
-    "Accuracy on held-out questions": (ACCURACY, (0, 1)),
-    "Reward of a rollout batch": ("reward/overall", (0, 1)),
-    "Entropy (nats)": ("actor/entropy", None),
-    "Engine vs trainer, largest log-prob difference": ("rollout/log_probs_diff_max", None),
-}
-
-
-def draw_curves(log: list[dict], guesses: dict[str, float], path: Path, panels: Any = PANELS) -> None:
-    """Plot four metrics as a PNG: the accuracy with that of guesses, and the log-prob difference last."""
+def draw_curves(log: list[dict], guesses: dict[str, float], path: Path, panels: Panels = PANELS) -> None:
+    """Plot four metrics as a PNG: the accuracy with that of guesses first."""
     matplotlib.use("Agg")
     figure, axes = plt.subplots(2, 2, figsize=(10, 6.5), layout="constrained")
     for axis, (title, (key, limits)) in zip(axes.flat, panels.items(), strict=True):
@@ -213,12 +263,13 @@ def draw_curves(log: list[dict], guesses: dict[str, float], path: Path, panels: 
         axis.set_xlabel("step")
         axis.grid(alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
+        if key == DIFFERENCE:
+            axis.set_yscale("log")
         if limits:
             axis.set_ylim(limits[0] - 0.03, limits[1] + 0.03)
     for guess, accuracy in guesses.items():
         axes[0, 0].axhline(accuracy, color="gray", linestyle="--", linewidth=1)
         axes[0, 0].annotate(guess, (0, accuracy + 0.01), color="gray", fontsize=9)
-    axes[1, 1].set_yscale("log")
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
@@ -233,55 +284,6 @@ def export(checkpoint: Path) -> Path:
     ]
     subprocess.run(command, check=True, cwd=ROOT)
     return checkpoint / "actor" / "huggingface"
-
-
-@torch.no_grad()
-def ask(model_path: Path, folder: Path, kind: Kind) -> tuple[str, str, str]:
-    """Ask the exported model the first held-out question; returns question, response and right answer."""
-    import transformers  # noqa: PLC0415 - after verl, which makes torchvision's CUDA build importable on CPU
-
-    row = json.loads((folder / "val.jsonl").read_text().splitlines()[0])
-    reader = transformers.AutoProcessor.from_pretrained(model_path)  # a tokenizer, for a text model
-    with no_weight_bars():
-        model = getattr(transformers, kind.model_class).from_pretrained(model_path, dtype=torch.float32)
-    question = re.sub("<(image|video|audio)>", "", row["problem"])
-    content, media = [{"type": "text", "text": question}], {}
-    if kind.media in row:
-        content.insert(0, {"type": kind.media.removesuffix("s")})
-        media = kind.read(folder / kind.media / row[kind.media][0])
-    messages = [{"role": "user", "content": content}]
-    text = reader.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    inputs = reader(text=[text], return_tensors="pt", **media)
-    if media.get("videos_kwargs"):
-        inputs["use_audio_in_video"] = True  # the model computes its positions itself
-    else:
-        inputs |= find_positions(model.config, inputs)
-    output = model.generate(**inputs, max_new_tokens=1, do_sample=False)
-    response = reader.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-    return question, response, row["answer"]
-
-
-def find_positions(config: Any, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the position ids that the model was trained with; transformers' differ after a video.
-
-    Empty for models with positions 0, 1, 2, ...
-    """
-    family = family_of(config)
-    if not isinstance(family, MediaFamily):
-        return {}
-    grids = {kind: torch.as_tensor(inputs.get(f"{kind}_grid_thw", ())).tolist() for kind in MEDIA}
-    seconds = inputs.get("second_per_grid_ts", [1.0] * len(grids["video"]))
-    facts: dict[str, list[dict[str, Any]]] = {
-        "audio": [],  # it has positions like text
-        "image": [{"grid_thw": grid} for grid in grids["image"]],
-        "video": [
-            {"grid_thw": grid, "second_per_grid_ts": float(value)}
-            for grid, value in zip(grids["video"], seconds, strict=True)
-        ],
-    }
-    shape = MediaShape(*([MediumShape([], each) for each in facts[kind]] for kind in MEDIA))
-    positions = family.positions(config, inputs["input_ids"][0], shape)  # (4, L)
-    return {} if positions is None else {"position_ids": positions.unsqueeze(1)}
 
 
 def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
@@ -303,6 +305,20 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
         const="audio_video",
         help="ask about videos with sound",
     )
+    kinds.add_argument(
+        "--diffusion",
+        dest="name",
+        action="store_const",
+        const="diffusion",
+        help="paint named colors",
+    )
+    kinds.add_argument(
+        "--diffusion-video",
+        dest="name",
+        action="store_const",
+        const="diffusion_video",
+        help="make videos of named colors",
+    )
     parser.set_defaults(name="image")
     parser.add_argument("--folder", type=Path, default=None, help="output folder")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights, questions and sampling")
@@ -311,21 +327,21 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
 
 def main() -> None:
     arguments, overrides = parse_arguments()
-    name, kind = arguments.name, KINDS[arguments.name]
+    name, demo = arguments.name, DEMOS[arguments.name]
     folder = (arguments.folder or ROOT / "outputs" / "quickstart" / name).resolve()
 
     start = time.time()
-    prepare(folder, kind, arguments.seed)
+    demo.prepare(folder, arguments.seed)
     checkpoints = train(folder, name, arguments.seed, overrides)
     log = read_log(checkpoints)
-    draw_curves(log, kind.guesses, folder / "curves.png")
+    draw_curves(log, demo.guesses, folder / "curves.png", demo.panels)
     steps, accuracies = curve(log, ACCURACY)
     checkpoint = checkpoints / f"global_step_{steps[-1]}"
-    question, response, answer = ask(export(checkpoint), folder, kind)
+    shown = demo.show(folder, export(checkpoint))
 
     before, after = accuracies[0], accuracies[-1]
     print(f"\nAccuracy on held-out questions: {before:.2f} before, {after:.2f} after {steps[-1]} steps")
-    print(f"Asked the exported model: {question!r} Response: {response!r} (right: {answer!r})")
+    print(shown)
     print(f"Curves: {folder / 'curves.png'}")
     summary = {
         "val_before": before,

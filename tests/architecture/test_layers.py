@@ -16,6 +16,7 @@ LAYERS = [  # top first
     {"api"},
     {"trainer"},
     {"planning"},
+    {"diffusion"},
     {"workers"},
     {"agents"},
     {"data", "rewards", "checkpoint", "optim", "single_controller", "viewer"},

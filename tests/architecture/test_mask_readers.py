@@ -28,8 +28,10 @@ READS = (WHOLE, COUNTS, SAMPLED)
 # By file: for each mask the reason, and the stages in `BATCH_KEYS` that it reads the mask for.
 OCCURRENCES: dict[str, dict[str, tuple[str, str]]] = {
     "verl/data/sft_dataset.py": {"loss_mask": (TUNING, "")},
+    "verl/diffusion/forward.py": {"loss_mask": (COUNTS, "log-probs, update")},
     "verl/trainer/core_algos.py": {"loss_mask": (COUNTS, "KL penalty, correction, advantage")},
     "verl/trainer/extensions/algorithms.py": {"response_mask": (TINY, ""), "loss_mask": (TINY, "")},
+    "verl/trainer/kinds/pictures.py": {"loss_mask": (WRITES, "")},
     "verl/trainer/metrics.py": {
         "response_mask": (WHOLE, "metrics"),
         "loss_mask": (COUNTS, "metrics"),
@@ -40,13 +42,17 @@ OCCURRENCES: dict[str, dict[str, tuple[str, str]]] = {
         "response_mask": (WHOLE, "rollout log"),
         "loss_mask": (COUNTS, "rollout log"),
     },
+    "verl/trainer/rollouts/sampler.py": {"response_mask": (WHOLE, "metrics")},
     "verl/trainer/rollouts/scores.py": {
         "response_mask": (WHOLE, "reward"),
         "loss_mask": (COUNTS, "reward"),
     },
     "verl/trainer/rollouts/sequences.py": dict.fromkeys(MASKS, (WRITES, "")),
     "verl/trainer/sft/sft_trainer.py": {"loss_mask": (TUNING, "")},
-    "verl/trainer/validation.py": {"response_mask": (WHOLE, "reward, metrics")},
+    "verl/trainer/validation.py": {
+        "response_mask": (WHOLE, "reward, metrics"),
+        "loss_mask": (COUNTS, "rollout log"),
+    },
     "verl/workers/training_worker.py": {"loss_mask": (COUNTS, "metrics")},
     "verl/workers/packing/forward.py": {"loss_mask": (COUNTS, "log-probs, values, update")},
     "verl/workers/roles/actor.py": {"loss_mask": (COUNTS, "log-probs, update")},

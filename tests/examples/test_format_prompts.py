@@ -5,6 +5,8 @@ import pytest
 from jinja2 import StrictUndefined
 from jinja2.sandbox import SandboxedEnvironment
 
+from tests.examples.shipped import REWARD_FUNCTIONS, scores_pictures
+
 FOLDER = Path(__file__).parents[2] / "examples" / "format_prompt"
 TEMPLATES = sorted(FOLDER.glob("*.jinja"))
 ASKS_FOR = {
@@ -39,9 +41,8 @@ def test_no_template_holds_a_literal_backslash_n(path):
 def test_there_is_a_template_for_each_shipped_reward_function():
     # Judges read free text; `r1v` serves videos and choices too, `math` answers after programs.
     others = {"llm_judge", "judged", "choice"}
-    assert {path.stem for path in TEMPLATES} - {"r1v_video", "python_tool"} | others == {
-        path.stem for path in (FOLDER.parent / "reward_function").glob("*.py")
-    }
+    of_text = {path.stem for path in REWARD_FUNCTIONS if not scores_pictures(path)}
+    assert {path.stem for path in TEMPLATES} - {"r1v_video", "python_tool"} | others == of_text
 
 
 @pytest.mark.parametrize("content", ["What moves?", "<video>What moves?"])

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.examples.shipped import REWARD_FUNCTIONS, scores_pictures
 from verl.config.worker import RewardConfig
 from verl.rewards.function import load_reward_function
 from verl.rewards.manager import RewardManager
@@ -196,8 +197,9 @@ def test_dapo_charges_for_the_end_of_the_length_budget(length, overlong):
     assert scores["overall"] == pytest.approx(1.0 + 0.5 * overlong)
 
 
-# Judges need a server (tests/rewards/graders), `code` tests (test_code_reward.py).
-RULES = sorted(path for path in FOLDER.glob("*.py") if path.stem not in ("llm_judge", "judged", "code"))
+# Judges need a server (tests/rewards/graders), `code` tests (test_code_reward.py), others pictures.
+NO_RULES = ("llm_judge", "judged", "code")
+RULES = [path for path in REWARD_FUNCTIONS if path.stem not in NO_RULES and not scores_pictures(path)]
 
 
 @pytest.mark.parametrize("path", RULES, ids=lambda path: path.stem)

@@ -201,7 +201,9 @@ def test_the_doctor_tells_what_is_missing(python, tmp_path):
 def test_every_module_is_there_and_lacks_nothing_but_declared_dependencies(python, tmp_path):
     paths = [path for path in source_files(ROOT / "verl") if "child_site" not in path.parts]  # found by path
     names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in paths]
-    extras = [*PROJECT["optional-dependencies"]["judge"], *PROJECT["optional-dependencies"]["agents"]]
+    extras = [
+        text for name in ("judge", "agents", "diffusion") for text in PROJECT["optional-dependencies"][name]
+    ]
     declared = [*PROJECT["dependencies"], *extras, "vllm", "triton"]
     distributions = {Requirement(text).name.lower().replace("-", "_") for text in declared}
     modules = distributions - {"pillow"} | {"PIL"}

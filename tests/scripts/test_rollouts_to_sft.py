@@ -51,6 +51,14 @@ def test_finished_responses_that_reach_the_score_are_kept_and_the_others_counted
     )
 
 
+def test_pictures_are_no_responses_to_learn_from(tmp_path):
+    picture = {"kind": "image", "source": "16 x 16 pixels", "files": ["a.png"]}
+    write(tmp_path, row(1, 0, "picture of 16 x 16 pixels", 1.0, picture=picture))
+
+    with pytest.raises(ValueError, match="1 of pictures or videos, which are no texts"):
+        select_rollouts(tmp_path, Selection())
+
+
 def test_a_repeated_response_is_kept_once_with_its_best_score(tmp_path):
     write(tmp_path, row(1, 0, "left", 0.6), row(2, 0, "left", 0.8), row(2, 1, "it is left", 0.7))
 
