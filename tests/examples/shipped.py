@@ -8,4 +8,5 @@ REWARD_FUNCTIONS = sorted((Path(__file__).parents[2] / "examples" / "reward_func
 
 def scores_pictures(path: Path) -> bool:
     """Return whether a reward function is for diffusion models."""
-    return "`images`" in path.read_text() or '"images"' in path.read_text()
+    source = path.read_text()
+    return '"images"' in source or "graders.pictures" in source

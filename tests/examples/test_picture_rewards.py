@@ -1,7 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shipped reward functions of pictures, on pictures and models that the tests make."""
 
+import asyncio
+import base64
+import importlib.util
 import io
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +24,11 @@ from transformers import (
     CLIPVisionConfig,
 )
 
+from tests.helpers.chat_server import ChatServer, Reply, image_of
+from verl.config.reward_servers import RewardServerConfig
 from verl.diffusion.tiny import save_tiny_sd3
 from verl.rewards.function import load_reward_function
+from verl.rewards.servers import specs_of
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FOLDER = EXAMPLES / "reward_function"
@@ -177,3 +187,141 @@ def test_the_reward_of_the_quickstart_is_the_nearness_of_the_mean_color(color, o
     (scores,) = reward.score([{"images": mean + stripes, "ground_truth": "red", "response": ""}])
 
     assert scores == pytest.approx({"overall": overall, "accuracy": accuracy}, abs=1e-6)
+
+
+def module_of(name):
+    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("shown", "prompt", "expected"),
+    [
+        ("OPEN\n", 'A door with "open" on it', 1.0),
+        ("we are o p e n today", 'A door with "open" on it', 1.0),  # anywhere, without spaces
+        ("opan", 'A door with "open" on it', 0.75),  # one of four letters is wrong
+        ("open", 'A door with "open late"', 4 / 8),
+        ("nothing of it at all", 'A door with "open"', 0.0),
+        ("sesame", "A door", 1.0),  # the ground truth
+    ],
+)
+def test_ocr_is_one_minus_the_share_of_wrong_letters(monkeypatch, shown, prompt, expected):
+    module = module_of("ocr")
+    monkeypatch.setattr(module, "read_text", lambda image: shown)
+    row = rows(pictures())[0] | {"prompt": prompt, "ground_truth": "Sesame"}
+
+    assert module.compute_score(row) == {"overall": expected, "accuracy": expected}
+
+
+def test_ocr_needs_a_text_to_look_for(monkeypatch):
+    with pytest.raises(ValueError, match="must have the wanted text in double quotes"):
+        module_of("ocr").compute_score(rows(pictures())[0])
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "expected"),
+    [("kitten", "sitting", 3), ("", "abc", 3), ("abc", "abc", 0), ("ab", "ba", 2)],
+)
+def test_an_edit_distance_counts_letters_inserted_deleted_and_replaced(one, other, expected):
+    assert module_of("ocr").distance(one, other) == module_of("ocr").distance(other, one) == expected
+
+
+def test_a_judge_sees_the_picture_and_the_prompt(monkeypatch):
+    (picture,) = pictures()
+
+    def reply(body):
+        seen, question = body["messages"][0]["content"]
+        assert image_of(seen).size == (SIZE, SIZE) and "a red picture" in question["text"]
+        return Reply("Fine.\nScore: 7")
+
+    with ChatServer(reply) as server:
+        servers = specs_of({"judge": RewardServerConfig(url=server.url)})
+        function = load_reward_function(f"{FOLDER / 'picture_judge'}.py:compute_score", {}, servers=servers)
+        (scores,) = function.score(rows([picture]))
+
+    assert scores == pytest.approx({"overall": 0.7, "score": 0.7, "verdict": 1.0})
+
+
+class Detector(BaseHTTPRequestHandler):
+    """Meets half of the checks of every picture, and all if none is wanted."""
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        results = []
+        for each in body["pictures"]:
+            assert Image.open(io.BytesIO(base64.b64decode(each["image"]))).size == (SIZE, SIZE)
+            wanted = each["metadata"]["include"]
+            results.append({"score": 0.5 if wanted else 1.0, "strict": not wanted})
+        answer = json.dumps({"results": results}).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def detector(monkeypatch):
+    with ThreadingHTTPServer(("127.0.0.1", 0), Detector) as server:
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        monkeypatch.setenv("GENEVAL_URL", f"http://127.0.0.1:{server.server_address[1]}/")
+        yield
+        server.shutdown()
+
+
+@pytest.mark.parametrize(("is_strict", "overall"), [(False, [0.5, 1.0]), (True, [0.0, 1.0])])
+def test_geneval_asks_an_endpoint_about_the_objects_of_the_rows(detector, is_strict, overall):
+    asked = [row | {"metadata": {"tag": "single_object", "include": wanted}} for row, wanted in
+             zip(rows(pictures(2)), ([{"class": "dog", "count": 1}], []), strict=True)]  # fmt: skip
+    asked[1]["metadata"] = json.dumps(asked[1]["metadata"])  # as some tables have it
+
+    scores = asyncio.run(module_of("geneval").compute_score(asked, is_strict=is_strict))
+
+    assert [one["overall"] for one in scores] == overall
+    assert scores[0] == {"overall": overall[0], "score": 0.5, "strict": 0.0}
+
+
+def test_geneval_names_what_is_missing(detector, monkeypatch):
+    with pytest.raises(ValueError, match="a row needs a column `metadata`"):
+        asyncio.run(module_of("geneval").compute_score(rows(pictures())))
+    monkeypatch.delenv("GENEVAL_URL")
+    with pytest.raises(ValueError, match="GENEVAL_URL must be the URL"):
+        asyncio.run(module_of("geneval").compute_score(rows(pictures())))
+
+
+def test_the_aesthetic_rating_is_that_of_the_published_layers(clip_folder, tmp_path, monkeypatch):
+    generator = torch.Generator().manual_seed(1)
+    widths, places = (32, 1024, 128, 64, 16, 1), (0, 2, 4, 6, 7)
+    weights = {
+        f"layers.{place}.{kind}": torch.randn(*size, generator=generator) / size[-1] ** 0.5
+        for place, (few, many) in zip(places, pairwise(widths), strict=True)
+        for kind, size in (("weight", (many, few)), ("bias", (many,)))
+    }
+    torch.save(weights, tmp_path / "rating.pth")
+    monkeypatch.setenv(CLIP_PATH, str(clip_folder))
+    monkeypatch.setenv("AESTHETIC_MODEL_PATH", str(tmp_path / "rating.pth"))
+    images = pictures(2)
+
+    scores = load("aesthetic", weight=0.1).score(rows(images))
+
+    model, processor = CLIPModel.from_pretrained(clip_folder), CLIPImageProcessor.from_pretrained(clip_folder)
+    whole = [(image * 255).round().byte() for image in images]
+    embeds = model.get_image_features(**processor(whole, return_tensors="pt"))
+    state = getattr(embeds, "pooler_output", embeds)
+    state = state / state.norm(dim=-1, keepdim=True)
+    for place in places:
+        state = state @ weights[f"layers.{place}.weight"].T + weights[f"layers.{place}.bias"]
+    assert [one["rating"] for one in scores] == pytest.approx(state[:, 0].tolist(), rel=1e-4)
+    assert [one["overall"] for one in scores] == pytest.approx((0.1 * state[:, 0]).tolist(), rel=1e-4)
+
+
+def test_the_aesthetic_rating_without_its_files_names_the_variable(clip_folder, monkeypatch):
+    monkeypatch.setenv(CLIP_PATH, str(clip_folder))
+    monkeypatch.delenv("AESTHETIC_MODEL_PATH", raising=False)
+    with pytest.raises(FileNotFoundError, match=r"AESTHETIC_MODEL_PATH .not set. must name a file"):
+        load("aesthetic").score(rows(pictures()))

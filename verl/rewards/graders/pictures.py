@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pictures and frames that a policy made, for reward functions. Imports no torch."""
+
+import io
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+
+def frames_of(reward_input: Mapping[str, Any], num_frames: int = 8) -> list[Image.Image]:
+    """Return the picture of a response, or at most so many frames of its video, spread evenly."""
+    if "videos" not in reward_input:
+        return [as_image(reward_input["images"])]
+    frames = reward_input["videos"]
+    chosen = np.linspace(0, len(frames) - 1, min(num_frames, len(frames))).round().astype(int)
+    return [as_image(frames[number]) for number in chosen.tolist()]
+
+
+def as_image(picture: Any) -> Image.Image:
+    """Return a tensor (3, H, W) from 0 to 1 as an image."""
+    return Image.fromarray((picture * 255).round().byte().permute(1, 2, 0).numpy())
+
+
+def as_png(image: Image.Image) -> bytes:
+    """Return the bytes of a PNG."""
+    image.save(file := io.BytesIO(), format="PNG")
+    return file.getvalue()
