@@ -216,6 +216,7 @@ DEMOS: dict[str, Demo] = {
             "worker.rollout.num_frames=5",
             "worker.rollout.height=16",
             "worker.rollout.width=16",
+            "worker.actor.optim.lr=3.0e-3",
             "trainer.max_steps=60",
         ),
     ),
