@@ -217,7 +217,6 @@ DEMOS: dict[str, Demo] = {
             "worker.rollout.height=16",
             "worker.rollout.width=16",
             "worker.actor.optim.lr=3.0e-3",
-            "trainer.max_steps=60",
         ),
     ),
 }
