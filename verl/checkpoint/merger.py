@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from verl.checkpoint.pipelines import INDEX, merge_pipeline
+from verl.checkpoint.pipelines import merge_pipeline
 from verl.checkpoint.safetensors_files import MAX_FILE_BYTES, cast, write_files, writing
 from verl.checkpoint.sharded import HUGGINGFACE
 from verl.checkpoint.shards import AdaptedShards, Shards, open_shards, reading
 from verl.checkpoint.unread_tensors import copy_unread_files, unread_tensors
+from verl.config.files.model_files import PIPELINE
 from verl.models.families.registry import family_of, load_config, whole_config
 from verl.models.hub_names import HubNames
 from verl.models.lora_weights import is_adapter
@@ -41,7 +42,7 @@ def merge_checkpoint(
     """
     local_dir = Path(local_dir)
     folder = local_dir / HUGGINGFACE
-    if (folder / INDEX).is_file():
+    if (folder / PIPELINE).is_file():
         return merge_pipeline(local_dir, dtype=dtype, base_model=base_model, max_file_bytes=max_file_bytes)
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(

@@ -28,10 +28,10 @@ from verl.checkpoint.sharded import HUGGINGFACE, LORA_ADAPTER
 from verl.checkpoint.shards import FoldedShards, Shards, open_shards, reading
 from verl.checkpoint.tracker import PARTIAL, replace_folder
 from verl.checkpoint.unread_tensors import base_of, folder_of
+from verl.config.files.model_files import PIPELINE
 from verl.models.lora_weights import PREFIX, AdapterFiles, is_adapter, peft_config, peft_name
 from verl.utils.weight_files import save_weights
 
-INDEX = "model_index.json"
 TRANSFORMER = "transformer"  # the part that is trained
 CONFIG = f"{TRANSFORMER}/config.json"
 WEIGHTS = "diffusion_pytorch_model"  # start of the names of diffusers' files
@@ -48,9 +48,9 @@ class PipelineConfigs(NamedTuple):
     @classmethod
     def of(cls, model: str) -> "PipelineConfigs":
         """Read those of a folder, or of a hub name that has been downloaded."""
-        folder = folder_of(model, INDEX, CONFIG)
+        folder = folder_of(model, PIPELINE, CONFIG)
         assert folder is not None, "the pipeline was loaded from it"
-        return cls({name: (folder / name).read_text(encoding="utf-8") for name in (INDEX, CONFIG)})
+        return cls({name: (folder / name).read_text(encoding="utf-8") for name in (PIPELINE, CONFIG)})
 
     def save_pretrained(self, save_directory: str | Path) -> None:
         for name, text in self.texts.items():
@@ -104,7 +104,7 @@ def merge_pipeline(
     with writing([folder / TRANSFORMER]):
         for part in parts:
             _copy_folder(part, folder / part.name)
-        for file in [base / INDEX, *base.glob("LICENSE*")]:
+        for file in [base / PIPELINE, *base.glob("LICENSE*")]:
             shutil.copyfile(file, folder / file.name)
         write_files(folder / TRANSFORMER, tensors, max_file_bytes, WEIGHTS)
     return folder
@@ -113,19 +113,19 @@ def merge_pipeline(
 def _base_folder(local_dir: Path, base_model: str | None) -> Path:
     base = base_model or base_of(local_dir)
     folder = None if base is None else folder_of(base, "*")
-    if folder is None or not (folder / INDEX).is_file():
+    if folder is None or not (folder / PIPELINE).is_file():
         where = (
             f"`--base_model` ({base})" if base_model else f"the base model in {local_dir / MANIFEST} ({base})"
         )
         raise FileNotFoundError(
-            f"{where} has no {INDEX} on this machine: give the folder of the pipeline that training started"
-            " from as `--base_model`"
+            f"{where} has no {PIPELINE} on this machine: give the folder of the pipeline that training"
+            " started from as `--base_model`"
         )
     return folder
 
 
 def _read_index(folder: Path) -> dict[str, Any]:
-    path = folder / INDEX
+    path = folder / PIPELINE
     try:
         index = json.loads(path.read_bytes())
         return index | {"_class_name": str(index["_class_name"])}
@@ -143,7 +143,7 @@ def _other_parts(base: Path, index: Mapping[str, Any]) -> list[Path]:
     missing = [folder for folder in folders if not folder.is_dir()]
     if missing:
         raise FileNotFoundError(
-            f"{missing[0]} is missing, which {base / INDEX} names: give a complete base model as"
+            f"{missing[0]} is missing, which {base / PIPELINE} names: give a complete base model as"
             " `--base_model`"
         )
     return folders

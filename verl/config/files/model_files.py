@@ -34,7 +34,7 @@ class LengthLimit(NamedTuple):
 def read_model_config(model: str) -> dict[str, Any] | None:
     """Return the config of a folder, or of a hub name that was downloaded before; None without one."""
     folder = Path(model) if os.path.isabs(model) else downloaded(model)
-    return None if folder is None else _read(folder / CONFIG)
+    return None if folder is None else read_json(folder / CONFIG)
 
 
 def downloaded(name: str) -> Path | None:
@@ -107,7 +107,7 @@ def folder_problem(model: str, option: str) -> str | None:
         return None  # a checkpoint has its config deeper
     if (folder / PIPELINE).is_file():
         return None
-    adapter = _read(folder / ADAPTER)
+    adapter = read_json(folder / ADAPTER)
     if adapter is not None:
         base = adapter.get("base_model_name_or_path") or "its base model"
         return (
@@ -144,7 +144,8 @@ def weights_problem(model: str) -> str | None:
     return f"({folder}) has no weights such as model.safetensors; it has {', '.join(sorted(names)[:8])}"
 
 
-def _read(path: Path) -> dict[str, Any] | None:
+def read_json(path: Path) -> dict[str, Any] | None:
+    """Read a JSON object; None if the file is missing or holds none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

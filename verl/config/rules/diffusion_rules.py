@@ -9,11 +9,11 @@ from typing import Any
 
 from verl.config.algorithm import EXACT_KL, AlgorithmConfig
 from verl.config.data import DataConfig
-from verl.config.files.model_files import PIPELINE, pipeline_folder
+from verl.config.files.model_files import PIPELINE, pipeline_folder, read_json
 from verl.config.model import ModelConfig
 from verl.config.rollout import RolloutConfig
 from verl.config.rules.pipelines import pipeline_problems
-from verl.config.rules.video_rules import makes_videos, may_divide_tokens, read_json, video_problems
+from verl.config.rules.video_rules import makes_videos, may_divide_tokens, video_problems
 from verl.config.trainer import TrainerConfig
 from verl.config.worker import WorkerConfig
 
@@ -55,7 +55,7 @@ def diffusion_problems(
     if not algorithm.disable_kl:
         yield from _reference(algorithm, has_adapters=worker.actor.model.lora.is_used)
     if folder is not None:
-        longest = LONGEST_PROMPTS.get(read_json(folder / PIPELINE).get("_class_name", ""), math.inf)
+        longest = LONGEST_PROMPTS.get((read_json(folder / PIPELINE) or {}).get("_class_name", ""), math.inf)
         if data.max_prompt_length > longest:
             yield (
                 f"`data.max_prompt_length` ({data.max_prompt_length}) must be at most {longest}, the tokens"

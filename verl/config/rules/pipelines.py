@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl.config.files.model_files import PIPELINE
+from verl.config.files.model_files import PIPELINE, read_json
 from verl.config.rollout import RolloutConfig
-from verl.config.rules.video_rules import EULER, MODEL, VIDEOS, read_json
+from verl.config.rules.video_rules import EULER, MODEL, VIDEOS
 from verl.config.worker import WorkerConfig
 
 
@@ -36,18 +36,18 @@ PIPELINES: dict[str, Pipeline] = {
 
 def pipeline_problems(worker: WorkerConfig, folder: Path) -> Iterator[str]:
     """Yield what of a folder with a `model_index.json` cannot be trained or does not fit the options."""
-    name = read_json(folder / PIPELINE).get("_class_name")
+    name = (read_json(folder / PIPELINE) or {}).get("_class_name")
     if name not in PIPELINES:
         yield f"`{MODEL}` ({folder}) is a {name}, must be one of {sorted([*PIPELINES, *VIDEOS])}"
         return
     pipeline, rollout = PIPELINES[name], worker.rollout
-    scheduler = read_json(folder / "scheduler" / "scheduler_config.json").get("_class_name")
+    scheduler = (read_json(folder / "scheduler" / "scheduler_config.json") or {}).get("_class_name")
     if scheduler not in pipeline.schedulers:
         yield (
             f"the scheduler of `{MODEL}` ({folder}) must be one of {pipeline.schedulers}, whose steps are"
             f" those of a flow, got {scheduler}"
         )
-    transformer, vae = (read_json(folder / part / "config.json") for part in ("transformer", "vae"))
+    transformer, vae = (read_json(folder / part / "config.json") or {} for part in ("transformer", "vae"))
     yield from _size(rollout, pipeline, transformer, vae)
     if pipeline.reads_guidance and not transformer.get("guidance_embeds") and rollout.guidance_scale > 1:
         yield (

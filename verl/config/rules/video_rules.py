@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from verl.config.files.model_files import PIPELINE
+from verl.config.files.model_files import PIPELINE, read_json
 from verl.config.rollout import RolloutConfig
 from verl.config.worker import WorkerConfig
 
@@ -21,7 +21,7 @@ OTHER_SIGMAS = (
 
 def makes_videos(folder: Path) -> bool:
     """Return whether a folder is a diffusers pipeline that makes videos."""
-    return read_json(folder / PIPELINE).get("_class_name") in VIDEOS
+    return (read_json(folder / PIPELINE) or {}).get("_class_name") in VIDEOS
 
 
 def may_divide_tokens(folder: Path) -> bool:
@@ -47,13 +47,13 @@ def video_problems(worker: WorkerConfig, folder: Path) -> Iterator[str]:
 
 
 def _has_second_transformer(folder: Path) -> bool:
-    index = read_json(folder / PIPELINE)
+    index = read_json(folder / PIPELINE) or {}
     return any(index.get("transformer_2") or ()) or index.get("boundary_ratio") is not None
 
 
 def _scheduler(folder: Path) -> Iterator[str]:
     path = folder / "scheduler" / "scheduler_config.json"
-    config = read_json(path)
+    config = read_json(path) or {}
     name = config.get("_class_name")
     if name not in (EULER, UNIPC):
         yield f"the scheduler of `{MODEL}` ({folder}) must be {EULER} or {UNIPC}, got {name}"
@@ -74,7 +74,7 @@ def _scheduler(folder: Path) -> Iterator[str]:
 
 
 def _size(rollout: RolloutConfig, folder: Path) -> Iterator[str]:
-    vae = read_json(folder / "vae" / "config.json")
+    vae = read_json(folder / "vae" / "config.json") or {}
     time, space = vae.get("scale_factor_temporal", 4), vae.get("scale_factor_spatial", 8)
     frames, patch = rollout.num_frames, _transformer(folder).get("patch_size", [1, 2, 2])
     if (frames - 1) % time:
@@ -95,12 +95,4 @@ def _size(rollout: RolloutConfig, folder: Path) -> Iterator[str]:
 
 
 def _transformer(folder: Path) -> dict[str, Any]:
-    return read_json(folder / "transformer" / "config.json")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a file of JSON; empty if it is missing or damaged."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
+    return read_json(folder / "transformer" / "config.json") or {}

@@ -4,13 +4,13 @@
 import json
 from pathlib import Path
 
+from verl.config.files.model_files import PIPELINE
 from verl.diffusion.families.flux import Flux
 from verl.diffusion.families.interface import DiffusionFamily
 from verl.diffusion.families.qwen_image import QwenImage
 from verl.diffusion.families.sd3 import SD3
 from verl.diffusion.families.wan import Wan
 
-INDEX = "model_index.json"
 FAMILIES: tuple[DiffusionFamily, ...] = (SD3(), Flux(), QwenImage(), Wan())
 
 
@@ -20,10 +20,10 @@ def family_of(folder: Path, option: str = "worker.actor.model.model_path") -> Di
     Raises:
         ValueError: It is no such folder, or of a pipeline that no family has.
     """
-    index = folder / INDEX
+    index = folder / PIPELINE
     if not index.is_file():
         raise ValueError(
-            f"`{option}` ({folder}) must be a folder of diffusers with a {INDEX}, which it lacks"
+            f"`{option}` ({folder}) must be a folder of diffusers with a {PIPELINE}, which it lacks"
         )
     name = json.loads(index.read_text(encoding="utf-8")).get("_class_name")
     known = {pipeline: family for family in FAMILIES for pipeline in family.pipelines}

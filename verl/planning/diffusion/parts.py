@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from verl.diffusion.families.registry import INDEX
+from verl.config.files.model_files import PIPELINE
 
 CONFIG = "config.json"
 TRANSFORMER, VAE = "transformer", "vae"
@@ -40,4 +40,4 @@ def num_bytes(module: nn.Module, number: int) -> int:
 
 def index_of(folder: Path) -> dict[str, Any]:
     """Read the classes of a pipeline's parts."""
-    return json.loads((folder / INDEX).read_text(encoding="utf-8"))
+    return json.loads((folder / PIPELINE).read_text(encoding="utf-8"))
