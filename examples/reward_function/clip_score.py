@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from verl.rewards.graders.pictures import pictures_of
+
 if TYPE_CHECKING:
     from transformers import CLIPImageProcessor, CLIPModel, CLIPTokenizer
 
@@ -69,15 +71,6 @@ def cosines(clip: Clip, pictures: list[Tensor], prompts: list[str]) -> Tensor:
     )
     found = clip.model(**pixels, **tokens)
     return (found.image_embeds * found.text_embeds).sum(-1)  # both have length 1
-
-
-def pictures_of(reward_input: dict[str, Any], num_frames: int) -> list[Tensor]:
-    """Return the picture, or some frames of the video, (3, H, W) each."""
-    if "videos" not in reward_input:
-        return [reward_input["images"]]
-    frames = reward_input["videos"]
-    count = min(num_frames, len(frames))
-    return list(frames[torch.linspace(0, len(frames) - 1, count).round().long()])
 
 
 def compute_score(

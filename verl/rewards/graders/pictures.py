@@ -10,12 +10,17 @@ from PIL import Image
 
 
 def frames_of(reward_input: Mapping[str, Any], num_frames: int = 8) -> list[Image.Image]:
-    """Return the picture of a response, or at most so many frames of its video, spread evenly."""
+    """Return the images of `pictures_of`."""
+    return [as_image(picture) for picture in pictures_of(reward_input, num_frames)]
+
+
+def pictures_of(reward_input: Mapping[str, Any], num_frames: int = 8) -> list[Any]:
+    """Return the picture of a response (3, H, W), or at most so many frames of its video, spread evenly."""
     if "videos" not in reward_input:
-        return [as_image(reward_input["images"])]
+        return [reward_input["images"]]
     frames = reward_input["videos"]
     chosen = np.linspace(0, len(frames) - 1, min(num_frames, len(frames))).round().astype(int)
-    return [as_image(frames[number]) for number in chosen.tolist()]
+    return [frames[number] for number in chosen.tolist()]
 
 
 def as_image(picture: Any) -> Image.Image:
