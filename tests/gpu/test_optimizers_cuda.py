@@ -9,6 +9,7 @@ from tests.helpers.optimizers import IN_BF16, MARKED_STRATEGIES, Parameters, gra
 
 UPDATES, RATE = 3, 1e-2
 BF16_STEP = 2**-5  # of weights below 8
+BF16_SPACING = 2**-7  # relative to a weight, at most
 DIFFERENCE = {  # at most
     "adamw": 1e-5,
     "adamw_bf16": BF16_STEP,  # rounded to the other side
@@ -42,6 +43,7 @@ def test_a_device_updates_as_the_cpu_does(strategy, device):
         run_apart(updated, strategy, place, device=place) for place in ("cpu", device)
     )
 
+    spacing = BF16_SPACING if strategy == "adamw_bf16_sr" else 0.0
     for start, one, other in zip(before, expected, found, strict=True):
         assert abs(one - other).max() <= DIFFERENCE[strategy]
-        assert abs(one - other).mean() < 0.3 * abs(one - start).mean()
+        assert abs(one - other).mean() < 0.3 * abs(one - start).mean() + spacing * abs(one).mean()

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import pytest
 import torch
 from transformers import Qwen2Config, Qwen3VLMoeConfig
 
@@ -52,6 +53,23 @@ def test_weights_that_the_engine_holds_in_float32_are_not_rounded():
 
     assert [tensor.dtype for tensor in engine.read.values()] == [torch.bfloat16] * 2 + [torch.float32]
     assert torch.equal(engine.read["model.gate.e_score_correction_bias"], value)
+
+
+@pytest.mark.parametrize("reported", ["experts.w2_weight", "experts.routed_experts.w2_weight"])
+def test_experts_are_reached_by_either_name_that_vllm_reports(reported):
+    class Engine(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.experts = torch.nn.Module()
+            self.experts.routed_experts = torch.nn.Module()
+            self.experts.routed_experts.w2_weight = torch.nn.Parameter(torch.zeros(1))
+
+        def load_weights(self, weights):
+            return {reported for _ in weights}
+
+    loaded = load_into(Engine(), [("experts.w2", torch.ones(1))], Qwen2Config(), torch.float32)
+
+    assert loaded == {"experts.routed_experts.w2_weight"}
 
 
 def test_buffers_keep_their_precision_when_weights_are_gathered():

@@ -100,8 +100,6 @@ def load_adapter(engine: Any, adapter: EngineAdapter, tensors: Mapping[str, Tens
     manager = engine.model_executor.driver_worker.worker.model_runner.lora_manager
     adapters = manager._adapter_manager
     mapper: Any = getattr(adapters.model, "hf_to_vllm_mapper", None)
-    if hasattr(mapper, "get_rename_mapper"):
-        mapper = mapper.get_rename_mapper()
     lora = LoRAModel.from_lora_tensors(
         ADAPTER_ID,
         # cloned, because vLLM multiplies the scale into them
@@ -109,12 +107,21 @@ def load_adapter(engine: Any, adapter: EngineAdapter, tensors: Mapping[str, Tens
         PEFTHelper.from_dict(peft_config(adapter.config, adapter.modules)),
         device="cpu",
         dtype=manager.lora_config.lora_dtype,
-        weights_mapper=mapper,
+        weights_mapper=_without_joining(mapper),
     )
     _check_all_applied(adapters, lora)
     manager.remove_adapter(ADAPTER_ID)
     adapters.add_adapter(lora)
     adapters.activate_adapter(ADAPTER_ID)
+
+
+def _without_joining(mapper: Any) -> Any:
+    # the manager joins the adapters of q, k and v itself, and finds them by their own names
+    methods = ("get_rename_mapper", "get_unstacked_mapper")  # of vLLM 0.32 and 0.26
+    rename = next((getattr(mapper, name) for name in methods if hasattr(mapper, name)), None)
+    if mapper is not None and rename is None:
+        raise RuntimeError(f"this vLLM's {type(mapper).__name__} has none of {', '.join(methods)}")
+    return rename() if rename else None
 
 
 def _check_all_applied(adapters: Any, lora: Any) -> None:

@@ -15,6 +15,7 @@ from verl.models.families.interface import MediaFamily
 from verl.models.families.registry import family_of, transposed_experts
 
 TIED_HEAD = "lm_head.weight"
+EXPERTS = ".routed_experts."  # module of vLLM in a layer's experts
 
 
 def engine_weights(
@@ -56,10 +57,13 @@ def load_into(
     # rounded to bfloat16, the biases by which experts are chosen would choose others
     wide = {_end(name) for name, param in model.named_parameters() if param.dtype == torch.float32}
     weights = engine_weights(named_tensors, hf_config, dtype, wide)
-    loaded = set(model.load_weights(weights))
+    reported = set(model.load_weights(weights))
     for _ in weights:  # a loader may stop early, but gathering is collective
         pass
-    missing = {name for name, _ in model.named_parameters()} - loaded
+    names = {name for name, _ in model.named_parameters()}
+    # vLLM 0.26 reports a layer's experts by the name of the layer: `experts.w2_weight`
+    loaded = {name for name in names if name in reported or name.replace(EXPERTS, ".") in reported}
+    missing = names - loaded
     if missing and missing != frozen:
         raise RuntimeError(f"weight sync did not reach parameters of the rollout engine: {sorted(missing)}")
     return loaded
