@@ -536,7 +536,7 @@ def main() -> None:
     device = torch.device(resolve_device(options.device))
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group(
-            backend_of(device.type),
+            backend_of(device.type).groups,
             store=dist.FileStore(str(Path(folder) / "ranks"), 1),
             rank=0,
             world_size=1,

@@ -173,7 +173,7 @@ def run_part(
     report = Report()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port))  # the engine joins by these
-    dist.init_process_group(backend_of(options.device), store=store, rank=0, world_size=1)
+    dist.init_process_group(backend_of(options.device).groups, store=store, rank=0, world_size=1)
     try:
         work(report, Place(device, options.tiny, options.models), options.case)
     finally:

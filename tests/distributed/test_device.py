@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from tests.helpers.copies import CountCopies
+from verl.config.trainer import DEVICES
+from verl.distributed.backends import BACKENDS
 from verl.distributed.device import (
     backend_of,
     memory_metrics,
@@ -23,6 +25,10 @@ def test_auto_is_cuda_only_if_torch_sees_a_gpu():
     assert resolve_device("cpu") == "cpu"
 
 
+def test_the_option_offers_the_kinds_that_there_are():
+    assert ("auto", *BACKENDS) == DEVICES
+
+
 def test_another_device_is_refused():
     with pytest.raises(ValueError, match=r"`trainer.device` must be one of"):
         resolve_device("tpu")
@@ -36,10 +42,19 @@ def test_cuda_without_a_gpu_is_refused_with_the_remedy():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_gpus_of_other_machines_are_used_when_asked_for_and_never_ignored_silently():
-    assert resolve_device("cuda", cluster_gpus=8) == "cuda"
-    assert resolve_device("cpu", cluster_gpus=8) == "cpu"
+    assert resolve_device("cuda", {"CPU": 64.0, "GPU": 8.0}) == "cuda"
+    assert resolve_device("cpu", {"CPU": 64.0, "GPU": 8.0}) == "cpu"
     with pytest.raises(RuntimeError, match=r"has 8: set trainer.device=cuda .*, or trainer.device=cpu"):
-        resolve_device("auto", cluster_gpus=8)
+        resolve_device("auto", {"CPU": 64.0, "GPU": 8.0})
+    with pytest.raises(RuntimeError, match=r"has 8: set trainer.device=npu .*, or trainer.device=cpu"):
+        resolve_device("auto", {"CPU": 64.0, "NPU": 8.0})
+    assert resolve_device("auto", {"CPU": 64.0}) == "cpu"
+
+
+@pytest.mark.parametrize("device", ["npu", "xpu"])
+def test_a_kind_of_gpu_that_torch_cannot_use_is_refused(device):
+    with pytest.raises(RuntimeError, match=rf"\({device}\) needs a GPU .* set trainer.device=cpu"):
+        resolve_device(device)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
@@ -49,8 +64,10 @@ def test_a_rank_on_a_node_without_a_gpu_says_which_node():
 
 
 def test_gloo_serves_cpu_tensors_on_every_device():
-    assert backend_of("cpu") == "cpu:gloo"
-    assert backend_of("cuda") == "cpu:gloo,cuda:nccl"
+    assert backend_of("cpu").groups == "cpu:gloo"
+    assert backend_of("cuda").groups == "cpu:gloo,cuda:nccl"
+    assert backend_of(torch.device("cuda", 1)).groups == "cpu:gloo,cuda:nccl"
+    assert backend_of("npu:0").groups == "cpu:gloo,npu:hccl"
 
 
 def test_a_seed_repeats_all_three_generators():

@@ -22,7 +22,7 @@ def _enter(device: str, port: int) -> None:
 
     set_device(device, local_rank=0)
     torch.backends.cudnn.allow_tf32 = False  # convolutions of the vision tower round to 10 bits otherwise
-    torch.distributed.init_process_group(backend_of(device), rank=0, world_size=1)
+    torch.distributed.init_process_group(backend_of(device).groups, rank=0, world_size=1)
 
 
 def _new_process(device: str) -> ProcessPoolExecutor:

@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.architecture.source import ROOT
-from verl.distributed import device as devices
+from verl.distributed.backends import BACKENDS
 from verl.models.fused_log_probs import linear_kl, linear_log_probs
 from verl.models.head import eager_softmax, triton_softmax
 from verl.models.head.choice import softmax_for
@@ -146,7 +147,7 @@ class Outputs(TorchDispatchMode):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_fake_tensors_pass_the_kernels_without_a_launch_and_nothing_as_large_as_logits_is_made(choice, dtype):
-    choice.setattr(devices, "GPUS", {"cpu"})
+    choice.setitem(BACKENDS, "cpu", replace(BACKENDS["cpu"], resource="GPU", has_kernels=True))
     choice.setattr(triton_softmax, "_launch", None)
     rows = 15  # of a chunk
     with FakeTensorMode():

@@ -2,18 +2,18 @@
 """Defaults of a run on CPU; given values and runs on GPUs stay as they are."""
 
 import os
+from dataclasses import replace
 
 import pytest
 
 from verl.config.ppo import PPOConfig
 from verl.config.schema import list_options, load_config
 from verl.config.sft import SFTConfig
-from verl.planning import device_defaults as module
+from verl.distributed.backends import BACKENDS, hiding_variables, shown_backend
 from verl.planning.device_defaults import (
     chosen_for_device,
     cpu_defaults,
     device_defaults,
-    has_gpu,
     load_run_config,
 )
 from verl.trainer.main import main
@@ -30,7 +30,8 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "reward.py").write_text("def f(reward_inputs): return []\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(module, "GPU_FILES", (str(tmp_path / "gpu"),))
+    for name in ("cuda", "npu"):
+        monkeypatch.setitem(BACKENDS, name, replace(BACKENDS[name], files=(str(tmp_path / name),)))
     return tmp_path
 
 
@@ -87,12 +88,21 @@ def test_with_cuda_nothing_changes(device, monkeypatch):
 
 @pytest.mark.parametrize("visible, found", [(None, True), ("0,1", True), ("", False), ("-1", False)])
 def test_with_a_visible_gpu_nothing_changes(folder, monkeypatch, visible, found):
-    (folder / "gpu").touch()
+    (folder / "cuda").touch()
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
 
-    assert has_gpu() is found
+    assert shown_backend() == (BACKENDS["cuda"] if found else None)
     assert (load_run_config(PPOConfig, REQUIRED) == load_config(PPOConfig, REQUIRED)) is found
+
+
+def test_another_kind_of_gpu_counts_unless_it_is_hidden(folder, monkeypatch):
+    (folder / "npu").touch()
+    assert shown_backend() == BACKENDS["npu"]
+
+    for name, value in hiding_variables().items():
+        monkeypatch.setenv(name, value)
+    assert shown_backend() is None
 
 
 def test_every_default_belongs_to_an_option():

@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
+from dataclasses import replace
+
 import pytest
 
 from verl.config.trainer import TrainerConfig
+from verl.distributed.backends import BACKENDS
 from verl.trainer import command
 from verl.trainer.command import check_cores, check_run
 
@@ -33,7 +36,7 @@ def test_a_run_that_may_find_more_cores_or_needs_none_is_left_alone(monkeypatch)
 
 
 def test_a_machine_without_gpu_is_told_before_torch_is_imported(monkeypatch):
-    monkeypatch.setattr("verl.distributed.gpus.DEVICES", ())
+    monkeypatch.setattr("verl.distributed.gpus.gpu_backends", tuple)
     monkeypatch.setattr("verl.distributed.gpus.list_gpus", list)
 
     with pytest.raises(RuntimeError, match=r"`trainer.device` \(cuda\) needs a GPU, and this machine shows"):
@@ -42,7 +45,8 @@ def test_a_machine_without_gpu_is_told_before_torch_is_imported(monkeypatch):
 
 def test_a_gpu_that_no_driver_reports_is_left_to_torch(monkeypatch, tmp_path):
     (tmp_path / "nvidia0").write_text("")
-    monkeypatch.setattr("verl.distributed.gpus.DEVICES", (f"{tmp_path}/nvidia[0-9]*",))
+    shown = replace(BACKENDS["cuda"], files=(f"{tmp_path}/nvidia[0-9]*",))
+    monkeypatch.setattr("verl.distributed.gpus.gpu_backends", lambda: (shown,))
     monkeypatch.setattr("verl.distributed.gpus.list_gpus", list)
 
     check_run(TrainerConfig(device="cuda", logger=("console",), save_checkpoint_path=str(tmp_path)))

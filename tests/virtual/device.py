@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The device type `vgpu`: a GPU without memory, kernels or values, on any build of torch.
 
-`install` registers it with torch and with `verl.distributed.device`, so that the project takes its GPU
-branches. Its tensors are fake tensors of `VirtualGPU` (`tests/virtual/mode.py`).
+`install` registers it with torch and adds it to `verl.distributed.backends`, so that the project takes its
+GPU branches. Its tensors are fake tensors of `VirtualGPU` (`tests/virtual/mode.py`).
 """
 
 import contextlib
@@ -14,9 +14,20 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # registers t
 from torch.utils import backend_registration
 
 from tests.virtual.tally import Tally
-from verl.distributed import device as devices
+from verl.distributed.backends import BACKENDS, DeviceBackend
 
 TYPE = "vgpu"
+
+
+class VirtualBackend(DeviceBackend):
+    """A kind of its own, on which CPU tensors have collectives without values too."""
+
+    @property
+    def groups(self) -> str:
+        return f"cpu:{self.collective},{self.name}:{self.collective}"
+
+
+BACKEND = VirtualBackend(TYPE, collective="fake", resource="GPU", has_kernels=True)
 
 
 class Stream:
@@ -86,6 +97,9 @@ class Module(backend_registration._DummyBackendModule):
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.bfloat16, torch.float16]
 
+    def get_device_capability(self, device: Any = None) -> tuple[int, int]:
+        return 0, 0  # that of no package's kernels
+
     def get_device_properties(self, device: Any = None) -> Any:
         raise RuntimeError("a virtual GPU has no properties")
 
@@ -97,10 +111,9 @@ def install(tally: Tally) -> None:
         True
     )  # `torch.tensor(data, device=...)` fills host memory, then copies
     torch.autograd.set_multithreading_enabled(False)  # a device's own thread would need its streams
-    devices.GPUS.add(TYPE)
-    devices.BACKENDS[TYPE] = f"cpu:fake,{TYPE}:fake"
+    BACKENDS[TYPE] = BACKEND
 
 
 def start_processes(rank: int, world_size: int) -> None:
     """Start a process group of ranks that do not exist."""
-    dist.init_process_group(devices.BACKENDS[TYPE], rank=rank, world_size=world_size, store=FakeStore())
+    dist.init_process_group(BACKEND.groups, rank=rank, world_size=world_size, store=FakeStore())

@@ -37,6 +37,7 @@ from verl.checkpoint.manifest import (
     write_manifest,
 )
 from verl.checkpoint.storage import ShardReader, read_tensors
+from verl.distributed.device import gpu_random_state, set_gpu_random_state
 from verl.distributed.fsdp import persistent_buffers, sharded_parameters, zeros_sharded_like
 from verl.models.lora_weights import tensors_to_save
 from verl.utils.rank_logger import get_logger
@@ -168,7 +169,7 @@ def random_state() -> dict[str, Any]:
         "python": random.getstate(),
         "numpy": (name, torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(gauss)),
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "cuda": gpu_random_state(),  # of any kind of GPU; the name is that of earlier checkpoints
     }
 
 
@@ -177,8 +178,7 @@ def set_random_state(state: dict[str, Any]) -> None:
     name, keys, *others = state["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), *others))
     torch.set_rng_state(state["torch"])
-    if state["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+    set_gpu_random_state(state["cuda"])
 
 
 def _write_files(

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 
 from verl.config.files.paths import model_source
 from verl.config.model import DTYPES
+from verl.distributed.backends import BACKENDS
 from verl.trainer.command import at_least
 from verl.trainer.evaluation.model_folder import loadable
 from verl.trainer.run.exit_status import BAD_INPUT, FAILED, FOR_THE_USER, INTERRUPTED, raised_by_us
@@ -86,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-length", type=at_least(2), help="longest conversation (default: the model's, at most 8192)")
     add("--seed", type=at_least(0), default=1, help="random seed (default: 1)")
     add("--dtype", choices=sorted(DTYPES), help="of the weights (default: bf16 on GPUs, fp32 on CPU)")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: cuda if there is a GPU")
+    add("--device", choices=("auto", *BACKENDS), default="auto", help="default: a GPU if there is one")
     add("--format-prompt", type=Path, metavar="FILE", help="template of each message, as data.format_prompt")
     add(
         "--chat-template",

@@ -13,7 +13,7 @@ from verl.data.media.loader import MediaLoader
 from verl.data.media.sizes import MediaOptions, chosen_limits
 from verl.data.prompt_template import PromptFormat
 from verl.data.tokenizer import load_processor, load_tokenizer
-from verl.distributed.device import resolve_device
+from verl.distributed.device import is_gpu, resolve_device
 from verl.models.families.registry import load_config
 from verl.workers.rollout.base import SamplingOptions
 from verl.workers.rollout.standalone import standalone_engine
@@ -40,7 +40,7 @@ def open_conversation(model: str, options: argparse.Namespace) -> Iterator[Conve
         temperature=options.temperature, top_p=options.top_p, top_k=options.top_k,
         max_tokens=options.max_tokens,
     )  # fmt: skip
-    dtype = options.dtype or ("bf16" if device == "cuda" else "fp32")
+    dtype = options.dtype or ("bf16" if is_gpu(device) else "fp32")
     chat_template = ChatTemplate(tokenizer, None if processor is None else processor.chat_template)
     prompt_format = PromptFormat(None if options.format_prompt is None else str(options.format_prompt))
     with standalone_engine(

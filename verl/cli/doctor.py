@@ -36,6 +36,7 @@ from verl.config.hints.renamed_keys import VERL_KEYS
 from verl.config.ppo import PPOConfig
 from verl.config.schema import ConfigError
 from verl.config.trainer import RunConfig
+from verl.distributed.backends import BACKENDS, USUAL_GPU
 from verl.distributed.gpus import Gpu, list_gpus, old_driver, unready_fabric
 from verl.planning.device_defaults import load_run_config
 from verl.rewards.sandbox.outcome import REMEDY, Isolation, is_unsafe_allowed
@@ -46,6 +47,7 @@ from verl.utils.cuda_builds import repair_cuda_builds
 from verl.utils.host_memory import container_limit, machine_bytes
 from verl.utils.version_check import NAME, VLLM_PACKAGES, check_versions, find_version, name_clash
 
+SHOWN = BACKENDS[USUAL_GPU].visible[0]
 GIB = 1 << 30
 CONNECT_S = 5.0
 USED_SHARE = 0.1  # of a GPU's memory: more belongs to another program
@@ -219,27 +221,28 @@ def check_gpus(gpus: Sequence[Gpu], device: str, num_wanted: int) -> list[Findin
         import torch  # noqa: PLC0415 - a torch that cannot be imported is a finding
     except (ImportError, OSError) as error:
         return [Finding("gpus", Level.FAIL, f"torch: {error}", "reinstall torch, see the README")]
-    if not gpus and not torch.cuda.is_available():
+    module = torch.get_device_module(USUAL_GPU)
+    if not gpus and not module.is_available():
         remedy = "set trainer.device=cpu, or install the driver"
         found = "the driver lists none: runs use the CPU"
-        return [judge("gpus", found, remedy, fails=device == "cuda")]
+        return [judge("gpus", found, remedy, fails=device == USUAL_GPU)]
     driver = gpus[0].driver if gpus else "unknown"
     found = f"{', '.join(gpu.name for gpu in gpus)}; driver {driver}, torch for CUDA {torch.version.cuda}"
     if device == "cpu":
         return [Finding("gpus", Level.OK, f"{found}; not used: trainer.device=cpu")]
     if torch.version.cuda is None:
         return [Finding("gpus", Level.FAIL, found, f"pip install '{NAME}[gpu]' into a new environment")]
-    if not torch.cuda.is_available():
-        remedy = "a newer driver (`nvidia-smi` shows its CUDA version), or unset CUDA_VISIBLE_DEVICES"
+    if not module.is_available():
+        remedy = f"a newer driver (`nvidia-smi` shows its CUDA version), or unset {SHOWN}"
         reason = old_driver(driver, torch.version.cuda) or "torch sees none"
         return [Finding("gpus", Level.FAIL, f"{found}; {reason}", remedy)]
     findings = [Finding("gpus", Level.OK, found)]
-    if torch.cuda.device_count() < num_wanted:
-        remedy = "lower `trainer.n_gpus_per_node`, or unset CUDA_VISIBLE_DEVICES"
-        found = f"{torch.cuda.device_count()} usable, a run takes {num_wanted} on each node"
+    if module.device_count() < num_wanted:
+        remedy = f"lower `trainer.n_gpus_per_node`, or unset {SHOWN}"
+        found = f"{module.device_count()} usable, a run takes {num_wanted} on each node"
         findings.append(Finding("number of gpus", Level.FAIL, found, remedy))
-    capabilities = {torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())}
-    return [*findings, _check_architectures(capabilities, torch.cuda.get_arch_list()), _check_memory(gpus)]
+    capabilities = {module.get_device_capability(index) for index in range(module.device_count())}
+    return [*findings, _check_architectures(capabilities, module.get_arch_list()), _check_memory(gpus)]
 
 
 def _check_architectures(capabilities: set[tuple[int, int]], built_for: Sequence[str]) -> Finding:
@@ -301,7 +304,7 @@ def _check_memory(gpus: Sequence[Gpu]) -> Finding:
     ]
     sizes = ", ".join(f"{gpu.memory_mib / 1024:.0f} GiB" for gpu in gpus)
     found = f"in use: {', '.join(used)}" if used else f"free: {sizes or 'not reported by the driver'}"
-    remedy = "end the programs that `nvidia-smi` lists, or choose GPUs with CUDA_VISIBLE_DEVICES"
+    remedy = f"end the programs that `nvidia-smi` lists, or choose GPUs with {SHOWN}"
     return judge("gpu memory", found, remedy, warns=used)
 
 

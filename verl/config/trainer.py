@@ -22,6 +22,7 @@ from verl.config.schema import option
 NEVER = (-1, 0)  # values of `*_freq` and of limits that turn them off
 FLASH_MODULES = ("flash_attn", "flash_attn_interface")  # of FlashAttention 2 and 4, and of 3
 WORLD = "`trainer.nnodes` x `trainer.n_gpus_per_node`"
+DEVICES = ("auto", "cpu", "cuda", "npu", "xpu")  # as in `verl.distributed.backends`
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class RunConfig:
     )
     nnodes: int = option(1, "Number of nodes.", minimum=1)
     n_gpus_per_node: int = option(8, "GPUs per node; on CPU, worker processes per node.", minimum=1)
-    device: str = option("auto", "Device; `auto` is cuda if available.", choices=("auto", "cuda", "cpu"))
+    device: str = option("auto", "Device; `auto` is the first kind of GPU here.", choices=DEVICES)
     val_freq: int = option(-1, "Steps per validation; -1 is the last step.", minimum=1, also=NEVER, example=5)
     val_before_train: bool = option(True, "Validate before the first step.")
     val_only: bool = option(False, "Validate once and do not train.")

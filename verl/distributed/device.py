@@ -1,74 +1,128 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Differences between CPU and CUDA: device selection, backends, memory readings, seeds."""
+"""Differences between the CPU and GPUs: device selection, transfers, memory readings, seeds."""
 
+import importlib
+import importlib.util
 import os
 import random
 import resource
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TypeVar
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from verl.distributed.backends import BACKENDS, DeviceBackend, gpu_backends
+
 T = TypeVar("T")
 
-# gloo serves CPU tensors: objects and offloaded weights.
-BACKENDS = {"cpu": "cpu:gloo", "cuda": "cpu:gloo,cuda:nccl"}
-GPUS = {"cuda"}  # types of device with memory of their own
 GIB = 1024**3
 
 
-def resolve_device(name: str, cluster_gpus: int = 0) -> str:
-    """Return "cuda" or "cpu" for `trainer.device`; "auto" is CUDA if this machine has a GPU.
+def resolve_device(name: str, cluster: Mapping[str, float] = MappingProxyType({})) -> str:
+    """Return the type of device for `trainer.device`; "auto" is the first kind that this machine has.
 
-    `cluster_gpus` counts the GPUs of the Ray cluster: "cuda" runs on them from a machine without one.
+    `cluster` counts the devices of the Ray cluster by its names for them, such as {"GPU": 8.0}: a run on GPUs
+    may start from a machine without one.
     """
-    if name not in ("auto", "cuda", "cpu"):
-        raise ValueError(f"`trainer.device` must be one of ['auto', 'cuda', 'cpu'], got {name!r}")
-    if name == "cuda" and not cluster_gpus and not torch.cuda.is_available():
-        raise RuntimeError(
-            "`trainer.device` (cuda) needs a GPU and a CUDA build of torch,"
-            f" found torch {torch.__version__} and no usable GPU:"
-            " set trainer.device=cpu or repair the installation"
-        )
-    if name == "auto" and cluster_gpus and not torch.cuda.is_available():
-        # The config has the defaults for CPU by now, and the GPUs would idle unnoticed.
-        raise RuntimeError(
-            f"`trainer.device` (auto) finds no usable GPU on this machine (torch {torch.__version__}),"
-            f" but the cluster has {cluster_gpus}: set trainer.device=cuda to train on them, or"
-            " trainer.device=cpu"
-        )
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return name
+    if name not in ("auto", *BACKENDS):
+        raise ValueError(f"`trainer.device` must be one of {['auto', *BACKENDS]}, got {name!r}")
+    if name != "auto":
+        backend = BACKENDS[name]
+        if backend.is_gpu and not cluster.get(backend.resource) and not is_usable(backend):
+            raise RuntimeError(
+                f"`trainer.device` ({name}) needs a GPU and a build of torch for it, found {_found(backend)}:"
+                " set trainer.device=cpu or repair the installation"
+            )
+        return name
+    usable = next(filter(is_usable, gpu_backends()), None)
+    if usable is not None:
+        return usable.name
+    for backend in gpu_backends():
+        if count := cluster.get(backend.resource):
+            # The config has the defaults for CPU by now, and the GPUs would idle unnoticed.
+            raise RuntimeError(
+                f"`trainer.device` (auto) finds no usable GPU on this machine (torch {torch.__version__}),"
+                f" but the cluster has {count:g}: set trainer.device={backend.name} to train on them, or"
+                " trainer.device=cpu"
+            )
+    return "cpu"
+
+
+def is_usable(backend: DeviceBackend) -> bool:
+    """Return whether torch can use a device of this kind in this process."""
+    if backend.package is not None and importlib.util.find_spec(backend.package) is None:
+        return False
+    module = module_of(backend.name)
+    return module is not None and module.is_available()
+
+
+def module_of(device: torch.device | str) -> Any:
+    """Return the part of torch for a device, such as `torch.xpu`; None for the CPU and unknown kinds."""
+    backend = backend_of(device)
+    if not backend.is_gpu:
+        return None
+    if backend.package is not None:
+        importlib.import_module(backend.package)
+    return getattr(torch, backend.name, None)
+
+
+def backend_of(device: torch.device | str) -> DeviceBackend:
+    """Return the kind of a device; tensors without storage (`meta`) are on the CPU."""
+    kind = device.partition(":")[0] if isinstance(device, str) else device.type
+    return BACKENDS.get(kind, BACKENDS["cpu"])
 
 
 def is_gpu(device: torch.device | str) -> bool:
-    return torch.device(device).type in GPUS
+    """Return whether a device has memory of its own."""
+    return backend_of(device).is_gpu
 
 
-def backend_of(device: str) -> str:
-    return BACKENDS[device]
+def has_kernels(device: torch.device | str) -> bool:
+    """Return whether CUDA's kernels for attention and the head run on a device."""
+    return backend_of(device).has_kernels
+
+
+def group_device(group: dist.ProcessGroup | None = None) -> str:
+    """Return the type of device whose tensors the collectives of a group take."""
+    return next((kind.name for kind in gpu_backends() if dist.get_backend(group) == kind.collective), "cpu")
+
+
+def device_name(device: torch.device | str | None = None) -> str | None:
+    """Return the name of a GPU, by default of the first kind that torch can use; None for the CPU."""
+    kinds = filter(is_usable, gpu_backends()) if device is None else [backend_of(device)]
+    backend = next(iter(kinds), None)
+    module = None if backend is None else module_of(backend.name)
+    return None if module is None else module.get_device_name(device)
 
 
 def set_device(device: str, local_rank: int) -> torch.device:
     """Make one GPU the current device of this process and return it."""
-    if device == "cpu":
+    backend = backend_of(device)
+    if not backend.is_gpu:
         return torch.device("cpu")
-    if device == "cuda" and not torch.cuda.is_available():
+    if not is_usable(backend):
         raise RuntimeError(
-            "`trainer.device` (cuda) needs a GPU and a CUDA build of torch on every node,"
-            f" {os.uname().nodename} has torch {torch.__version__} and no usable GPU:"
-            " set trainer.device=cpu or repair that node"
+            f"`trainer.device` ({device}) needs a GPU and a build of torch for it on every node,"
+            f" {os.uname().nodename} has {_found(backend)}: set trainer.device=cpu or repair that node"
         )
     # Ray usually makes only a worker's own GPU visible; that is device 0 on every rank.
-    module = torch.get_device_module(device)
+    module = module_of(device)
     index = local_rank % module.device_count()
     module.set_device(index)
     return torch.device(device, index)
+
+
+def _found(backend: DeviceBackend) -> str:
+    lacks = backend.package is not None and importlib.util.find_spec(backend.package) is None
+    missing = f"without {backend.package}" if lacks else "and no usable GPU"
+    return f"torch {torch.__version__} {missing}"
 
 
 def to_device(values: T, device: torch.device | str) -> T:
@@ -95,13 +149,13 @@ def to_device(values: T, device: torch.device | str) -> T:
 def synchronize(device: str) -> None:
     """Wait for queued kernels, so that a clock read next is accurate."""
     if is_gpu(device):
-        torch.get_device_module(device).synchronize()
+        module_of(device).synchronize()
 
 
 def empty_cache(device: torch.device | str) -> None:
     """Release cached blocks to the rollout engine that shares the device."""
     if is_gpu(device):
-        torch.get_device_module(device).empty_cache()
+        module_of(device).empty_cache()
 
 
 def set_seed(seed: int) -> None:
@@ -110,9 +164,22 @@ def set_seed(seed: int) -> None:
     torch.manual_seed(seed)
 
 
+def gpu_random_state() -> Tensor | None:
+    """Return the state of the current GPU's generator; None on a machine without one."""
+    backend = next(filter(is_usable, gpu_backends()), None)
+    return None if backend is None else module_of(backend.name).get_rng_state()
+
+
+def set_gpu_random_state(state: Tensor | None) -> None:
+    """Restore a result of `gpu_random_state`; no effect without a GPU."""
+    backend = next(filter(is_usable, gpu_backends()), None)
+    if state is not None and backend is not None:
+        module_of(backend.name).set_rng_state(state)
+
+
 # Device values are peaks since `reset_peak_memory`.
 def memory_metrics(device: str) -> dict[str, float]:
-    memory = torch.get_device_module(device) if is_gpu(device) else None
+    memory = module_of(device)
     allocated = memory.max_memory_allocated() if memory else 0
     reserved = memory.max_memory_reserved() if memory else 0
     return {
@@ -124,7 +191,7 @@ def memory_metrics(device: str) -> dict[str, float]:
 
 def reset_peak_memory(device: str) -> None:
     if is_gpu(device):
-        torch.get_device_module(device).reset_peak_memory_stats()
+        module_of(device).reset_peak_memory_stats()
 
 
 def resident_bytes() -> int:

@@ -5,11 +5,12 @@ import glob
 import subprocess
 from typing import NamedTuple
 
+from verl.distributed.backends import gpu_backends
+
 QUERY = "name,memory.total,memory.used,driver_version"
 TIMEOUT_S = 60
 OLDEST_DRIVERS = {13: 580, 12: 525}  # by the generation of CUDA that torch was built for
 FABRIC_READY = {"Completed", "N/A", "[N/A]", "Not Supported", "[Not Supported]"}
-DEVICES = ("/dev/nvidia[0-9]*", "/dev/dxg", "/dev/kfd")  # of CUDA, of CUDA in WSL, of ROCm
 
 
 class Gpu(NamedTuple):
@@ -53,7 +54,8 @@ def _ask_driver(query: str) -> str:
 
 def shows_gpu() -> bool:
     """Return whether the system shows a GPU to programs, even if no driver reports it."""
-    return any(map(glob.glob, DEVICES)) or bool(list_gpus())
+    files = (pattern for backend in gpu_backends() for pattern in backend.files)
+    return any(map(glob.glob, files)) or bool(list_gpus())
 
 
 def read_gpus(answer: str) -> list[Gpu]:

@@ -7,12 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from verl.distributed.backends import USUAL_GPU
+from verl.distributed.device import has_kernels, module_of
+
 PAGE = 4096
 
 
 def host_buffer(num_bytes: int, device: torch.device, owner: Any) -> Tensor:
-    """Allocate bytes in host memory, page-locked for a CUDA device until `owner` is gone."""
-    if device.type != "cuda":
+    """Allocate bytes in host memory, page-locked for devices of CUDA until `owner` is gone."""
+    if not has_kernels(device):
         return torch.empty(num_bytes, dtype=torch.uint8)
     # torch's own page-locked memory comes in powers of two, which would waste up to half of it.
     whole = torch.empty(-(-num_bytes // PAGE) * PAGE + PAGE, dtype=torch.uint8)
@@ -40,6 +43,6 @@ def unlock_pages(buffer: Tensor) -> None:
 
 
 def _cuda() -> Any:
-    runtime = torch.cuda.cudart()
+    runtime = module_of(USUAL_GPU).cudart()
     assert runtime is not None, "only called on CUDA"
     return runtime

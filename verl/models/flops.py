@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from verl.distributed.device import device_name
 from verl.distributed.known_gpus import find_gpu
 from verl.models.hub_names import meta_model
 from verl.models.layer_configs import experts_per_token, layer_heads
@@ -63,8 +64,8 @@ class FlopsCounter:
         self._model = meta_model(config, trust_remote_code=trust_remote_code)
         self.text = TextShape(self._model)
         self.trains_vision = trains_vision
-        on_gpu = torch.cuda.is_available() and (device is None or torch.device(device).type == "cuda")
-        self.peak = peak_flops(torch.cuda.get_device_name(device)) if on_gpu else None
+        name = device_name(device)
+        self.peak = peak_flops(name) if name is not None else None
 
     def forward(
         self,

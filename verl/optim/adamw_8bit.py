@@ -104,6 +104,6 @@ def _seeded(device: torch.device, seed: int, is_needed: bool) -> Iterator[None]:
     if not is_needed:
         yield
         return
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+    with torch.random.fork_rng([device] if is_gpu(device) else [], device_type=device.type):
         torch.manual_seed(seed)
         yield

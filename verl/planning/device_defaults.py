@@ -14,9 +14,7 @@ from verl.config.model import AUTO
 from verl.config.parsing import resolve_references
 from verl.config.schema import list_options, load_config, value_at
 from verl.config.trainer import RunTree
-
-GPU_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # NVIDIA's driver, also under Windows, and AMD's
-NO_GPUS = ("", "-1")  # values of CUDA_VISIBLE_DEVICES that hide every GPU
+from verl.distributed.backends import shown_backend
 
 C = TypeVar("C", bound=RunTree)
 
@@ -81,12 +79,7 @@ def chosen_for_device(config: RunTree) -> dict[str, Any]:
 
 def runs_on_gpu(device: str) -> bool:
     """Return whether a run with `trainer.device=device` trains on GPUs."""
-    return device != "cpu" and (device != "auto" or has_gpu())
-
-
-def has_gpu() -> bool:
-    """Return whether this machine shows a GPU to its processes, from the files of drivers."""
-    return os.environ.get("CUDA_VISIBLE_DEVICES") not in NO_GPUS and any(map(os.path.exists, GPU_FILES))
+    return device != "cpu" and (device != "auto" or shown_backend() is not None)
 
 
 def _option_of(values: Any, key: str) -> Any:

@@ -3,6 +3,7 @@
 
 from dataclasses import dataclass, field
 
+from verl.distributed.backends import USUAL_GPU
 from verl.distributed.gpus import list_gpus
 from verl.utils.host_memory import available_bytes
 
@@ -16,7 +17,7 @@ Parts = dict[str, int]  # bytes by name
 class Machine:
     """Memory of each node."""
 
-    device: str  # "cuda" or "cpu"
+    device: str  # of `BACKENDS`
     device_bytes: int  # of one GPU; 0 on CPU
     host_bytes: int  # of a node, for all its processes
     name: str  # for reports
@@ -80,11 +81,12 @@ def find_machine(device: str, memory_gb: float | None = None) -> Machine:
         if memory_gb is not None:
             return Machine("cpu", 0, int(memory_gb * GIB), f"a node with {memory_gb:g} GiB")
         return Machine("cpu", 0, host, "available on this machine")
+    kind = USUAL_GPU if device == "auto" else device
     if memory_gb is not None:
-        return Machine("cuda", int(memory_gb * GIB), host, f"a GPU with {memory_gb:g} GiB")
+        return Machine(kind, int(memory_gb * GIB), host, f"a GPU with {memory_gb:g} GiB")
     free = min((gpu.memory_mib - gpu.used_mib for gpu in gpus), default=0) << 20
     if not free:
         raise ValueError(
-            "`trainer.device` (cuda): no GPU here reports its memory, add `--device-memory-gb=80`"
+            f"`trainer.device` ({kind}): no GPU here reports its memory, add `--device-memory-gb=80`"
         )
-    return Machine("cuda", free, host, f"free on this machine's {gpus[0].name}")
+    return Machine(kind, free, host, f"free on this machine's {gpus[0].name}")

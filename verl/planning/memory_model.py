@@ -7,9 +7,11 @@ backward. `docs/memory.md` compares the results with measured peaks.
 
 from dataclasses import dataclass
 
+from verl.distributed.backends import on_gpu
+
 NORM_BYTES = 4  # norms compute in float32 and keep their input that way
-CHUNK_BYTES = {"cpu": 256 << 20, "cuda": 1 << 30}  # of logits, see `models/head/logit_chunks.py`
-BLOCK_BYTES = {"cpu": 4 * (2 << 20), "cuda": 0}  # four float32 tensors of a softmax; kernels need none
+CHUNK_BYTES = {False: 256 << 20, True: 1 << 30}  # of logits, by `on_gpu`, see `models/head/logit_chunks.py`
+BLOCK_BYTES = {False: 4 * (2 << 20), True: 0}  # four float32 tensors of a softmax; kernels need none
 PRODUCT_ROWS = 1 << 14  # of the head's gradient made at once
 TILE = 1 << 13  # tokens of an MLP's tile, see `models/tiled_mlp.py`
 
@@ -104,7 +106,7 @@ class ModelShape:
 class ModelSetup:
     """Options of a rank that holds and runs a model."""
 
-    device: str  # "cuda" or "cpu"
+    device: str  # of `BACKENDS`
     ranks: int  # that share one copy of the weights
     c: int  # bytes of a number in forward and backward
     r: int = 4  # bytes of a gradient while it is summed over ranks
@@ -167,9 +169,9 @@ def load_peak(shape: ModelShape, setup: ModelSetup) -> int:
 def logit_chunk(shape: ModelShape, setup: ModelSetup, batch: MicroBatch) -> int:
     """Logits held at once, and the softmax over a block of them."""
     number = setup.c if setup.device == "cpu" else 4
-    rows = min(batch.responses, max(1, CHUNK_BYTES[setup.device] // (number * shape.vocab)))
+    rows = min(batch.responses, max(1, CHUNK_BYTES[on_gpu(setup.device)] // (number * shape.vocab)))
     logits = number * rows * shape.vocab
-    return logits + min(4 * 4 * rows * shape.vocab, BLOCK_BYTES[setup.device])
+    return logits + min(4 * 4 * rows * shape.vocab, BLOCK_BYTES[on_gpu(setup.device)])
 
 
 def saved_activations(shape: ModelShape, setup: ModelSetup, batch: MicroBatch) -> int:
@@ -230,7 +232,7 @@ def update_peak(shape: ModelShape, setup: ModelSetup, batch: MicroBatch) -> int:
 def _head_backward(shape: ModelShape, setup: ModelSetup, batch: MicroBatch) -> int:
     """Recomputed logits, the head's gradient summed over chunks, and that of the hidden states."""
     number = setup.c if setup.device == "cpu" else 4
-    is_single_chunk = batch.responses * number * shape.vocab <= CHUNK_BYTES[setup.device]
+    is_single_chunk = batch.responses * number * shape.vocab <= CHUNK_BYTES[on_gpu(setup.device)]
     rows, head = min(PRODUCT_ROWS, shape.vocab), shape.trained_head
     by_chunks = 4 * head + setup.c * rows * shape.text.hidden
     summed = setup.c * head if is_single_chunk or not head else by_chunks

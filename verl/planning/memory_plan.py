@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 
 from verl.config.model import FSDPConfig
 from verl.config.rollout import COLLECTIVE
+from verl.distributed.backends import on_gpu
 from verl.planning import memory_model
 from verl.planning.machine import GIB, Machine, MemoryPlan, Parts, Phase
 from verl.planning.memory_model import ModelSetup, ModelShape
@@ -29,7 +30,7 @@ NUMBER_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 PROCESS_BYTES = int(0.85 * GIB)  # of a worker without models; on CPU with a tiny one it took 0.8 GiB
 VLLM_BYTES = GIB // 4  # of its code in a worker's process; an estimate
 NODE_BYTES = 2 * GIB  # of the controller, Ray's own processes and those of the reward function
-CONTEXT_BYTES = {"cuda": 1 * GIB, "cpu": 0}  # of a GPU, for kernels and NCCL's buffers
+CONTEXT_BYTES = 1 * GIB  # of a GPU, for kernels and NCCL's buffers
 # Of a GPU while vLLM sleeps, by `enforce_eager`: its NCCL groups, workspaces, and CUDA graphs; estimates.
 ASLEEP_BYTES = {True: 1 * GIB, False: 3 * GIB}
 # torch rounds page-locked memory up to a power of two: the mean over sizes. Buffers of `Offloader` are exact.
@@ -112,6 +113,11 @@ def plan_memory(run: PlannedRun, read_shape: ReadShape, machine: Machine) -> Mem
     return MemoryPlan(tuple(phases), machine, run.trainer.n_gpus_per_node, (*trained, *served))
 
 
+def context_bytes(device: str) -> int:
+    """Return what a process takes of a GPU before it has a model."""
+    return CONTEXT_BYTES if on_gpu(device) else 0
+
+
 def held_model(model: PlannedModel, world_size: int, device: str, read_shape: ReadShape) -> HeldModel:
     """Read the sizes of a model and share it out among the ranks."""
     fsdp, is_trained, option = model.fsdp, model.optim is not None, f"worker.{model.role}.model"
@@ -128,9 +134,9 @@ def held_model(model: PlannedModel, world_size: int, device: str, read_shape: Re
     weights = memory_model.weights(shape, setup)
     gradients = memory_model.gradients(shape, setup) if is_trained else 0
     state = memory_model.optimizer_state(shape, setup) if is_trained else 0
-    is_streamed = device == "cuda" and fsdp.enable_cpu_offload
-    offloads_weights = is_streamed or (device == "cuda" and model.offload.offload_params)
-    offloads_state = is_streamed or (device == "cuda" and model.offload.offload_optimizer)
+    is_streamed = on_gpu(device) and fsdp.enable_cpu_offload
+    offloads_weights = is_streamed or (on_gpu(device) and model.offload.offload_params)
+    offloads_state = is_streamed or (on_gpu(device) and model.offload.offload_optimizer)
     resting = (0 if offloads_weights else weights, 0 if offloads_state else state)
     return HeldModel(model, shape, setup, weights, gradients, state, *resting, is_streamed)
 
@@ -216,7 +222,7 @@ def _sleeping_servers(shapes: Shapes, machine: Machine) -> Parts:
     if machine.device == "cpu":
         return {}
     return {
-        f"{server.option}, asleep": CONTEXT_BYTES["cuda"] + ASLEEP_BYTES[server.options.enforce_eager]
+        f"{server.option}, asleep": CONTEXT_BYTES + ASLEEP_BYTES[server.options.enforce_eager]
         for server in shapes
         if server.options.colocate
     }
@@ -247,7 +253,7 @@ def _servers_of_own(shapes: Shapes, machine: Machine) -> list[Phase]:
                 "engine": max(
                     int(server.options.gpu_memory_utilization * machine.device_bytes), server.weights(shape)
                 ),
-                "context": CONTEXT_BYTES["cuda"],
+                "context": CONTEXT_BYTES,
             },
         )
         for server, shape in shapes.items()
@@ -257,7 +263,7 @@ def _servers_of_own(shapes: Shapes, machine: Machine) -> list[Phase]:
 
 def _common(run: PlannedRun, models: Sequence[HeldModel], machine: Machine) -> tuple[Parts, Parts, Parts]:
     """Parts that every phase holds: on the device, in each process, and once on a node."""
-    engine, policy, context = run.shared_engine, models[0].shape, CONTEXT_BYTES[machine.device]
+    engine, policy, context = run.shared_engine, models[0].shape, context_bytes(machine.device)
     device: Parts = {"context": context} if context else {}
     process, offloaded = PROCESS_BYTES, sum(model.offloaded for model in models)
     if engine is not None:
@@ -273,7 +279,7 @@ def _common(run: PlannedRun, models: Sequence[HeldModel], machine: Machine) -> t
     if run.engine is not None and run.engine.own:
         sent = policy.trained if run.serves_adapters(machine.device) else policy.params
         host["published weights"] = PUBLISHED_VERSIONS * run.engine.number * sent // run.trainer.world_size
-        if machine.device == "cuda" and run.engine.options.weights_go_by(on_gpu=True) == COLLECTIVE:
+        if on_gpu(machine.device) and run.engine.options.weights_go_by(on_gpu=True) == COLLECTIVE:
             device["weights being sent"] = SENT_BYTES * run.engine.own
     if offloaded:
         host["offloaded"] = offloaded

@@ -18,6 +18,7 @@ from verl.config.rollout import RolloutConfig
 from verl.config.sft import SFTConfig
 from verl.config.trainer import RunConfig
 from verl.config.worker import WorkerConfig
+from verl.distributed.backends import on_gpu
 from verl.planning import memory_model
 from verl.planning.diffusion.planned import PlannedPictures, planned_pictures
 from verl.planning.machine import GIB, Machine, Parts
@@ -68,7 +69,7 @@ class PlannedEngine:
         # Its shard in the engine's type, what all ranks sent, and the whole weight that is made of it.
         copies = 1 if ranks == 1 else 2 + 1 / ranks
         parts = {"a gathered weight": int(copies * self.number * largest)}
-        if machine.device == "cuda":
+        if on_gpu(machine.device):
             parts["engine"] = int(self.options.gpu_memory_utilization * machine.device_bytes)
             if self.options.name == "vllm":  # float32, made after vLLM measured what is left for its cache
                 parts["logits"] = 4 * self.options.sequences_at_once(on_gpu=True) * policy.vocab
@@ -131,7 +132,7 @@ class PlannedRun:
     def serves_adapters(self, device: str) -> bool:
         """True if the engine gets LoRA weights as an adapter, as far as the options show."""
         return (
-            device == "cuda"
+            on_gpu(device)
             and self.engine is not None
             and self.engine.options.name == "vllm"
             and self.engine.options.lora_sync != "merged"

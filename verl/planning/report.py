@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 
 from verl.config.schema import value_at
 from verl.config.trainer import RunTree
+from verl.distributed.backends import on_gpu
 from verl.planning.machine import GIB, Machine, MemoryPlan, Phase, find_machine
 from verl.planning.memory_plan import REWARD, Planner, read_pictures
 from verl.planning.planned_run import PlannedRun
@@ -185,7 +186,7 @@ def with_largest_sizes(config: C, planner: Planner[C]) -> C:
 def misfit_text(config: C, phase: Phase, plan: MemoryPlan, planner: Planner[C]) -> str:
     """Say what a phase takes, what is usable, and which options with which values make it fit."""
     machine = plan.machine
-    if machine.device == "cuda" and phase.device_bytes > machine.usable_device:
+    if on_gpu(machine.device) and phase.device_bytes > machine.usable_device:
         taken, usable, place = phase.device_bytes, machine.usable_device, "a GPU"
     else:
         taken, usable, place = plan.node_bytes(phase), machine.usable_host, "the host memory of a node"

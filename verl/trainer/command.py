@@ -163,10 +163,10 @@ def check_run(trainer: RunConfig, num_serving: int = 0) -> None:
     Args:
         num_serving: Devices of `reward_servers`.
     """
-    if trainer.device == "cuda" and not shows_gpu() and not joins_cluster():
+    if trainer.device not in ("auto", "cpu") and not shows_gpu() and not joins_cluster():
         raise RuntimeError(
-            "`trainer.device` (cuda) needs a GPU, and this machine shows none: set `trainer.device=cpu`, or"
-            " `auto` for any machine"
+            f"`trainer.device` ({trainer.device}) needs a GPU, and this machine shows none: set"
+            " `trainer.device=cpu`, or `auto` for any machine"
         )
     check_cores(trainer, num_serving)
     check_loggers(trainer.logger)
@@ -185,7 +185,7 @@ def check_weights(run: PlannedRun) -> None:
 
 def check_cores(trainer: RunConfig, num_serving: int = 0) -> None:
     """Raise if the run is on CPU, starts its own Ray and has more processes than this machine has cores."""
-    problem = None if trainer.device == "cuda" else trainer.core_problem(num_serving)
+    problem = None if trainer.device not in ("auto", "cpu") else trainer.core_problem(num_serving)
     if problem is None or (trainer.device == "auto" and list_gpus()):
         return
     if not joins_cluster():

@@ -18,7 +18,7 @@ from verl.config.trainer import RunTree
 from verl.logger.console.start_up import phase
 from verl.planning.report import Describe, resolve_auto_sizes
 from verl.single_controller.ray.processes import WorkerProcesses
-from verl.single_controller.ray.resource_pool import ResourcePool, num_gpus
+from verl.single_controller.ray.resource_pool import ResourcePool, all_resources
 from verl.trainer.run.cluster_join import connect_to_ray, find_devices, find_machine_of_run
 from verl.utils.imports import collection_paused, importing
 
@@ -74,7 +74,9 @@ def prepared_run(
             with collection_paused(), importing(DEVICE, CHECKS, EXTENSIONS, SETUP) as wait_for:
                 is_own = connect_to_ray(wait_s, stack)
                 wait_for(DEVICE)
-                device = importlib.import_module(DEVICE).resolve_device(config.trainer.device, num_gpus())
+                device = importlib.import_module(DEVICE).resolve_device(
+                    config.trainer.device, all_resources()
+                )
                 config, pool = find_devices(config, device, wait_s)
                 # Devices of a cluster that others use are not taken before all checks.
                 processes = start_processes(pool, warm_up, stack) if is_own else None

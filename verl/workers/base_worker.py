@@ -10,7 +10,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import profile, record_function
 
 from verl.checkpoint.async_writer import AsyncWriter
 from verl.checkpoint.sharded import Restored, Snapshot
@@ -45,7 +45,7 @@ class DeviceWorker(Worker):
         self.options = options
         self.device = set_device(options.device, self.local_rank)
         set_seed(options.seed + self.rank)
-        dist.init_process_group(backend_of(options.device))
+        dist.init_process_group(backend_of(options.device).groups)
 
     def execute(self, name: str, phase: str, *args: Any, **kwargs: Any) -> Any:
         """Run a method; profiles and out-of-memory errors name its phase."""
@@ -242,10 +242,7 @@ class StepProfiler:
         self._profile: profile | None = None
 
     def start(self) -> None:
-        activities = [ProfilerActivity.CPU]
-        if torch.cuda.is_available():
-            activities.append(ProfilerActivity.CUDA)
-        self._profile = profile(activities=activities)
+        self._profile = profile()  # of all kinds of devices that torch can use
         self._profile.start()
 
     def stop(self, path: Path) -> None:

@@ -15,7 +15,7 @@ from verl.workers.roles.actor import KLLoss
 class ModelRunOptions:
     """Options of a run outside of the section `worker`."""
 
-    device: str  # "cuda" or "cpu"
+    device: str  # of `BACKENDS`
     training_steps: int
     media: MediaOptions
     media_cache: MediaCache  # opens the directory of the node where it is unpickled

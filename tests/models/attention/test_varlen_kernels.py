@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels for GPUs on meta tensors, and the choice among kernels with one that the test registers."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.helpers.plain_attention import PlainKernel
-from verl.distributed import device
+from verl.distributed.backends import BACKENDS
 from verl.distributed.sequence_parallel import SequenceParallel
 from verl.distributed.token_sharding import SequenceGroup, shard_plan
 from verl.models.attention import varlen_kernels
@@ -31,7 +33,7 @@ GROUPS = [(5, [2, 3, 0, 4]), (1, [1]), (7, []), (3, [2, 2, 2])]
 @pytest.fixture
 def meta_gpu(monkeypatch):
     """Make the meta device a GPU: shapes without values."""
-    monkeypatch.setattr(device, "GPUS", {"meta"})
+    monkeypatch.setitem(BACKENDS, "meta", replace(BACKENDS["cuda"], name="meta"))
 
 
 class Record(TorchDispatchMode):

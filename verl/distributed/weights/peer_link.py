@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store, Work  # pyright: ignore[reportPrivateImportUsage] - its documented place
 
-from verl.distributed.device import is_gpu
+from verl.distributed.device import backend_of, is_gpu
 from verl.distributed.weights.connection_store import ConnectionStore
 from verl.distributed.weights.peer_lost import PeerLostError
 
@@ -130,12 +130,13 @@ class PeerLink:
 
 def make_group(store: Store, rank: int, device: torch.device, address: str, timeout: timedelta) -> Any:
     """Make a group of two that torch's default group does not know."""
-    if device.type == "cuda":
+    collective = backend_of(device).collective
+    if collective == "nccl":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
         with _environment(WAIT_RAISES, "1"):
             return dist.ProcessGroupNCCL(store, rank, 2, options)
-    if device.type == "cpu":
+    if collective == "gloo":
         gloo: Any = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue] - not in its stub
         gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
         gloo._timeout, gloo._threads = timeout, 1

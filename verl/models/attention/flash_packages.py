@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.distributed.device import is_gpu
+from verl.distributed.device import has_kernels, module_of
 from verl.models.attention.kernels import Rows
 from verl.models.attention.varlen_kernels import (
     GPUKernel,
@@ -200,7 +200,7 @@ def select_kernels(name: str, device: torch.device) -> None:
     """Use the kernels of the option `attention_kernel` in this process, and log them on rank 0."""
     choice = choose_kernels(name, device)
     use_kernels(choice)
-    if is_gpu(device):
+    if has_kernels(device):
         logger.info("attention kernels: %s", ", ".join(kernel.name for kernel in choice.kernels))
 
 
@@ -213,14 +213,14 @@ def choose_kernels(name: str, device: torch.device) -> KernelChoice:
     Raises:
         RuntimeError: `flash` is set, and no installed package supports the GPU.
     """
-    if name == "torch" or (name == "auto" and device.type != "cuda"):
+    if name == "torch" or (name == "auto" and not has_kernels(device)):
         return KernelChoice((TorchKernel(),))
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    capability = module_of(device).get_device_capability(device) if has_kernels(device) else (0, 0)
     if name == "auto":
         first: list[VarlenKernel] = [FlashAttention3()] if FlashAttention3.problem(capability) is None else []
         last: list[VarlenKernel] = [FlashAttention2()] if FlashAttention2.problem(capability) is None else []
         return KernelChoice((*first, TorchKernel(), *last))
-    if device.type != "cuda":
+    if not has_kernels(device):
         raise RuntimeError(f"{OPTION} (flash) needs a GPU, not the {device.type}: set it to auto")
     problems = [package.problem(capability) for package in PACKAGES]
     for package, problem in zip(PACKAGES, problems, strict=True):

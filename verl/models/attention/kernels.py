@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from verl.distributed.device import is_gpu
+from verl.distributed.device import has_kernels
 
 MAX_SCORES = 1 << 26  # scores held at once by plain products, over rows and heads
 # transformers' names of types of layers
@@ -185,7 +185,7 @@ def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     The result is at least float32. Tensor cores take half precision, as in the flash kernels, and add in
     float32; elsewhere both factors are float32.
     """
-    if is_gpu(left.device) and dtype in HALF_TYPES:
+    if has_kernels(left.device) and dtype in HALF_TYPES:
         factors = (tensor.to(dtype).flatten(0, 1) for tensor in (left, right))
         return torch.bmm(*factors, out_dtype=torch.float32).unflatten(0, left.shape[:2])
     wide = torch.promote_types(dtype, torch.float32)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from verl.distributed.device import is_gpu
+from verl.distributed.device import has_kernels
 from verl.models.attention.kernels import (
     AttentionRule,
     RowRun,
@@ -169,7 +169,7 @@ def attend_calls(
     sinks: Tensor | None = None,  # (H,) scores of a further key of every query, whose value is zero
 ) -> Tensor:
     """Compute attention (N, H, D) of each query to the keys of all calls, which are all different."""
-    if is_gpu(q.device):
+    if has_kernels(q.device):
         q = q.contiguous()  # so is the result, which the kernels' backward would copy
     return _AttendCalls.apply(q, k, v, sinks, tuple(calls), rule)  # pyright: ignore[reportReturnType]
 

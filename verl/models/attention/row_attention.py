@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from verl.distributed.device import is_gpu
+from verl.distributed.device import has_kernels
 from verl.models.attention.kernels import AttentionRule, RowRun
 from verl.models.attention.partial_attention import AttentionCall, attend_calls
 from verl.models.attention.varlen_kernels import kernel_for
@@ -44,7 +44,7 @@ def _attend_by_run(
 def _attend_dense(query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
     """Compute attention within each row of (rows, H, length, D) tensors."""
     length = query.shape[2]
-    if is_gpu(query.device):  # its fused kernels need equal heads
+    if has_kernels(query.device):  # its fused kernels need equal heads
         key, value = _repeat_heads(key, query), _repeat_heads(value, query)
     if rule.window is not None and rule.window < length:
         return _attend_in_window(query, key, value, rule.scale, rule.window)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from verl.distributed.device import is_gpu
+from verl.distributed.device import has_kernels
 from verl.models.attention.kernels import HALF_TYPES, Rows
 
 _aten: Any = torch.ops.aten
@@ -44,7 +44,7 @@ class GPUKernel:
     takes_softcap = True
 
     def obstacle(self, q: Tensor, v: Tensor, softcap: float | None) -> str | None:
-        if not is_gpu(q.device):
+        if not has_kernels(q.device):
             return f"needs a GPU, not the {q.device.type}"
         if q.dtype not in HALF_TYPES:
             return f"computes in bf16 or fp16, not in {q.dtype}"

@@ -4,7 +4,7 @@
 import importlib.util
 from functools import cache
 
-from verl.distributed.device import is_gpu
+from verl.distributed.device import has_kernels
 from verl.models.head.eager_softmax import EagerSoftmax
 from verl.models.head.interface import HeadSoftmax
 from verl.utils.rank_logger import get_logger
@@ -15,7 +15,7 @@ logger = get_logger(__name__)
 @cache  # so that a missing package is reported once
 def softmax_for(device_type: str) -> HeadSoftmax:
     """Return the Triton kernels on GPUs and torch operations on CPUs."""
-    if not is_gpu(device_type):
+    if not has_kernels(device_type):
         return EagerSoftmax()
     if importlib.util.find_spec("triton") is None:
         logger.warning(

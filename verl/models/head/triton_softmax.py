@@ -4,11 +4,13 @@
 The kernels are custom operators of torch, which fake tensors pass without a launch.
 """
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from verl.distributed.device import module_of
 from verl.models.head import kernels
 from verl.models.head.interface import (
     HeadProducts,
@@ -86,7 +88,9 @@ def _gradients(values: Tensor, written: torch.dtype, dtype: torch.dtype, grad_bi
 
 
 def _launch(kernel: Any, values: Tensor, *inputs: Any) -> None:
-    with torch.cuda.device_of(values):  # no effect on CPU tensors, which Triton's interpreter takes
+    # Triton's interpreter takes CPU tensors
+    module = module_of(values.device)
+    with nullcontext() if module is None else module.device_of(values):
         kernel[(len(values),)](values, *inputs, BLOCK, num_warps=NUM_WARPS)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from verl.distributed.device import is_gpu
+from verl.distributed.device import has_kernels
 from verl.distributed.ulysses import gather_rows, heads_to_tokens, share_heads
 from verl.models.attention.kernels import HALF_TYPES
 from verl.models.attention.layouts import Layout
@@ -52,7 +52,7 @@ def packed_convolution(
     """
     if packed_layout is None:
         return function(hidden, weight, bias, activation=activation, **options)
-    own = function if is_gpu(hidden.device) else inspect.unwrap(function)  # packages' kernels need a GPU
+    own = function if has_kernels(hidden.device) else inspect.unwrap(function)  # packages' kernels need a GPU
     recurrence = packed_layout.recurrence
     window = recurrence.window(weight.shape[-1])
     tokens = hidden[0].transpose(0, 1)  # (n, C)
@@ -137,7 +137,7 @@ def _varlen_rows(kernel: Rule, tensors: list[Tensor], plan: VarlenPlan) -> Tenso
 def _varlen_kernel(function: Rule, query: Tensor) -> Rule | None:
     """Return the kernel of flash-linear-attention for such tensors, if it is installed."""
     # It refuses float32.
-    if not is_gpu(query.device) or query.dtype not in HALF_TYPES:
+    if not has_kernels(query.device) or query.dtype not in HALF_TYPES:
         return None
     return _fla_kernel(function.__name__)
 

@@ -8,10 +8,10 @@ from verl.planning.diffusion.planned import PictureShape, PlannedPictures, ReadP
 from verl.planning.machine import Machine, MemoryPlan, Parts, Phase
 from verl.planning.memory_plan import (
     BATCH_COPIES,
-    CONTEXT_BYTES,
     NODE_BYTES,
     PROCESS_BYTES,
     HeldModel,
+    context_bytes,
     held_model,
     working_parts,
 )
@@ -36,7 +36,7 @@ def plan_pictures(run: PlannedRun, read: ReadPictures, machine: Machine) -> Memo
         _updating(pictures, shape, model),
         Phase("save_checkpoint", dict(resting), {"copy": model.weights + model.state}),
     ]
-    context = CONTEXT_BYTES[machine.device]
+    context = context_bytes(machine.device)
     picture = shape.pixels + (pictures.rollout.num_steps + 1) * shape.latent
     batch = run.batch_bytes + run.trainer.world_size * pictures.pictures * picture
     node = {"controller": NODE_BYTES, "batch": BATCH_COPIES * batch}

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Predicted seconds of a step of a diffusion run, phase by phase. Needs no torch."""
 
+from verl.distributed.backends import USUAL_GPU
 from verl.planning.diffusion.memory import held_pictures
 from verl.planning.diffusion.planned import PictureShape, PlannedPictures, ReadPictures, Work
 from verl.planning.memory_plan import HeldModel
@@ -28,7 +29,7 @@ def predict_pictures(run: PlannedRun, read: ReadPictures, cluster: Cluster) -> S
     pictures = run.pictures
     assert pictures is not None, "a diffusion run"
     shape = pictures.read(read)
-    model = held_pictures(pictures, shape, cluster.world_size, "cuda")
+    model = held_pictures(pictures, shape, cluster.world_size, USUAL_GPU)
     update = _updating(run, pictures, shape, model, cluster)
     phases = (
         _encoding(pictures, shape, cluster),

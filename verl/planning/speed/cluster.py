@@ -4,6 +4,7 @@
 import re
 from dataclasses import dataclass
 
+from verl.distributed.backends import USUAL_GPU
 from verl.distributed.known_gpus import KNOWN_GPUS, KnownGpu, find_gpu, named_gpu
 from verl.planning.machine import GIB, Machine
 
@@ -52,7 +53,7 @@ class Cluster:
         """Memory of its nodes: the driver's figure for a GPU, and a usual host."""
         host = self.gpus * self.gpu.host_gib
         name = f"{self.gpu.name}, in a node with {host} GiB"
-        return Machine("cuda", self.gpu.memory_bytes, host * GIB, name)
+        return Machine(USUAL_GPU, self.gpu.memory_bytes, host * GIB, name)
 
     @property
     def products(self) -> float:

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from verl.config.ppo import PPOConfig
 from verl.config.trainer import TrainerConfig
+from verl.distributed.backends import USUAL_GPU
 from verl.planning.memory_plan import Planner, held_model
 from verl.planning.planned_run import PlannedEngine
 from verl.planning.report import Changes, with_options
@@ -139,8 +140,8 @@ def predicted_costs(config: C, predict: Predictor[C], engine: PlannedEngine) -> 
         predict.cluster,
         predict.lengths(config),
     )
-    policy = held_model(run.models[0], cluster.world_size, "cuda", predict.read_shape).shape
-    has_adapters = run.serves_adapters("cuda")
+    policy = held_model(run.models[0], cluster.world_size, USUAL_GPU, predict.read_shape).shape
+    has_adapters = run.serves_adapters(USUAL_GPU)
     sampled = sampling_time(engine, policy, lengths, cluster, has_adapters=has_adapters)
     context = lengths.prompt + lengths.responses.mean_square / 2 / lengths.responses.mean
 

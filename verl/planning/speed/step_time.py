@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
+from verl.distributed.backends import USUAL_GPU
 from verl.planning.memory_plan import HeldModel, ReadShape, held_model, read_pictures
 from verl.planning.planned_model import PlannedPass
 from verl.planning.planned_run import PlannedRun
@@ -100,7 +101,9 @@ class Predictor(Generic[C]):
         run, lengths = self.describe(config), self.lengths(config)
         if run.pictures is not None:
             return predict_pictures(run, self.read_pictures, self.cluster)
-        models = [held_model(model, self.cluster.world_size, "cuda", self.read_shape) for model in run.models]
+        models = [
+            held_model(model, self.cluster.world_size, USUAL_GPU, self.read_shape) for model in run.models
+        ]
         phases = _encoding(run, models[0], lengths, self.cluster)
         phases += [] if run.engine is None else _rollout(run, models[0], lengths, self.cluster)
         mfu = {}
@@ -219,7 +222,7 @@ def _rollout(
     engines = run.engine.own or max(1, cluster.world_size // run.engine.options.tensor_parallel_size)
     calls = max(1, round(calls / engines / run.engine.prompts))
     shape = policy.shape
-    as_adapter = run.serves_adapters("cuda")
+    as_adapter = run.serves_adapters(USUAL_GPU)
     sampled = sampling_time(run.engine, shape, lengths, cluster, has_adapters=as_adapter)
     parts = {name: calls * value for name, value in vars(sampled).items()}
     gathered = traffic.gathered_bytes(shape, replace(policy.setup, c=run.engine.number))

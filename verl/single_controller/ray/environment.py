@@ -11,6 +11,7 @@ from contextlib import suppress
 import ray
 from ray.util import get_node_ip_address
 
+from verl.distributed.backends import hiding_variables, one_device_each
 from verl.single_controller.ray.resource_pool import ResourcePool, Slot, alive_nodes, run_on_node
 from verl.utils.cuda_builds import child_environment
 
@@ -39,18 +40,18 @@ def rank_environments(pool: ResourcePool, slots: list[Slot]) -> list[dict[str, s
     if on_one_machine:
         common["GLOO_SOCKET_IFNAME"] = "lo"
     if pool.device == "cpu":
-        common["CUDA_VISIBLE_DEVICES"] = ""
+        common |= hiding_variables()
         common |= child_environment()
         common |= {name: os.environ.get(name, entries) for name, entries in CPU_CACHES.items()}
     else:
-        common["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = ""  # each process must see its own GPU only
+        common |= one_device_each()
         common |= allocator_settings(os.environ)
     return [
         common
         | {
             "RANK": str(rank),
             # Ray shows each process one GPU, which is then its device 0.
-            "LOCAL_RANK": "0" if pool.device == "cuda" else str(slot.rank_on_node),
+            "LOCAL_RANK": "0" if pool.device != "cpu" else str(slot.rank_on_node),
             "OMP_NUM_THREADS": str(threads[slot.node_ip]),
         }
         for rank, slot in enumerate(slots)

@@ -12,8 +12,9 @@ from typing import Any
 
 import ray
 
+from verl.distributed.backends import visible_devices
 from verl.single_controller.ray.environment import rank_environments
-from verl.single_controller.ray.resource_pool import ResourcePool
+from verl.single_controller.ray.resource_pool import ResourcePool, actor_resources
 from verl.utils.imports import collection_paused
 
 
@@ -30,9 +31,9 @@ class WorkerProcess:
         with collection_paused(), suppress(Exception):
             imports()
 
-    def visible_devices(self) -> str:
-        """Return the GPUs that the process sees, as its environment has them."""
-        return os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    def visible_devices(self, kind: str) -> str:
+        """Return the devices that the process sees, as its environment lists them."""
+        return visible_devices(kind)
 
     def host(self, worker_class: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Build the worker; its other methods come after this one."""
@@ -76,8 +77,7 @@ class WorkerProcesses:
             slots = pool.slots()
             for slot, environment in zip(slots, rank_environments(pool, slots), strict=True):
                 options = actor_class.options(
-                    num_cpus=pool.per_process()["CPU"],
-                    num_gpus=pool.per_process().get("GPU", 0),
+                    **actor_resources(pool.per_process()),
                     scheduling_strategy=pool.bundle(slot.bundle),
                     runtime_env={"env_vars": {**environment, **env}},
                 )
@@ -90,7 +90,8 @@ class WorkerProcesses:
 
     def visible_devices(self, first: int, count: int) -> list[str]:
         """Return the GPUs of `count` processes from a rank on."""
-        return ray.get([handle.visible_devices.remote() for handle in self.handles[first : first + count]])
+        handles = self.handles[first : first + count]
+        return ray.get([handle.visible_devices.remote(self.pool.device) for handle in handles])
 
     def kill(self) -> None:
         """Kill the processes and release the pool; may be called twice."""

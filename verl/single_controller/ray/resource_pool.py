@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Resources of a Ray cluster that a run holds: the same number of processes on each of its nodes."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from ray.util import get_node_ip_address, placement_group_table, remove_placemen
 from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-RESOURCE_OF_DEVICE = {"cuda": "GPU", "cpu": "CPU"}
+from verl.distributed.backends import BACKENDS, CPU_RESOURCE
 
 
 class ClusterError(RuntimeError):
@@ -35,7 +36,7 @@ class ResourcePool:
 
     nnodes: int
     processes_per_node: int
-    device: str  # "cuda": one GPU and one CPU per process; "cpu": one CPU
+    device: str  # of `BACKENDS`; a GPU and a CPU per process, or a CPU
     timeout_s: float = 60.0  # wait for resources in use
     group: PlacementGroup | None = None
     neighbors: int = 0  # other processes of the run, which share the cores of a node
@@ -46,7 +47,7 @@ class ResourcePool:
         return self.nnodes * self.processes_per_node
 
     def per_process(self) -> dict[str, float]:
-        return {"CPU": 1.0, RESOURCE_OF_DEVICE[self.device]: 1.0}
+        return {CPU_RESOURCE: 1.0, BACKENDS[self.device].resource: 1.0}
 
     def per_node(self) -> dict[str, float]:
         return {name: amount * self.processes_per_node for name, amount in self.per_process().items()}
@@ -125,9 +126,16 @@ def alive_nodes() -> list[dict[str, Any]]:
     return [node for node in ray.nodes() if node["Alive"]]
 
 
-def num_gpus() -> int:
-    """Return the number of GPUs in the cluster, whoever uses them."""
-    return int(sum(node["Resources"].get("GPU", 0) for node in alive_nodes()))
+def all_resources() -> dict[str, float]:
+    """Return the resources of the cluster, whoever uses them."""
+    return dict(sum((Counter(node["Resources"]) for node in alive_nodes()), Counter()))
+
+
+def actor_resources(amounts: Mapping[str, float]) -> dict[str, Any]:
+    """Return amounts such as {"CPU": 1, "NPU": 1} as options of a Ray actor."""
+    named = {CPU_RESOURCE: "num_cpus", "GPU": "num_gpus"}
+    custom = {name: amount for name, amount in amounts.items() if name not in named}
+    return {option: amounts.get(name, 0) for name, option in named.items()} | {"resources": custom}
 
 
 def run_on_node(node_id: str, function: Callable[..., Any], *args: Any) -> Any:

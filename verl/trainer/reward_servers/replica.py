@@ -11,13 +11,13 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util import get_node_ip_address
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from verl.distributed.backends import one_device_each
 from verl.single_controller.ray.environment import CPU_CACHES, cores_on, find_free_port
-from verl.single_controller.ray.resource_pool import ResourcePool
+from verl.single_controller.ray.resource_pool import ResourcePool, actor_resources
 from verl.utils.cuda_builds import child_environment
 from verl.workers.rollout.served.model_server import ModelServer, ServerLaunch
 
 LOCAL = "127.0.0.1"
-OWN_GPUS = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": ""}  # Ray shows an actor only its GPUs
 CLOSE_S = 10.0  # for a server to end
 CALLS = 4  # at once: one waits for the end of the server
 
@@ -63,8 +63,7 @@ class OwnDevices:
         self.pool.acquire()
         amounts = self.pool.per_node()
         return {
-            "num_cpus": amounts["CPU"],
-            "num_gpus": amounts.get("GPU", 0),
+            **actor_resources(amounts),
             "scheduling_strategy": self.pool.bundle(0),
         }
 
@@ -82,7 +81,7 @@ class SharedDevices:
     """Devices of processes that train, on one node; on CPU, their cores."""
 
     node_id: str
-    devices: str | None  # value of `CUDA_VISIBLE_DEVICES`; None on CPU
+    devices: str | None  # such as "0,1"; None on CPU
 
     def acquire(self) -> Mapping[str, Any]:
         there = NodeAffinitySchedulingStrategy(self.node_id, soft=False)
@@ -119,7 +118,8 @@ class Replica:
         """
         options = self.place.acquire()
         try:
-            variables = CPU_CACHES | child_environment() if self.launch.device == "cpu" else OWN_GPUS
+            is_cpu = self.launch.device == "cpu"
+            variables = CPU_CACHES | child_environment() if is_cpu else one_device_each()
             actor_class = ray.remote(max_restarts=0)(ReplicaActor)
             actor = actor_class.options(**options, max_concurrency=CALLS, runtime_env={"env_vars": variables})
             self._actor = actor.remote(self.place.adapted(self.launch))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from verl.config.parsing import yaml_text
 from verl.config.text import config_yaml
+from verl.distributed.backends import USUAL_GPU
 from verl.distributed.gpus import list_gpus
 from verl.planning.device_defaults import chosen_for_device
 from verl.planning.machine import GIB, Machine
@@ -112,7 +113,7 @@ def _time(run: DryRun[C], switches: PlanSwitches, describe: Describe[C]) -> str:
 
 
 def _cluster_here(run: DryRun[C]) -> Cluster | None:
-    if run.planner is None or run.planner.machine.device != "cuda":
+    if run.planner is None or run.planner.machine.device != USUAL_GPU:
         return None
     trainer, gpus = run.config.trainer, list_gpus()
     return cluster_here(gpus[0].name, trainer.nnodes, trainer.n_gpus_per_node) if gpus else None

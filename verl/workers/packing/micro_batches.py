@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from verl.distributed.device import group_device
 from verl.distributed.length_balancing import balance, shared_workload
 from verl.protocol import DataProto
 from verl.workers.packing.media_inputs import media_key
@@ -160,8 +161,7 @@ def restore_order(results: Sequence[Tensor], parts: Sequence[Sequence[int]]) -> 
 def max_over_ranks(value: int, group: dist.ProcessGroup | None = None) -> int:
     if not dist.is_initialized():
         return value
-    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-    tensor = torch.tensor(value, device=device)
+    tensor = torch.tensor(value, device=group_device(group))
     dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
     return int(tensor.item())
 

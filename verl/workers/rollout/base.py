@@ -201,7 +201,7 @@ class EngineSetup:
 
     model_path: str  # folder or hub id
     max_length: int  # longest prompt plus longest response, in tokens, unless `max_model_len` is set
-    device: str  # "cuda" or "cpu"
+    device: str  # of `BACKENDS`
     dp_rank: int = 0  # index of this engine; the ranks of one tensor-parallel group share it
     tokenizer_path: str | None = None  # tokenizer and processor, if not in `model_path`
     trust_remote_code: bool = False

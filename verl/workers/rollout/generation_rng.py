@@ -15,25 +15,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from verl.distributed.device import gpu_random_state, is_gpu, set_gpu_random_state
+
 
 class GlobalRngState(NamedTuple):
-    """States of all global generators; of CUDA's only the current device's."""
+    """States of all global generators; of GPUs' only the current device's."""
 
     torch_cpu: Tensor
-    torch_cuda: Tensor | None
+    torch_gpu: Tensor | None
     numpy: Any  # a tuple in numpy's legacy form
     python: tuple[Any, ...]
 
 
 def capture(device: str) -> GlobalRngState:
-    cuda = torch.cuda.get_rng_state() if device == "cuda" else None
-    return GlobalRngState(torch.get_rng_state(), cuda, np.random.get_state(), random.getstate())
+    gpu = gpu_random_state() if is_gpu(device) else None
+    return GlobalRngState(torch.get_rng_state(), gpu, np.random.get_state(), random.getstate())
 
 
 def restore(state: GlobalRngState) -> None:
     torch.set_rng_state(state.torch_cpu)
-    if state.torch_cuda is not None:
-        torch.cuda.set_rng_state(state.torch_cuda)
+    set_gpu_random_state(state.torch_gpu)
     np.random.set_state(state.numpy)
     random.setstate(state.python)
 
@@ -54,7 +55,7 @@ class GenerationRng:
     def __init__(self, seed: int, device: str) -> None:
         self.device = device
         with preserved_rng(device):
-            torch.manual_seed(seed)  # all CUDA devices as well
+            torch.manual_seed(seed)  # all GPUs as well
             np.random.seed(seed % 2**32)
             random.seed(seed)
             self._state = capture(device)
@@ -76,7 +77,8 @@ class GenerationRng:
         version, words, gauss = self._state.python
         return {
             "torch_cpu": self._state.torch_cpu.clone(),
-            "torch_cuda": None if self._state.torch_cuda is None else self._state.torch_cuda.clone(),
+            # the name is that of earlier checkpoints
+            "torch_cuda": None if self._state.torch_gpu is None else self._state.torch_gpu.clone(),
             "numpy": [name, keys.tolist(), *position],
             "python": [version, list(words), gauss],
         }
@@ -85,10 +87,10 @@ class GenerationRng:
         """Restore a result of `state`."""
         name, keys, *position = state["numpy"]
         version, words, gauss = state["python"]
-        cuda = state["torch_cuda"] if self.device == "cuda" else None
+        gpu = state["torch_cuda"] if is_gpu(self.device) else None
         self._state = GlobalRngState(
             torch_cpu=state["torch_cpu"],
-            torch_cuda=self._state.torch_cuda if cuda is None else cuda,
+            torch_gpu=self._state.torch_gpu if gpu is None else gpu,
             numpy=(name, np.array(keys, dtype=np.uint32), *position),
             python=(version, tuple(words), gauss),
         )

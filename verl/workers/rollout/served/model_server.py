@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.config.reward_servers import RewardServerConfig
+from verl.distributed.backends import hiding_variables, showing
 from verl.utils.cuda_builds import repair_cuda_builds
 from verl.utils.processes.child_process import ChildProcess, describe_exit, signal_when_parent_dies
 from verl.workers.rollout.served.required_key import KEY_VARIABLE, KeyRequired
@@ -52,11 +53,11 @@ class ServerLaunch:
 
     name: str  # of the model for requests
     config: RewardServerConfig
-    device: str  # "cuda" or "cpu"
+    device: str  # of `BACKENDS`
     key: str = field(repr=False)  # that requests must have
     log: str  # file of the server's output; kept over restarts
     threads: int = 1  # of a process on CPU
-    devices: str | None = None  # value of `CUDA_VISIBLE_DEVICES`; None keeps that of the process
+    devices: str | None = None  # that it may see, such as "0,1"; None keeps those of the process
 
 
 def server_arguments(launch: ServerLaunch, host: str, port: int) -> list[str]:
@@ -104,11 +105,11 @@ def server_environment(launch: ServerLaunch) -> dict[str, str]:
     variables = {name: os.environ.get(name, value) for name, value in defaults.items()}
     variables[KEY_VARIABLE] = launch.key
     if is_cpu:
-        variables |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(launch.threads)}
+        variables |= hiding_variables() | {"OMP_NUM_THREADS": str(launch.threads)}
     elif launch.config.colocate:
         variables["VLLM_SERVER_DEV_MODE"] = "1"  # offers `/sleep` and `/wake_up`; the key guards all paths
     if launch.devices is not None:
-        variables["CUDA_VISIBLE_DEVICES"] = launch.devices
+        variables |= showing(launch.device, launch.devices)
     return variables
 
 
