@@ -157,6 +157,14 @@ def test_options_without_a_usable_default_must_be_set():
         (["worker.rollout.max_num_seqs=0"], "`worker.rollout.max_num_seqs` must be at least 1"),
         (["worker.actor.fsdp.fsdp_size=4"], "must be divisible by `worker.actor.fsdp.fsdp_size` (4)"),
         (
+            ["worker.actor.fsdp.expert_parallel_size=3"],
+            "must be divisible by `worker.actor.fsdp.expert_parallel_size` (3)",
+        ),
+        (
+            ["worker.ref.fsdp.fsdp_size=1", "worker.ref.fsdp.expert_parallel_size=2"],
+            "`worker.ref.fsdp.fsdp_size` (1) must be divisible by `worker.ref.fsdp.expert_parallel_size` (2)",
+        ),
+        (
             ["data.min_pixels=9", "data.max_pixels=4"],
             "`data.min_pixels` (9) must be at most `data.max_pixels`",
         ),

@@ -45,6 +45,7 @@ class Case(NamedTuple):
     ring: int = 1
     checkpointing: bool = False
     always_shards: bool = True
+    divided: int = 1  # ranks that the experts are divided over
 
 
 ALONE = [
@@ -63,6 +64,7 @@ TOGETHER = [
     Case(2, ulysses=2, shared=True),
     Case(2, ulysses=2, always_shards=False),
     Case(3, ring=2, mini_batches=2),
+    Case(2, mini_batches=2, checkpointing=True, shared=True, divided=2),
 ]
 
 
@@ -77,7 +79,7 @@ def order(mini_batches):
 
 
 def expected(folder, batch, mini_batches):
-    """Value and gradients of each mini batch from transformers' own forward, and the largest load."""
+    """Value and gradients of each mini batch from transformers' own forward, and the choices (layers, E)."""
     model = load(folder, False)
     found, chosen = [], torch.zeros(2, EXPERTS)
     for part in batch.split(len(batch) // mini_batches):
@@ -99,7 +101,11 @@ def expected(folder, batch, mini_batches):
         for layer, each in enumerate(logits):
             best = each.topk(TOP_K, dim=-1).indices[mask.flatten().bool()]
             chosen[layer] += best.flatten().bincount(minlength=EXPERTS)
-    return found, (chosen / chosen.sum(-1, keepdim=True)).max().item() * EXPERTS
+    return found, chosen
+
+
+def largest_load(chosen):
+    return (chosen / chosen.sum(-1, keepdim=True)).max().item() * chosen.shape[-1]
 
 
 def own_rows(batch, mini_batches, index, count):
@@ -111,7 +117,7 @@ def own_rows(batch, mini_batches, index, count):
 def update(case, folder, batch, rank, world_size):
     model = build_model(
         ModelConfig(folder, enable_gradient_checkpointing=case.checkpointing, router_aux_loss_coef=COEF),
-        FSDPConfig(torch_dtype="fp32", mp_param_dtype="fp32"),
+        FSDPConfig(torch_dtype="fp32", mp_param_dtype="fp32", expert_parallel_size=case.divided),
         mesh=make_mesh(world_size, -1, "cpu"),
         device="cpu",
         trainable=True,
@@ -130,6 +136,7 @@ def update(case, folder, batch, rank, world_size):
         micro_batch_size_per_device_for_experience=2,
         dynamic_batching=case.dynamic,
         max_grad_norm=1e9,
+        fsdp=FSDPConfig(expert_parallel_size=case.divided),
     )
     scheduler = SimpleNamespace(get_last_lr=lambda: [0.0], step=lambda: None)
     updater = Updater("actor", config, forward, group, Training(optimizer, scheduler))
@@ -146,7 +153,8 @@ def compare_all(rank, world_size, cases, folder):
     found = []
     for case in cases:
         batch = text_batch(SIZES)[order(case.mini_batches)]
-        wanted, load_max = expected(folder, batch, case.mini_batches)
+        wanted, chosen = expected(folder, batch, case.mini_batches)
+        load_max = largest_load(chosen)
         gradients, metrics = update(case, folder, batch, rank, world_size)
         errors = []
         for (_, whole), own in zip(wanted, gradients, strict=True):
@@ -154,11 +162,14 @@ def compare_all(rank, world_size, cases, folder):
             difference = sum((own[name] - grad).square().sum().item() for name, grad in whole.items())
             errors.append((difference / size) ** 0.5)
         loss = sum(value for value, _ in wanted) / len(wanted)
+        of_ranks = chosen.unflatten(-1, (case.divided, -1)).sum(-1)  # (layers, ranks)
+        rank_load = metrics.get("moe/ep_load_max", 1.0)
+        assert ("moe/ep_load_max" in metrics) == (case.divided > 1)
         found.append(
             (
                 max(errors),
                 abs(metrics["actor/router_aux_loss"] - loss),
-                abs(metrics["moe/load_max"] - load_max),
+                max(abs(metrics["moe/load_max"] - load_max), abs(rank_load - largest_load(of_ranks))),
                 load_max,
             )
         )

@@ -193,6 +193,11 @@ class FSDPConfig:
     fsdp_size: int = option(
         -1, "Ranks per copy of the weights; -1 is all, fewer is hybrid sharding.", minimum=1, also=(-1,)
     )
+    expert_parallel_size: int = option(
+        1,
+        "Ranks that the experts of a layer are divided over; must divide the ranks per copy and the experts.",
+        minimum=1,
+    )
     mp_param_dtype: str = dtype_option("bf16", "Data type of weights and activations in computation.")
     mp_reduce_dtype: str = dtype_option("fp32", "Data type of the gradient reduction.")
     mp_buffer_dtype: str = dtype_option("fp32", "Data type of buffers such as rotary frequencies.")

@@ -253,6 +253,12 @@ class RunTree:
             if fsdp.fsdp_size > 0:
                 name = f"`worker.{role}.fsdp.fsdp_size`"
                 yield from divisible(WORLD, self.world_size, name, fsdp.fsdp_size)
+            ranks = (WORLD, self.world_size)
+            if 0 < fsdp.fsdp_size < self.world_size:
+                ranks = (f"`worker.{role}.fsdp.fsdp_size`", fsdp.fsdp_size)
+            yield from divisible(
+                *ranks, f"`worker.{role}.fsdp.expert_parallel_size`", fsdp.expert_parallel_size
+            )
 
     def dp_problems(self, name: str, sequences: int) -> Iterator[str]:
         """Yield a sentence unless each data parallel rank gets the same number of sequences."""

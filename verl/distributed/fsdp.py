@@ -24,6 +24,7 @@ from torch.nn.utils import get_total_norm
 from transformers import PreTrainedModel
 
 from verl.distributed.device import is_gpu
+from verl.distributed.expert_parallel import shard_experts
 
 DTYPES = {
     "bf16": torch.bfloat16,
@@ -71,12 +72,15 @@ def make_mesh(world_size: int, fsdp_size: int, device: str) -> DeviceMesh:
 
 
 def shard_model(
-    model: PreTrainedModel, mesh: DeviceMesh, config: ShardOptions, *, casts_inputs: bool = True
+    model: PreTrainedModel,
+    mesh: DeviceMesh,
+    config: ShardOptions,
+    *,
+    casts_inputs: bool = True,  # cast the inputs of all blocks to the data type of computation
+    experts: Sequence[nn.Module] = (),  # modules that `divide_experts` divided
+    expert_mesh: DeviceMesh | None = None,  # over which it did
 ) -> None:
-    """Shard a transformers model in place: each block, vision blocks included, then the rest.
-
-    `casts_inputs` casts the inputs of all of them to the data type of computation.
-    """
+    """Shard a transformers model in place: divided experts, each block, vision blocks included, the rest."""
     options: dict[str, Any] = {
         "mesh": mesh,
         # False keeps parameters gathered from forward to backward.
@@ -88,6 +92,8 @@ def shard_model(
         ),
         "offload_policy": offload_policy(config, mesh),
     }
+    if expert_mesh is not None:
+        shard_experts(experts, expert_mesh, options)
     for block in fsdp_blocks(model):
         fully_shard(block, **options)
     fully_shard(model, **options)
@@ -164,7 +170,7 @@ def num_shards(tensor: Tensor) -> int:
         return 1
     axes = enumerate(tensor.placements)
     # Replicas (hybrid sharding) do not count; replicas of a shard have the same `shard_index`.
-    return math.prod(tensor.device_mesh.size(axis) for axis, place in axes if place.is_shard())
+    return math.prod(tensor.device_mesh.size(axis) for axis, place in axes if not place.is_replicate())
 
 
 def shard_index(tensor: Tensor) -> int:
@@ -172,7 +178,7 @@ def shard_index(tensor: Tensor) -> int:
         return 0
     mesh, index = tensor.device_mesh, 0
     for axis, place in enumerate(tensor.placements):
-        if place.is_shard():
+        if not place.is_replicate():
             index = index * mesh.size(axis) + mesh.get_local_rank(axis)
     return index
 
@@ -237,9 +243,21 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> float:
     update.
     """
     grads = [param.grad for param in sharded_parameters(model).values() if param.grad is not None]
-    total = get_total_norm(grads)
-    norm = (_whole(total) if isinstance(total, DTensor) else total).item()
+    norm = math.hypot(*(_norm(part) for part in _by_mesh(grads)))
     if max_norm < norm < float("inf"):  # an infinite `max_norm` only measures
         shards, scale = [local_part(grad) for grad in grads], max_norm / (norm + 1e-6)
         torch._foreach_mul_(shards, scale)  # pyright: ignore[reportPrivateImportUsage] - torch's own code calls it
     return norm
+
+
+def _by_mesh(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Group tensors by the mesh that they are sharded over: divided experts have one of their own."""
+    groups: dict[DeviceMesh | None, list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(tensor)
+    return list(groups.values())
+
+
+def _norm(grads: list[Tensor]) -> float:
+    total = get_total_norm(grads)
+    return (_whole(total) if isinstance(total, DTensor) else total).item()

@@ -22,12 +22,14 @@ from verl.models.lora import (
     adapted_parameters,
     experts_without_adapter,
 )
+from verl.models.mixture.experts import check_divisible, expert_option, has_biases
 from verl.models.routing import logits_per_token
 from verl.models.scalar_head import make_scalar
 from verl.models.tiled_mlp import has_tiles, tile_mlps
 from verl.models.trainable import select_trainable
 from verl.optim.build import parameter_groups
 from verl.planning.memory_model import ModelShape, Stack
+from verl.planning.planned_model import PlannedModel
 from verl.workers.model_builder import load_model_config, trainable_options, weights_dtype
 
 
@@ -68,6 +70,28 @@ def check_trained(model: ModelConfig, optim: OptimConfig, role: str, head: str =
     select_trainable(empty, trainable_options(model, option), option)
     parameter_groups(empty, optim.lr, optim.lr_factors, f"worker.{role}.optim")
     return model_shape(empty)
+
+
+def check_experts(planned: PlannedModel) -> None:
+    """Check that a model has experts that `expert_parallel_size` and the optimizer can divide.
+
+    Raises:
+        FileNotFoundError: The folder has no config that can be read.
+        ValueError: The model is dense, or its experts, adapters or optimizer do not allow it.
+    """
+    size, option = planned.fsdp.expert_parallel_size, f"worker.{planned.role}.model"
+    if size == 1:
+        return
+    empty = _meta_model(planned.model, option, planned.head)
+    if planned.optim is not None:
+        select_trainable(empty, trainable_options(planned.model, option), option)
+    check_divisible(empty, size, expert_option(option))
+    strategy = None if planned.optim is None else planned.optim.strategy
+    if strategy == "muon" and has_biases(empty):
+        raise ValueError(
+            f"`{expert_option(option)}` ({size}) must be 1 with `worker.{planned.role}.optim.strategy` (muon)"
+            f" for {type(empty).__name__}, whose experts have biases: use adamw"
+        )
 
 
 def _meta_model(

@@ -10,7 +10,7 @@ from verl.checkpoint.merger import merge_checkpoint
 from verl.checkpoint.sharded import HUGGINGFACE
 from verl.config.files.model_files import has_weights
 from verl.config.model import ModelConfig
-from verl.planning.model_sizes import check_trained
+from verl.planning.model_sizes import check_experts, check_trained
 from verl.planning.planned_run import PlannedRun
 from verl.utils.rank_logger import get_logger
 
@@ -23,6 +23,12 @@ def check_trained_models(run: PlannedRun) -> None:
         if planned.optim is not None:
             shape = check_trained(planned.model, planned.optim, planned.role, planned.head)
             logger.info("%s: %s", planned.role, shape.trained_text)
+
+
+def check_divided_experts(run: PlannedRun) -> None:
+    """Raise `ValueError` if the experts of a model cannot be divided as its options say."""
+    for planned in run.models:
+        check_experts(planned)
 
 
 def export_checkpoints(models: Iterable[ModelConfig]) -> None:

@@ -87,6 +87,7 @@ def prepared_run(
             run = describe(config)
             checks.export_checkpoints(planned.model for planned in run.models)
             checks.check_trained_models(run)
+            checks.check_divided_experts(run)
         if check is not None:
             with phase("rewards of samples"):
                 check(config)

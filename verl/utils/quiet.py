@@ -8,10 +8,16 @@ from contextlib import contextmanager
 
 
 def quiet_packages() -> None:
+    quiet_torch()
     quiet_torchao()
     quiet_vllm()
     # Opening a file draws a bar that is full at once. A download of the hub has its own.
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+
+
+def quiet_torch() -> None:
+    # Divided experts are gathered over their two axes, one after the other, as torch shards them.
+    logging.getLogger("torch.distributed.tensor._redistribute").addFilter(_is_not_of_two_gathers)
 
 
 def quiet_torchao() -> None:
@@ -48,3 +54,7 @@ def _is_not_of_cpus(record: logging.LogRecord) -> bool:
 
 def _is_not_of_an_enum(record: logging.LogRecord) -> bool:
     return "is an Enum subclass" not in record.getMessage()
+
+
+def _is_not_of_two_gathers(record: logging.LogRecord) -> bool:
+    return "sequential all_gather operations" not in record.getMessage()

@@ -26,6 +26,7 @@ from verl.models.families.registry import load_config, register_family
 from verl.models.hub_names import HubNames, auto_class, meta_model
 from verl.models.lora import set_adapter
 from verl.models.lora_weights import AdapterConfig, read_adapter, read_adapter_config
+from verl.models.mixture.experts import check_divisible, divide_over_ranks, expert_option
 from verl.models.monkey_patch import compile_blocks
 from verl.models.registry import prepare_model
 from verl.models.scalar_head import (
@@ -88,7 +89,11 @@ def build_model(
         compile_blocks(empty)
     if model.runs_tiles(is_trained=trainable):
         tile_mlps(empty)
-    shard_model(empty, mesh, fsdp)
+    experts, expert_mesh = [], None
+    if fsdp.expert_parallel_size > 1:
+        check_divisible(empty, fsdp.expert_parallel_size, expert_option(option))
+        experts, expert_mesh = divide_over_ranks(empty, mesh, fsdp.expert_parallel_size)
+    shard_model(empty, mesh, fsdp, experts=experts, expert_mesh=expert_mesh)
     _fill(empty, source, fsdp, mesh, torch.device(device))
     empty.train(trainable)
     return empty

@@ -81,6 +81,9 @@ def _absent(worker: WorkerConfig, algorithm: AlgorithmConfig, trainer: TrainerCo
             "1 for pictures", worker.actor.ulysses_size,
         ),
         "worker.actor.ring_size": (worker.actor.ring_size == 1, 1, worker.actor.ring_size),
+        "worker.actor.fsdp.expert_parallel_size": (
+            worker.actor.fsdp.expert_parallel_size == 1, 1, worker.actor.fsdp.expert_parallel_size,
+        ),
         "worker.rollout.tensor_parallel_size": (
             worker.rollout.tensor_parallel_size == 1, 1, worker.rollout.tensor_parallel_size,
         ),

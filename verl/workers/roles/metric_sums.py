@@ -39,7 +39,7 @@ class MetricSums:
     def add_loads(self, name: str, loads: Tensor) -> None:
         """Add the tokens of this rank that each layer sent to each expert: (layers, experts) float64.
 
-        The metric is the largest share of a layer's tokens times the number of experts.
+        The metric is the largest share of a layer's tokens times the number of experts; or of groups of them.
         """
         self._loads[name] = self._loads[name] + loads if name in self._loads else loads
 

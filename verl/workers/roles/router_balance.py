@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The balance of a mixture's routers during an update: the loss, and the metric `load_max`.
+"""The balance of a mixture's routers during an update: the loss, and metrics of the largest load.
 
 The loss of an optimizer step reads how often all its tokens choose each expert, which a micro batch alone
 does not know. Choices are those under the weights from before the update's first step, like
@@ -19,14 +19,23 @@ from verl.workers.packing.row_forward import RowForward
 from verl.workers.roles.metric_sums import MetricSums
 
 CHOICES = "expert_choices"  # (B, E) of a batch
-LOAD = {"actor": "moe/load_max", "train": "moe/load_max"}  # by role; others have it under their own prefix
+# By role; others have them under their own prefix.
+LOAD = {"actor": "moe/load_max", "train": "moe/load_max"}
+RANK_LOAD = {"actor": "moe/ep_load_max", "train": "moe/ep_load_max"}  # of divided experts
 
 
 class RouterBalance:
     """Adds the balance loss to the losses of micro batches."""
 
-    def __init__(self, role: str, forward: RowForward, group: dist.ProcessGroup | None, coef: float) -> None:
-        self.role, self.forward, self.group, self.coef = role, forward, group, coef
+    def __init__(
+        self,
+        role: str,
+        forward: RowForward,
+        group: dist.ProcessGroup | None,
+        coef: float,
+        ranks: int = 1,  # that the experts of a layer are divided over
+    ) -> None:
+        self.role, self.forward, self.group, self.coef, self.ranks = role, forward, group, coef, ranks
         assert forward.routing is not None or not coef, "checked when the model was built"
         forward.records_routes = forward.routing is not None
         forward.keeps_router_logits = coef > 0
@@ -45,7 +54,11 @@ class RouterBalance:
         if not routes:
             return loss
         for each in routes:
-            metrics.add_loads(LOAD.get(self.role, f"{self.role}/moe_load_max"), torch.stack(each.load))
+            loads = torch.stack(each.load)  # (layers, E)
+            metrics.add_loads(LOAD.get(self.role, f"{self.role}/moe_load_max"), loads)
+            if self.ranks > 1:
+                of_ranks = loads.unflatten(-1, (self.ranks, -1)).sum(-1)  # (layers, ranks)
+                metrics.add_loads(RANK_LOAD.get(self.role, f"{self.role}/moe_ep_load_max"), of_ranks)
         if not self.coef:
             return loss
         choices = self.choices

@@ -119,7 +119,9 @@ class Updater:
         self.mini_batch_rows = config.global_batch_size * training.rollout_n // self.dp_size
         self.metrics = MetricSums(forward.device)
         self.grad_norms: list[float] = []
-        self.balance = RouterBalance(role, forward, group, config.model.router_aux_loss_coef)
+        self.balance = RouterBalance(
+            role, forward, group, config.model.router_aux_loss_coef, config.fsdp.expert_parallel_size
+        )
 
     def mini_batches(self, batch: DataProto) -> Iterator[MiniBatch]:
         """Yield the mini batches of an update in order, once for each PPO epoch."""
