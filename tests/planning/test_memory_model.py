@@ -111,6 +111,27 @@ def test_gathered_weights_are_the_root_and_one_copy_of_a_layer_or_three_on_sever
     assert gathered(SHAPE, replace(SETUP, keeps_gathered=True)) == 2 * 260
 
 
+def test_a_rank_gathers_only_its_own_part_of_divided_experts():
+    mixture = replace(SHAPE, text=replace(STACK, experts=80, choices=2), experts=160, trained_experts=160)
+    divided = replace(SETUP, ranks=8, expert_ranks=4)
+
+    assert mixture.text.held(4) == 20 + 80 // 4
+    assert gathered(mixture, divided) == 2 * (120 + 3 * 40)
+    assert gathered(mixture, replace(divided, keeps_gathered=True)) == 2 * (260 - 120) + 2 * 2 * 40
+    assert (weights(mixture, divided), divided.expert_shards) == (1040 // 8, 2)
+
+
+def test_states_arrive_at_divided_experts_once_for_each_choice():
+    mixture = replace(SHAPE, text=replace(STACK, experts=80, choices=2), experts=160, trained_experts=160)
+    few, many = replace(SETUP, ranks=4), replace(SETUP, ranks=4, expert_ranks=4)
+
+    # Gathered weights are 60 less, three times, in two bytes; 60 tokens arrive with two choices of 2*4 bytes.
+    assert (
+        log_prob_peak(mixture, many, MicroBatch(60, 4)) - log_prob_peak(mixture, few, MicroBatch(60, 4))
+        == 60 * 2 * 2 * 4 - 3 * 2 * 60
+    )
+
+
 def test_the_first_rank_reads_the_whole_model_in_addition_to_its_shard():
     assert load_peak(SHAPE, replace(SETUP, ranks=2)) == 1040 + 520
     assert load_peak(SHAPE, SETUP) == 1040 + 1040

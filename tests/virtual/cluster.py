@@ -118,9 +118,11 @@ def substitute() -> None:
     """Replace what needs files and values."""
     import torch.distributed as dist
 
+    from verl.distributed.expert_parallel import Counts
     from verl.distributed.weights import peer_link
     from verl.models import registry
     from verl.models.hub_names import meta_model
+    from verl.models.mixture import experts
     from verl.models.vila.processor import VilaProcessor
     from verl.workers import model_builder
     from verl.workers.base_worker import ModelWorker
@@ -149,6 +151,15 @@ def substitute() -> None:
     def gathered(objects: list[Any], value: Any, group: Any = None) -> None:
         objects[:] = [value] * len(objects)
 
+    def even_counts(chosen: Tensor, num_experts: int, group: Any) -> Counts:
+        # as many for each expert, since no one can know how routers choose; without the wait for the device
+        theirs = chosen.new_empty(num_experts)
+        dist.all_to_all_single(theirs, chosen.new_zeros(num_experts), group=group)
+        ranks, total = dist.get_world_size(group), len(chosen)
+        rows = [total // ranks + (rank < total % ranks) for rank in range(ranks)]
+        return Counts(rows, rows, theirs.view(ranks, -1))
+
+    experts.exchange_counts = even_counts
     VilaProcessor.frame_pixels = frame_pixels
     FrozenTower._name_weights = TrainedTower._name_weights  # whatever the values
     ModelWorker._encoded_media = lambda self: {}  # a sum over the ranks
@@ -198,7 +209,9 @@ def worker_config(folder: Path, setup: Setup, ranks: int) -> Any:
         optim=OptimConfig(strategy=setup.optimizer),
         offload=OffloadConfig(setup.offload, setup.offload),
     )
-    fsdp = FSDPConfig(fsdp_size=setup.fsdp_size, torch_dtype=setup.dtype)
+    fsdp = FSDPConfig(
+        fsdp_size=setup.fsdp_size, torch_dtype=setup.dtype, expert_parallel_size=setup.expert_parallel
+    )
     parallel: dict[str, Any] = dict(
         ulysses_size=setup.ulysses, ring_size=setup.ring, divide_short_sequences=setup.always_shards
     )

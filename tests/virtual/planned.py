@@ -61,6 +61,8 @@ CASES = (
     Case("14b", 16, {"fsdp_size": 8}),
     Case("72b", 64),
     Case("30b-a3b", 8),
+    Case("30b-a3b", 16, {"expert_parallel": 4}),
+    Case("30b-a3b", 32, {"expert_parallel": 8, "fsdp_size": 16}),
     Case("vl-7b", 8, {"images": (1,)}),
     Case("longvila-7b", 8, video(1024)),
 )

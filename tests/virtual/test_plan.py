@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from tests.virtual.planned import CASES, planned
+from tests.virtual.traffic import exchanged, received
 from verl.planning.speed import operations, traffic
 from verl.planning.speed.workload import pass_work
 
@@ -48,19 +49,9 @@ def _check_work(case, phases, plan):
         work = pass_work(plan.run, model, each, plan.lengths, shape)
         work = replace(work, micro_batches=2)  # the rows fill theirs to the last token
         moved = traffic.collectives(shape, setup, work, is_update=each.is_update, copies=copies)
-        assert moved.sharding + moved.replicas == pytest.approx(_received(phase) / updates, rel=0.01, abs=1e4)
+        assert moved.sharding + moved.replicas == pytest.approx(received(phase) / updates, rel=0.01, abs=1e4)
+        assert moved.experts == pytest.approx(exchanged(phase) / updates, rel=0.01, abs=1e6)
         done = operations.update(shape, setup, work) if each.is_update else operations.forward(shape, work)
         if shape.tower is None:
             counted = sum(phase.flops.get(name, 0) for name in MEASURED) / updates
             assert done.products + done.head == pytest.approx(counted, rel=0.02)
-
-
-def _received(phase):
-    """Bytes that a rank receives in its collectives of weights and gradients."""
-    total = 0.0
-    for name, _, _, (ranks, *_), size in phase.collectives:
-        if "allgather" in name or "reduce_scatter" in name:
-            total += size * (ranks - 1) / ranks
-        elif "allreduce" in name and size > 1 << 20:  # not the gradients' norm
-            total += 2 * size * (ranks - 1) / ranks
-    return total

@@ -70,12 +70,13 @@ class Counts(NamedTuple):
     by_expert: Tensor  # (ranks, experts of this rank) int64: received from each rank for each expert
 
 
-def exchange_counts(counts: Tensor, group: dist.ProcessGroup) -> Counts:
+def exchange_counts(chosen: Tensor, num_experts: int, group: dist.ProcessGroup) -> Counts:
     """Tell each rank how many rows its experts get from this one; the host waits for the device.
 
     Args:
-        counts: (experts,) int64: rows of this rank for each expert.
+        chosen: (rows,) int64: expert of each row.
     """
+    counts = chosen.new_zeros(num_experts).scatter_add_(0, chosen, torch.ones_like(chosen))
     theirs = torch.empty_like(counts)
     dist.all_to_all_single(theirs, counts, group=group)
     ranks = dist.get_world_size(group)

@@ -30,6 +30,8 @@ class Stack:
     has_head_norms: bool = False  # of queries and keys
     adapted_experts: int = 0  # weights of a layer's joint experts with adapters: each pass makes their sum
     is_tiled: bool = False  # MLPs run in tiles
+    experts: int = 0  # weights of a layer's joint experts
+    choices: int = 0  # experts that a token runs through
 
     def saved(self, c: int) -> int:
         """Bytes of a token that a layer saves for its backward pass.
@@ -60,6 +62,14 @@ class Stack:
             product = 6 * c * self.intermediate * TILE + c * self.hidden * tokens
         return (saved + c * self.hidden) * tokens + max(product, norms)
 
+    def held(self, expert_ranks: int) -> int:
+        """Weights of a layer on a rank that has gathered them, with its part of divided experts."""
+        return self.params - self.experts + self.experts // expert_ranks
+
+    def arrived(self, c: int, tokens: int, expert_ranks: int) -> int:
+        """Bytes of states that came to this rank's experts: as many as its own tokens have, if even."""
+        return 0 if expert_ranks == 1 else c * self.choices * self.hidden * tokens
+
     def tiles(self, tokens: int) -> bool:
         """Return whether so many tokens are more than a tile of the MLP."""
         return self.is_tiled and tokens > TILE
@@ -83,6 +93,8 @@ class ModelShape:
     patches_per_token: int = 4
     router_logits: int = 0  # of a token in all layers, if the loss that balances routers keeps them
     frozen_experts: int = 0  # joint tensors of experts that stay frozen without an adapter
+    experts: int = 0  # weights of all joint experts
+    trained_experts: int = 0
 
     @property
     def head(self) -> int:
@@ -113,6 +125,12 @@ class ModelSetup:
     checkpointing: bool = True  # activations are recomputed
     keeps_gathered: bool = False  # layers stay gathered from forward to backward
     optimizer: str = "adamw"
+    expert_ranks: int = 1  # that the experts of a layer are divided over
+
+    @property
+    def expert_shards(self) -> int:
+        """Ranks that share one part of divided experts."""
+        return self.ranks // self.expert_ranks
 
 
 @dataclass(frozen=True)
@@ -151,10 +169,11 @@ def optimizer_state(shape: ModelShape, setup: ModelSetup) -> int:
 def gathered(shape: ModelShape, setup: ModelSetup) -> int:
     """Gathered weights in a forward pass: the root's, and those of the layers that FSDP has fetched."""
     # On several ranks weights are held both as received and as read, and the last layer's still exist.
-    copies = 1 if setup.ranks == 1 else 3
+    copies, layer = 1 if setup.ranks == 1 else 3, shape.text.held(setup.expert_ranks)
     if setup.keeps_gathered:
-        return setup.c * shape.params + (copies - 1) * setup.c * shape.text.params
-    return setup.c * (min(copies, 2) * shape.root + copies * shape.text.params)
+        elsewhere = shape.experts - shape.experts // setup.expert_ranks
+        return setup.c * (shape.params - elsewhere) + (copies - 1) * setup.c * layer
+    return setup.c * (min(copies, 2) * shape.root + copies * layer)
 
 
 def load_peak(shape: ModelShape, setup: ModelSetup) -> int:
@@ -194,21 +213,24 @@ def log_prob_peak(shape: ModelShape, setup: ModelSetup, batch: MicroBatch) -> in
     if setup.device != "cpu" and not setup.keeps_gathered:
         return _gpu_log_prob_peak(shape, setup, batch)
     in_layer = shape.text.transient(setup.c, batch.tokens) + setup.c * shape.text.adapted_experts
+    in_layer += shape.text.arrived(setup.c, batch.tokens, setup.expert_ranks)
     if shape.tower is not None:
         in_layer = max(in_layer, shape.tower.transient(setup.c, batch.patches))
     states = setup.c * shape.text.hidden * (batch.tokens + batch.responses)
     in_head = states + logit_chunk(shape, setup, batch)
-    layer = setup.c * shape.text.params * (1 if setup.ranks == 1 else 3)
+    layer = setup.c * shape.text.held(setup.expert_ranks) * (1 if setup.ranks == 1 else 3)
     return gathered(shape, setup) - layer + max(in_layer + layer, in_head)
 
 
 def _gpu_log_prob_peak(shape: ModelShape, setup: ModelSetup, batch: MicroBatch) -> int:
     """The largest of first layer, a layer in the middle, and head, in the order in which FSDP frees."""
     text, c, is_alone = shape.text, setup.c, setup.ranks == 1
-    root, layer = c * shape.root, c * text.params
+    root, layer = c * shape.root, c * text.held(setup.expert_ranks)
     in_layer, states = text.transient(c, batch.tokens), c * text.hidden * batch.tokens
-    in_layer += c * text.adapted_experts
-    arrived, entering = layer, states
+    in_layer += c * text.adapted_experts + text.arrived(c, batch.tokens, setup.expert_ranks)
+    # Divided experts arrive after the rest of their layer.
+    arrived = layer if setup.expert_ranks == 1 else c * (text.params - text.experts)
+    entering = states
     if shape.tower is not None and batch.patches:  # its layers come first
         in_layer = max(in_layer, shape.tower.transient(c, batch.patches))
         arrived, entering = c * shape.tower.params, shape.tower.transient(c, batch.patches)
@@ -246,6 +268,8 @@ def _layer_backward(shape: ModelShape, setup: ModelSetup, batch: MicroBatch) -> 
     tokens += c * text.adapted_experts * (2 if setup.checkpointing else 1)  # the sum and its gradient
     if shape.tower is not None:
         tokens = max(tokens, shape.tower.backward(c, batch.patches, recomputes=setup.checkpointing))
+    if setup.expert_ranks > 1:
+        return c * shape.trained_head + _divided_layer_backward(shape, setup, batch, tokens)
     fetched = 1 if ranks == 1 else 2  # this layer's weights, and the next one's while they arrive
     trained = text.params * shape.trained // shape.params
     gradients = (c + setup.r) * trained  # of this layer, and those of the previous one while they are sent
@@ -253,6 +277,22 @@ def _layer_backward(shape: ModelShape, setup: ModelSetup, batch: MicroBatch) -> 
         gradients += 4 * trained  # sums over tiles
     received = int(setup.r * (1 + 1 / ranks) * trained)
     return c * shape.trained_head + max(tokens + fetched * c * text.params + gradients, received)
+
+
+def _divided_layer_backward(shape: ModelShape, setup: ModelSetup, batch: MicroBatch, tokens: int) -> int:
+    """The same of a layer whose experts FSDP gathers and reduces apart from the rest.
+
+    While experts run backward, the rest of the next layer arrives and gradients of the previous one's are
+    sent; then the experts' own gradients are.
+    """
+    text, c = shape.text, setup.c
+    experts = text.held(setup.expert_ranks) - (text.params - text.experts)
+    rest, share = text.params - text.experts, shape.trained / shape.params
+    trained = int(experts * shape.trained_experts / max(shape.experts, 1))
+    running = tokens + text.arrived(c, batch.tokens, setup.expert_ranks) * (2 if setup.checkpointing else 1)
+    running += c * (experts + 2 * rest) + c * trained + int(setup.r * share * rest)
+    sent = int((c + setup.r * (1 + 1 / setup.expert_shards)) * trained) + c * rest
+    return max(running, sent)
 
 
 def _root_backward(shape: ModelShape, setup: ModelSetup) -> int:

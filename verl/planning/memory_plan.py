@@ -89,7 +89,9 @@ def plan_memory(run: PlannedRun, read_shape: ReadShape, machine: Machine) -> Mem
     if run.shared_engine is not None:
         policy = models[0]
         sends_adapters = run.serves_adapters(machine.device)
-        sampling = run.shared_engine.sampling(policy.shape, machine, policy.setup.ranks, sends_adapters)
+        sampling = run.shared_engine.sampling(
+            policy.shape, policy.setup, machine, sends_adapters=sends_adapters
+        )
         phases.append(Phase("gen", {"models": _resting(models)} | sampling))
     phases += [_phase(run, models, model, each) for model in models for each in model.planned.passes]
     phases.append(Phase("save_checkpoint", {"models": _resting(models)}, {"copy": _snapshot(models)}))
@@ -130,6 +132,7 @@ def held_model(model: PlannedModel, world_size: int, device: str, read_shape: Re
         checkpointing=model.model.enable_gradient_checkpointing,
         keeps_gathered=not fsdp.enable_full_shard,
         optimizer="adamw" if model.optim is None else model.optim.strategy,
+        expert_ranks=fsdp.expert_parallel_size,
     )
     weights = memory_model.weights(shape, setup)
     gradients = memory_model.gradients(shape, setup) if is_trained else 0

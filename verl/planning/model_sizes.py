@@ -22,7 +22,7 @@ from verl.models.lora import (
     adapted_parameters,
     experts_without_adapter,
 )
-from verl.models.mixture.experts import check_divisible, expert_option, has_biases
+from verl.models.mixture.experts import check_divisible, expert_modules, expert_option, has_biases
 from verl.models.routing import logits_per_token
 from verl.models.scalar_head import make_scalar
 from verl.models.tiled_mlp import has_tiles, tile_mlps
@@ -116,6 +116,7 @@ def model_shape(model: PreTrainedModel) -> ModelShape:
     params = list(model.parameters())
     trained = [param for param in params if param.requires_grad]
     root = [param for param in params if id(param) not in in_blocks]
+    experts = [param for module in expert_modules(model) for param in module.parameters()]
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     is_adapted = bool(adapted_layers(model) or adapted_parameters(model))
     return ModelShape(
@@ -132,6 +133,8 @@ def model_shape(model: PreTrainedModel) -> ModelShape:
         tower=tower.stack,
         patches_per_token=tower.patches_per_token,
         frozen_experts=len(experts_without_adapter(model)) if is_adapted else 0,
+        experts=_count(experts),
+        trained_experts=_count(param for param in experts if param.requires_grad),
     )
 
 
@@ -193,6 +196,8 @@ def _text_stack(config: Any, blocks: list[nn.Module]) -> Stack:
         has_head_norms="q_norm" in names,
         adapted_experts=max(map(adapted_expert_weights, blocks)),
         is_tiled=all(map(has_tiles, blocks)),
+        experts=max(sum(_count(part.parameters()) for part in expert_modules(block)) for block in blocks),
+        choices=experts_per_token(config),
     )
 
 

@@ -22,7 +22,7 @@ from verl.distributed.backends import on_gpu
 from verl.planning import memory_model
 from verl.planning.diffusion.planned import PlannedPictures, planned_pictures
 from verl.planning.machine import GIB, Machine, Parts
-from verl.planning.memory_model import ModelShape
+from verl.planning.memory_model import ModelSetup, ModelShape
 from verl.planning.planned_model import PlannedModel, PlannedPass, RowLengths
 
 LOG_PROB_PHASES = {"actor": "old", "critic": "values", "prime": "process_rewards"}  # by trained role
@@ -63,11 +63,17 @@ class PlannedEngine:
         sequence = (-(-self.max_model_len // 128) + 1) * 128 * token
         return max(4 * sequence, min(self.options.sequences_at_once(on_gpu=False) * sequence, MAX_CPU_CACHE))
 
-    def sampling(self, policy: ModelShape, machine: Machine, ranks: int, sends_adapters: bool) -> Parts:
+    def sampling(
+        self, policy: ModelShape, setup: ModelSetup, machine: Machine, *, sends_adapters: bool
+    ) -> Parts:
         """Memory in addition to the models while it samples and while it receives their weights."""
         largest = policy.trained if sends_adapters else policy.largest_stored * policy.params // policy.stored
         # Its shard in the engine's type, what all ranks sent, and the whole weight that is made of it.
-        copies = 1 if ranks == 1 else 2 + 1 / ranks
+        copies = 1 if setup.ranks == 1 else 2 + 1 / setup.ranks
+        if policy.experts and setup.ranks > 1:  # the last weight that the engine was given is half as large
+            copies += 0.5
+        if setup.expert_ranks > 1:  # the part of one rank's experts comes first
+            copies += 1 / setup.expert_ranks
         parts = {"a gathered weight": int(copies * self.number * largest)}
         if on_gpu(machine.device):
             parts["engine"] = int(self.options.gpu_memory_utilization * machine.device_bytes)

@@ -92,8 +92,7 @@ def _divided(original: type[nn.Module]) -> type[nn.Module]:
         """Run tokens (n, H) through their experts (n, k) and return sums (n, H) weighted by (n, k)."""
         flat, group = chosen.flatten(), self.expert_group  # (n * k,)
         order = flat.argsort(stable=True)
-        counts = flat.new_zeros(self.num_experts, dtype=torch.int64)
-        counts = exchange_counts(counts.scatter_add_(0, flat, torch.ones_like(flat)), group)
+        counts = exchange_counts(flat, self.num_experts, group)
         rows = send_rows(hidden[order // chosen.shape[-1]], counts, group)
         results = _run(original, self, rows, counts.by_expert)  # (M, H)
         results = return_rows(results, counts, group)  # (n * k, H)
@@ -106,10 +105,9 @@ def _divided(original: type[nn.Module]) -> type[nn.Module]:
 
 def _run(original: type[nn.Module], module: nn.Module, rows: Tensor, by_expert: Tensor) -> Tensor:
     """Run rows (M, H) through this rank's experts; they arrived as `by_expert` (ranks, experts) counts."""
-    ranks, experts = by_expert.shape
-    numbers = torch.arange(experts, device=rows.device).repeat(ranks)
-    chosen = numbers.repeat_interleave(by_expert.flatten(), output_size=len(rows))  # (M,)
-    arrived = len(rows)
+    arrived, experts = len(rows), by_expert.shape[-1]
+    ends = by_expert.flatten().cumsum(0)
+    chosen = torch.bucketize(torch.arange(arrived, device=rows.device), ends, right=True) % experts  # (M,)
     if not arrived:  # FSDP sums gradients that every rank must have, and the exchange goes back
         rows, chosen = torch.cat([rows, rows.new_zeros(1, rows.shape[-1])]), chosen.new_zeros(1)
     own = _OwnExperts(module, experts)

@@ -202,6 +202,7 @@ def moving_seconds(
     seconds = moved.sharding / cluster.link(setup.ranks) + moved.heads / cluster.link(ulysses)
     seconds += moved.ring / cluster.link(run.ring, ulysses)
     seconds += moved.replicas / cluster.link(copies, setup.ranks)
+    seconds += moved.experts / cluster.link(setup.expert_ranks)
     if model.is_streamed:
         seconds += (1 + is_update) * work.micro_batches * model.weights / cluster.pcie
     return seconds

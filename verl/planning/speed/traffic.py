@@ -15,10 +15,18 @@ class Collectives:
     replicas: float  # all-reduces of gradients between copies of the weights
     heads: float  # all-to-alls of Ulysses
     ring: float  # keys and values that travel around
+    experts: float = 0.0  # all-to-alls of tokens to divided experts and back
 
     @property
     def total(self) -> float:
-        return self.sharding + self.replicas + self.heads + self.ring
+        return self.sharding + self.replicas + self.heads + self.ring + self.experts
+
+
+def _others_shards(params: float, experts: float, setup: ModelSetup) -> float:
+    """Weights that a rank receives when each rank gathers `params`, of which divided `experts` in part."""
+    shards = setup.expert_shards
+    rest = (params - experts) * (setup.ranks - 1) / setup.ranks
+    return rest + experts / setup.expert_ranks * (shards - 1) / shards
 
 
 def gathered_bytes(shape: ModelShape, setup: ModelSetup) -> float:
@@ -40,12 +48,13 @@ def collectives(
     passes = 2 if is_update and not setup.keeps_gathered else 1
     # The root stays gathered until a backward pass.
     root = setup.c * shape.root * (setup.ranks - 1) / setup.ranks
-    layers = gathered_bytes(shape, setup) - root
+    layers = setup.c * _others_shards(shape.params, shape.experts, setup) - root
     sharding = work.micro_batches * passes * layers + root * (work.micro_batches if is_update else 1)
     replicas = 0.0
     if is_update:
         gradients = work.micro_batches * setup.r * shape.trained
-        sharding += gradients * (setup.ranks - 1) / setup.ranks
+        reduced = _others_shards(shape.trained, shape.trained_experts, setup)
+        sharding += work.micro_batches * setup.r * reduced
         replicas = 2 * gradients / setup.ranks * (copies - 1) / copies
     text = shape.text
     queries, cached = text.heads * text.head_dim, text.kv_heads * text.head_dim
@@ -54,7 +63,9 @@ def collectives(
     states = times * text.layers * setup.c * work.tokens
     heads = states * (2 * queries + 2 * cached) * (ulysses - 1) / ulysses
     around = states * 2 * cached * (ring - 1)
-    return Collectives(sharding, replicas, heads, around)
+    routed = states * 2 * text.choices * text.hidden  # to the experts and back
+    routed *= (setup.expert_ranks - 1) / setup.expert_ranks
+    return Collectives(sharding, replicas, heads, around, routed)
 
 
 def offloaded_bytes(weights: int, state: int, *, is_update: bool) -> float:
