@@ -105,8 +105,11 @@ def test_every_optimizer_updates_divided_experts_as_undivided_ones(two, strategy
 
 @pytest.mark.parametrize(
     ("world_size", "cases"),
-    [(1, [(DIVIDED, 1)]), (2, [(DIVIDED, 1), (UNDIVIDED, 2)]), (4, [(DIVIDED, 4), (UNDIVIDED, 2)])],
-    ids=["one rank", "two ranks", "four ranks"],
+    [
+        pytest.param(1, [(DIVIDED, 1)], id="one rank", marks=pytest.mark.slow),
+        pytest.param(2, [(DIVIDED, 1), (UNDIVIDED, 2)], id="two ranks"),
+        pytest.param(4, [(DIVIDED, 4), (UNDIVIDED, 2)], id="four ranks", marks=pytest.mark.slow),
+    ],
 )
 def test_any_layout_continues_the_checkpoint_of_any_other_as_if_it_had_not_stopped(
     two, folder, world_size, cases
@@ -142,6 +145,7 @@ def held(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_a_rank_holds_its_share_of_its_experts(folder):
     # Four experts: ranks 0 and 2 have the first two, one each, ranks 1 and 3 the others.
     for found in run_distributed(held, 4, folder):

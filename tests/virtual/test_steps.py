@@ -23,7 +23,7 @@ STEPS = {
     "images": ("tiny-vl", Setup(images=(1, 0), image_size=(56, 56), updates=1), 8),
     "fine-tuning": ("tiny", Setup(fine_tuning=True, responses=1, response_lengths=MIXED, updates=1), 4),
 }
-QUICK = ("all roles", "divided experts", "images")  # the others are slow
+QUICK = ("all roles", "images")  # the others are slow
 
 
 @pytest.mark.parametrize(

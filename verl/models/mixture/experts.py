@@ -44,9 +44,9 @@ def check_divisible(model: PreTrainedModel, size: int, option: str) -> None:
         joint = joint_experts(model)
         reason = f"has experts ({joint[0]}) without transformers' interface" if joint else "has no experts"
         raise ValueError(f"`{option}` ({size}) must be 1 for {name}, which {reason}")
-    uneven = next((module.num_experts for module in experts if _count(module) % size), None)
+    uneven = next((count for count in map(_count, experts) if count % size), None)
     if uneven is not None:
-        divisors = [number for number in range(1, size) if int(uneven) % number == 0]
+        divisors = [number for number in range(1, size) if uneven % number == 0]
         raise ValueError(
             f"`{option}` ({size}) must divide the {uneven} experts of a layer of {name}: set it to"
             f" {divisors[-1]}"
@@ -97,7 +97,7 @@ def _divided(original: type[nn.Module]) -> type[nn.Module]:
         results = _run(original, self, rows, counts.by_expert)  # (M, H)
         results = return_rows(results, counts, group)  # (n * k, H)
         places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        weighted = results[places].view(*chosen.shape, -1) * weights[..., None]  # (n, k, H)
+        weighted = results[places].view(*chosen.shape, hidden.shape[-1]) * weights[..., None]  # (n, k, H)
         return weighted.sum(1).to(hidden.dtype)
 
     return type(original.__name__, (original,), {"forward": forward, "__module__": original.__module__})
