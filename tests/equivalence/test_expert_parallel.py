@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from tests.equivalence.test_packed_forward import CLIP, IMAGE, Features, load, reference, vision_batch
 from tests.equivalence.test_shared_prompts import text_batch
 from tests.helpers.distributed import run_distributed
-from verl.config.model import FSDPConfig, ModelConfig
+from verl.config.model import FSDPConfig, LoraConfig, ModelConfig
 from verl.distributed.fsdp import clip_grad_norm, make_mesh
 from verl.distributed.sequence_parallel import SequenceParallel
 from verl.models.registry import check_model
@@ -97,9 +97,9 @@ def expected(folder, batch, weights):
     return log_probs.detach(), {name: param.grad for name, param in model.named_parameters()}
 
 
-def divided(case, folder, world_size):
+def divided(case, folder, world_size, **options):
     return build_model(
-        ModelConfig(str(folder), enable_gradient_checkpointing=case.checkpointing),
+        ModelConfig(str(folder), enable_gradient_checkpointing=case.checkpointing, **options),
         FSDPConfig(
             torch_dtype="fp32",
             mp_param_dtype="fp32",
@@ -156,3 +156,26 @@ def test_divided_experts_compute_and_learn_as_those_of_one_process(folders, worl
         for case, each in zip(cases, found, strict=True):
             assert each.pop("missing") == [], case
             assert max(each.values()) < 1e-5, (case, each)
+
+
+def adapted(rank, world_size, folder):
+    """Log-probs and gradients of adapters next to frozen experts, whole and divided."""
+    batch, found = text_batch(SIZES)[list(range(8))[rank::world_size]], []
+    for size in (1, 2):
+        torch.manual_seed(0)  # of the adapters' initial values
+        case = Case(size=size, checkpointing=True)
+        model = divided(case, folder, world_size, lora=LoraConfig(rank=4))
+        forward = PackedForward(model, model.config, Features(), share_prompt=True)
+        log_probs = forward.log_probs(batch, 0.8).log_probs
+        log_probs.square().sum().backward()
+        parameters = dict(model.named_parameters())
+        assert all(param.grad is None for name, param in parameters.items() if ".experts." in name)
+        grads = [param.grad.full_tensor() for param in parameters.values() if param.grad is not None]
+        found.append((log_probs.detach(), torch.cat([grad.flatten() for grad in grads])))
+    (whole, wanted), (parts, gradient) = found
+    return (parts - whole).abs().max().item(), ((gradient - wanted).norm() / wanted.norm()).item()
+
+
+def test_adapters_of_other_modules_learn_the_same_next_to_divided_experts(folders):
+    for log_probs, gradients in run_distributed(adapted, 2, folders["qwen3_moe"]):
+        assert log_probs < 1e-5 and gradients < 1e-5
