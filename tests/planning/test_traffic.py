@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bytes that a rank of a small mixture receives, counted by hand."""
+
+import pytest
+
+from verl.planning.memory_model import ModelSetup, ModelShape, Stack
+from verl.planning.speed.traffic import collectives
+from verl.planning.speed.workload import PassWork
+
+# Two layers of 100 weights, 80 of them experts, and 60 outside; tokens have two choices and states of 4.
+STACK = Stack(
+    layers=2, hidden=4, intermediate=8, heads=2, kv_heads=1, head_dim=2, params=100, experts=80, choices=2
+)
+SHAPE = ModelShape(
+    params=260, stored=1040, trained=260, trained_stored=1040, root=60, trained_root=60, largest_stored=160,
+    vocab=10, is_tied=True, text=STACK, experts=160, trained_experts=160,
+)  # fmt: skip
+WORK = PassWork(tokens=30, responses=20, pairs=0, patches=0, images=0, micro_batches=1, repeats=1)
+WHOLE, DIVIDED = (ModelSetup("cuda", ranks=8, c=2, expert_ranks=size) for size in (1, 4))
+
+
+def test_a_rank_receives_its_part_of_divided_experts_and_all_of_the_rest():
+    whole, divided = (collectives(SHAPE, setup, WORK, is_update=False) for setup in (WHOLE, DIVIDED))
+
+    assert whole.sharding == pytest.approx(2 * 260 * 7 / 8)
+    assert divided.sharding == pytest.approx(2 * (100 * 7 / 8 + 160 / 4 * 1 / 2))  # from one other rank
+
+
+def test_tokens_travel_to_their_experts_and_back():
+    forward = collectives(SHAPE, DIVIDED, WORK, is_update=False)
+    update = collectives(SHAPE, DIVIDED, WORK, is_update=True)
+
+    # Layers, both ways, tokens, choices, states of two bytes; a quarter stays.
+    assert forward.experts == pytest.approx(2 * 2 * 30 * 2 * 4 * 2 * 3 / 4)
+    assert update.experts == 3 * forward.experts  # recomputed, and their gradients
+    assert collectives(SHAPE, WHOLE, WORK, is_update=True).experts == 0
+
+
+def test_gradients_of_divided_experts_are_summed_over_the_ranks_that_hold_them():
+    update = collectives(SHAPE, DIVIDED, WORK, is_update=True)
+
+    gathered = 2 * ((40 * 7 / 8 + 160 / 4 * 1 / 2) * 2 + 60 * 7 / 8)  # layers twice, the root once
+    assert update.sharding == pytest.approx(gathered + 4 * (100 * 7 / 8 + 160 / 4 * 1 / 2))
