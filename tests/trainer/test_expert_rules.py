@@ -8,6 +8,7 @@ from verl.config.ppo import PPOConfig
 from verl.config.schema import load_config
 from verl.models.tiny import save_tiny_model
 from verl.planning.planned_run import planned_ppo
+from verl.planning.report import dry_run_memory
 from verl.trainer.model_checks import check_divided_experts
 
 SIZE = "worker.actor.fsdp.expert_parallel_size"
@@ -25,8 +26,8 @@ def folders(tmp_path_factory):
     }
 
 
-def check(folders, model, *options):
-    config = load_config(
+def load(folders, model, *options):
+    return load_config(
         PPOConfig,
         [
             f"config={QUICKSTART / 'demo.yaml'}",
@@ -40,7 +41,10 @@ def check(folders, model, *options):
             *options,
         ],
     )
-    check_divided_experts(planned_ppo(config))
+
+
+def check(folders, model, *options):
+    check_divided_experts(planned_ppo(load(folders, model, *options)))
 
 
 def test_experts_that_the_ranks_share_evenly_are_accepted(folders):
@@ -75,3 +79,12 @@ def test_experts_that_the_ranks_share_evenly_are_accepted(folders):
 def test_what_cannot_be_divided_is_named_with_a_remedy(folders, model, options, message):
     with pytest.raises(ValueError, match=message):
         check(folders, model, *options)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"), [("dense", "has no experts"), ("odd", "must divide the 6 experts")]
+)
+def test_a_dry_run_says_so_where_its_plan_would_be(folders, model, message):
+    options = [f"{SIZE}=4", "worker.actor.micro_batch_size_per_device_for_update=auto"]
+
+    assert message in dry_run_memory(load(folders, model, *options), planned_ppo).memory

@@ -42,7 +42,8 @@ def read_shape(
 
     Raises:
         FileNotFoundError: The folder has no config that can be read.
-        ValueError: `override_config`, `lora` or the patterns of parameters do not fit the model.
+        ValueError: `override_config`, `lora`, the patterns of parameters or `expert_parallel_size` do not fit
+            the model.
     """
     options = trainable_options(model, option) if is_trained else None
     empty = _meta_model(model, option, head, weights_dtype(fsdp, options))
@@ -50,6 +51,8 @@ def read_shape(
         select_trainable(empty, options, option)
     else:
         empty.requires_grad_(False)
+    if fsdp.expert_parallel_size > 1:
+        check_divisible(empty, fsdp.expert_parallel_size, expert_option(option))
     if model.runs_tiles(is_trained=is_trained):
         tile_mlps(empty)
     shape = model_shape(empty)

@@ -53,7 +53,7 @@ def make_planner(describe: Describe[C], machine: Machine) -> Planner[C]:
     shapes = {}
 
     def read(model, fsdp, *, option, **options):  # noqa: ANN001, ANN003, ANN202 - as `read_shape`
-        key = repr((model, fsdp.torch_dtype, options))
+        key = repr((model, fsdp.torch_dtype, fsdp.expert_parallel_size, options))
         if key not in shapes:
             known = stored_shape(model, fsdp, **options)
             shapes[key] = known or read_shape(model, fsdp, option=option, **options)

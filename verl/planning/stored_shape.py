@@ -40,6 +40,7 @@ def stored_shape(model: ModelConfig, fsdp: FSDPConfig, *, is_trained: bool, head
             model.freeze_audio_tower,
             model.freeze_router,
             model.router_aux_loss_coef,
+            fsdp.expert_parallel_size > 1,
         ),
     )
     number = BYTES.get(fsdp.torch_dtype or ("fp32" if is_trained else "bf16"))
