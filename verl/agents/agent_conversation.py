@@ -12,6 +12,8 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 
+from torch import Tensor
+
 from verl.agents.contexts import UNLEARNED, AgentContext, AnsweredCall, OpenCall, join_contexts
 from verl.agents.conversation import FinishedConversation
 from verl.agents.endpoint.errors import ApiError, context_full
@@ -100,6 +102,7 @@ class AgentConversation:
         finish_reason: str,
         at: float = 0.0,
         versions: Sequence[int] = (),
+        routes: Tensor | None = None,
     ) -> Reply:
         """Append the sampled turn of a call and return how it is answered."""
         prompt_ids, context = call.token_ids, call.context
@@ -108,7 +111,7 @@ class AgentConversation:
             self._note_answers(context, call)
             context.row.add_piece(call.piece)
         start, prompt_tokens = len(context.row.response), len(context.row.expanded_prompt)
-        context.row.add_sampled(token_ids, log_probs, versions)
+        context.row.add_sampled(token_ids, log_probs, versions, routes)
         is_whole = finish_reason != "length"
         message = self._answer(call, prompt_ids, token_ids, is_whole)
         context.chat = [*call.request.messages, message]
@@ -165,7 +168,13 @@ class AgentConversation:
         )
         finish_reason = "length" if self._is_cut or reason != "stop" else "stop"
         return FinishedConversation(
-            joined.token_ids, joined.log_probs, finish_reason, reason, trajectory, joined.versions
+            joined.token_ids,
+            joined.log_probs,
+            finish_reason,
+            reason,
+            trajectory,
+            joined.versions,
+            joined.routes,
         )
 
     @property

@@ -125,6 +125,7 @@ class JoinedContexts(NamedTuple):
     media: dict[str, list[Any]]  # all but those of the first prompt
     turns: tuple[Turn, ...]
     starts: tuple[int, ...]  # of the further contexts
+    routes: torch.Tensor | None  # (tokens, L, k), of the first prompt and the response
 
 
 def join_contexts(contexts: Sequence[Context]) -> JoinedContexts:
@@ -148,6 +149,7 @@ def join_contexts(contexts: Sequence[Context]) -> JoinedContexts:
         as_lists(reduce(join_media, (part.media for part in parts[1:]), row.added)),
         (*first.turns, *later),
         tuple(starts[:-1]),
+        _routes(parts),
     )
 
 
@@ -162,6 +164,12 @@ def _joined(first: Sequence[Any], parts: Sequence[Row], values: Any, filler: Any
         prompt = part.expanded_prompt
         joined += [*(prompt if filler is None else [filler] * len(prompt)), *values(part)]
     return joined
+
+
+def _routes(parts: Sequence[Row]) -> torch.Tensor | None:
+    found = [part.all_routes() for part in parts]
+    known = [routes for routes in found if routes is not None]
+    return torch.cat(known) if len(known) == len(parts) else None
 
 
 def _positions(parts: Sequence[Row]) -> torch.Tensor:

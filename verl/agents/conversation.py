@@ -9,6 +9,8 @@ from dataclasses import replace
 from functools import reduce
 from typing import NamedTuple
 
+from torch import Tensor
+
 from verl.agents.contexts import Context, join_contexts
 from verl.agents.interface import Message, Observation, ToolCall, Trajectory, Turn
 from verl.agents.media import join_media, join_shapes
@@ -43,6 +45,7 @@ class FinishedConversation(NamedTuple):
     stop_reason: str
     trajectory: Trajectory
     versions: list[int]  # of the weights that sampled each token; 0 for tokens that were not sampled
+    routes: Tensor | None = None  # (tokens, L, k) experts of the prompt and the response
 
 
 class Conversation:
@@ -102,6 +105,7 @@ class Conversation:
         finish_reason: str,
         at: float = 0.0,
         versions: Sequence[int] = (),
+        routes: Tensor | None = None,
     ) -> list[ToolCall]:
         """Append a sampled turn and return the calls to make.
 
@@ -112,7 +116,7 @@ class Conversation:
         start, text = len(self._row.response), self.rules.text_of(token_ids)
         is_whole = finish_reason != "length"
         calls = self._calls_of(text) if is_whole else []
-        self._row.add_sampled(token_ids, log_probs, versions)
+        self._row.add_sampled(token_ids, log_probs, versions, routes)
         self._context.messages.append({"role": "assistant", "content": text})
         self._turns.append(Turn(start, len(self._row.response), tuple(calls)))
         self._turn_ended_at = at
@@ -186,6 +190,7 @@ class Conversation:
             self.stop_reason,
             trajectory,
             joined.versions,
+            joined.routes,
         )
 
     # --- turns

@@ -14,6 +14,7 @@ from torch import Tensor
 from verl.agents.interface import Message, OwnPrompt
 from verl.agents.media import ConversationMedia, as_lists, join_media, join_shapes
 from verl.data.media.loader import MediaData, kinds_in_order
+from verl.models.experts.routes import extend_routes, join_routes
 from verl.models.families.interface import MediaShape
 
 
@@ -49,6 +50,7 @@ class Row:
         self.log_probs: list[float] = []  # 0 for tokens that were not sampled
         self.is_sampled: list[bool] = []
         self.versions: list[int] = []  # of the weights that sampled each token; 0 for other tokens
+        self.routes: Tensor | None = None  # (tokens, L, k) experts of the first tokens, the prompt's too
         self.added: MediaData = None  # media of observations
         self._added_shape = MediaShape()
 
@@ -58,13 +60,20 @@ class Row:
         return join_media(self.prompt.media, self.added)
 
     def add_sampled(
-        self, token_ids: Sequence[int], log_probs: Sequence[float], versions: Sequence[int] = ()
+        self,
+        token_ids: Sequence[int],
+        log_probs: Sequence[float],
+        versions: Sequence[int] = (),
+        routes: Tensor | None = None,
     ) -> None:
         """Append the tokens of a turn.
 
         Args:
             versions: Numbers of the weights that sampled each token, where they may change in a response.
+            routes: (tokens, L, k) experts of the row so far and the turn. Of a token that an earlier turn
+                ran, those of that turn are kept.
         """
+        self.routes = join_routes(self.routes, routes)
         self._add(token_ids, token_ids, log_probs, versions, is_sampled=True)
 
     def add_piece(self, piece: Piece) -> None:
@@ -107,6 +116,11 @@ class Row:
         if self._reader is None:
             return list(self.prompt.token_ids)
         return self._reader.loader.expand(list(self.prompt.token_ids), self._prompt_shape)
+
+    def all_routes(self) -> Tensor | None:
+        """(P + R, L, k): experts of prompt and response; None if the engine has none."""
+        tokens = len(self.expanded_prompt) + len(self.response)
+        return None if self.routes is None else extend_routes(self.routes, tokens)
 
     @property
     def _shape(self) -> MediaShape:

@@ -100,6 +100,12 @@ class ActorConfig(PolicyConfig):
     ppo_epochs: int = option(1, "Epochs over a rollout batch.", minimum=1)
     padding_free: bool = option(True, "Remove padding before the model.")
     share_prompt: bool = option(True, "Compute each prompt once for all its responses, if supported.")
+    router_replay: str = option(
+        "off",
+        "Experts of a mixture in the update: those of the old-log-probs pass (`r2`) or, there as well, of the"
+        " engine (`r3`).",
+        choices=("off", "r2", "r3"),
+    )
     use_torch_compile: bool = option(True, "Compile the log-prob function.")
     tau_positive: float = option(1.0, "Temperature for advantages >= 0 in the `sapo` loss.", minimum=TINY)
     tau_negative: float = option(1.05, "Temperature for advantages < 0 in the `sapo` loss.", minimum=TINY)

@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 
 # Options of configs for the number of experts that a token is sent to.
 TOP_K = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k")
+# Options for the number of experts that a layer's router chooses among.
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 class LayerHeads(NamedTuple):
@@ -25,6 +27,11 @@ def layer_heads(text: Any) -> list[LayerHeads]:
 def experts_per_token(text: Any) -> int:
     """Return the experts that a token passes in a layer; 0 in dense models."""
     return next((getattr(text, name) for name in TOP_K if getattr(text, name, None)), 0)
+
+
+def experts_per_layer(text: Any) -> int:
+    """Return the experts that a layer's router chooses among; 0 in dense models."""
+    return next((getattr(text, name) for name in EXPERTS if getattr(text, name, None)), 0)
 
 
 def _heads(config: Any) -> LayerHeads:

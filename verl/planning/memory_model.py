@@ -92,6 +92,7 @@ class ModelShape:
     tower: Stack | None = None
     patches_per_token: int = 4
     router_logits: int = 0  # of a token in all layers, if the loss that balances routers keeps them
+    routes: int = 0  # bytes of a token's experts in all layers, if they can be replayed
     frozen_experts: int = 0  # joint tensors of experts that stay frozen without an adapter
     experts: int = 0  # weights of all joint experts
     trained_experts: int = 0

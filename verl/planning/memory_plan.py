@@ -124,6 +124,11 @@ def held_model(model: PlannedModel, world_size: int, device: str, read_shape: Re
     """Read the sizes of a model and share it out among the ranks."""
     fsdp, is_trained, option = model.fsdp, model.optim is not None, f"worker.{model.role}.model"
     shape = read_shape(model.model, fsdp, option=option, is_trained=is_trained, head=model.head)
+    if model.router_replay != "off" and not shape.routes:
+        raise ValueError(
+            f"`worker.actor.router_replay` must be 'off', got {model.router_replay!r}: the model is no mixture"
+            " of experts whose routers choose by one topk"
+        )
     setup = ModelSetup(
         device=device,
         ranks=fsdp.fsdp_size if 0 < fsdp.fsdp_size < world_size else world_size,
@@ -288,4 +293,7 @@ def _common(run: PlannedRun, models: Sequence[HeldModel], machine: Machine) -> t
         host["offloaded"] = offloaded
     if run.trainer.async_save and run.trainer.save_freq > 0:
         host["checkpoint being written"] = _snapshot(models)
-    return device, host, {"controller": NODE_BYTES, "batch": BATCH_COPIES * run.batch_bytes}
+    node: Parts = {"controller": NODE_BYTES, "batch": BATCH_COPIES * run.batch_bytes}
+    if models[0].planned.router_replay != "off":
+        node["routes"] = BATCH_COPIES * policy.routes * run.batch_tokens
+    return device, host, node

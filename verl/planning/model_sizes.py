@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from verl.config.model import FSDPConfig, ModelConfig, OptimConfig
 from verl.distributed.fsdp import fsdp_blocks
+from verl.models.experts.choices import check_replay, route_bytes
 from verl.models.families.interface import DEFAULT_PATCHES, MediaFamily, is_part
 from verl.models.families.registry import encoder_of, family_of
 from verl.models.hub_names import meta_model
@@ -55,21 +56,25 @@ def read_shape(
         check_divisible(empty, fsdp.expert_parallel_size, expert_option(option))
     if model.runs_tiles(is_trained=is_trained):
         tile_mlps(empty)
-    shape = model_shape(empty)
+    shape = replace(model_shape(empty), routes=route_bytes(empty) if is_trained else 0)
     if options is not None and options.balances_router:
         shape = replace(shape, router_logits=logits_per_token(empty))
     return shape
 
 
-def check_trained(model: ModelConfig, optim: OptimConfig, role: str, head: str = "causal") -> ModelShape:
+def check_trained(
+    model: ModelConfig, optim: OptimConfig, role: str, head: str = "causal", router_replay: str = "off"
+) -> ModelShape:
     """Check which weights a run trains, and how, without weights and devices; returns the model's sizes.
 
     Raises:
         FileNotFoundError: The folder has no config that can be read.
-        ValueError: A pattern matches nothing, an adapter cannot be used, or nothing is left to train.
+        ValueError: A pattern matches nothing, an adapter cannot be used, nothing is left to train, or the
+            experts of its tokens cannot be replayed.
     """
     option = f"worker.{role}.model"
     empty = _meta_model(model, option, head)
+    check_replay(empty, router_replay)
     select_trainable(empty, trainable_options(model, option), option)
     parameter_groups(empty, optim.lr, optim.lr_factors, f"worker.{role}.optim")
     return model_shape(empty)

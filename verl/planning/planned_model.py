@@ -66,3 +66,4 @@ class PlannedModel:
     passes: tuple[PlannedPass, ...]
     optim: OptimConfig | None = None
     head: str = "causal"  # or "scalar"
+    router_replay: str = "off"

@@ -120,6 +120,7 @@ class PlannedRun:
     reference: bool = False  # the KL term needs one; with adapters it is the policy without them
     servers: tuple[PlannedServer, ...] = ()
     pictures: PlannedPictures | None = None  # of a diffusion run, which has no other models
+    batch_tokens: int = 0  # of a step's rows, as long as they may be
 
     @property
     def shared_engine(self) -> PlannedEngine | None:
@@ -195,6 +196,7 @@ def planned_ppo(config: PPOConfig) -> PlannedRun:
         planned_pictures(data, config.worker, config.dp_size, reference=config.use_reference)
         if config.trainer.diffusion
         else None,
+        batch_tokens=sequences * length,
     )
 
 
@@ -231,7 +233,8 @@ def _ppo_models(
         update = _pass(f"update_{role}", role, section, mini_batch, shares, is_update=True)
         passes = tuple(each for each in (log_probs, update) if each.phase not in skipped)
         head = "scalar" if role == "critic" else "causal"
-        yield PlannedModel(role, model, section.fsdp, section.offload, passes, section.optim, head)
+        replay = actor.router_replay if role == "actor" else "off"
+        yield PlannedModel(role, model, section.fsdp, section.offload, passes, section.optim, head, replay)
         if model.lora.is_used:
             continue  # its reference is the same model without adapters
         if role == "actor" and has_ref:

@@ -92,9 +92,16 @@ def compute_batch_metrics(batch: DataProto, step: int) -> Metrics:
     fresh = sampled & (staleness == 0).unsqueeze(-1)  # (B, R)
     if fresh.any():
         metrics |= mismatch_metrics(tensors["rollout_log_probs"], tensors["old_log_probs"], fresh)
+    if "route_matches" in tensors:
+        metrics["moe/route_agreement"] = share_of(*tensors["route_matches"].double().sum(0).tolist())
     if "turns" in batch.non_tensor_batch:
         metrics |= agent_metrics(batch.non_tensor_batch["turns"])
     return metrics
+
+
+def share_of(part: float, whole: float) -> float:
+    """Return `part` / `whole`; NaN of nothing."""
+    return part / whole if whole else math.nan
 
 
 def agent_metrics(conversations: Iterable[Sequence[Mapping[str, Any]]]) -> Metrics:

@@ -21,7 +21,9 @@ def check_trained_models(run: PlannedRun) -> None:
     """Log the trained parameters of each model; raise `ValueError` if a pattern matches nothing."""
     for planned in run.models:
         if planned.optim is not None:
-            shape = check_trained(planned.model, planned.optim, planned.role, planned.head)
+            shape = check_trained(
+                planned.model, planned.optim, planned.role, planned.head, planned.router_replay
+            )
             logger.info("%s: %s", planned.role, shape.trained_text)
 
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from verl.models.experts.routes import join_routes
 from verl.workers.rollout.base import (
     INTERRUPTED,
     FinishedResponse,
@@ -160,4 +161,5 @@ class ContinuedSampling:
             token_ids=before.token_ids + response.token_ids,
             log_probs=before.log_probs + response.log_probs,
             versions=before.versions + [self.version] * len(response.token_ids),
+            routes=join_routes(before.routes, response.routes),
         )

@@ -186,7 +186,7 @@ class TrainingWorker(ModelWorker):
 
     @register(Dispatch.SHARD, phase="old")
     def compute_log_probs(self, batch: DataProto) -> DataProto:
-        """Compute `old_log_probs`, and if needed `sum_squared_probs`, `full_kl` and `expert_choices`."""
+        """Compute `old_log_probs`, and what else this pass can tell: columns by the writer `actor`."""
         options = self.options
         reference = self.reference_model if options.has_full_kl_in_rewards else None
         with self._loaded(batch, self.policy, reference):
@@ -203,7 +203,10 @@ class TrainingWorker(ModelWorker):
             tensors["full_kl"] = result.kl
         if self.actor.expert_choices is not None:
             tensors["expert_choices"] = self.actor.expert_choices
-        return DataProto.from_dict(tensors)
+        if self.actor.route_matches is not None:
+            tensors["route_matches"] = self.actor.route_matches
+        routes = self.actor.old_routes
+        return DataProto.from_dict(tensors, None if routes is None else {"old_routes": routes})
 
     @register(Dispatch.SHARD, phase="ref")
     def compute_ref_log_probs(self, batch: DataProto) -> DataProto:

@@ -19,7 +19,7 @@ def algorithm_problems(
     yield from _filters(algorithm, worker, trainer)
     yield from _critic(algorithm, worker, trainer)
     yield from _prime(algorithm, worker)
-    yield from _bypass(algorithm)
+    yield from _bypass(algorithm, worker)
     yield from _rewards(algorithm, worker, data)
 
 
@@ -83,7 +83,7 @@ def _prime(algorithm: AlgorithmConfig, worker: WorkerConfig) -> Iterator[str]:
             )
 
 
-def _bypass(algorithm: AlgorithmConfig) -> Iterator[str]:
+def _bypass(algorithm: AlgorithmConfig, worker: WorkerConfig) -> Iterator[str]:
     if not algorithm.rollout_correction.bypass_mode:
         return
     key, why = "algorithm.rollout_correction.bypass_mode", "which needs the log-probs pass that it skips"
@@ -91,6 +91,8 @@ def _bypass(algorithm: AlgorithmConfig) -> Iterator[str]:
         yield f"`{key}` must be false with `algorithm.adv_estimator={algorithm.adv_estimator}`, {why}"
     if algorithm.use_reference and not algorithm.use_kl_loss and algorithm.kl_penalty == "full":
         yield f"`{key}` must be false with `algorithm.kl_penalty=full` in the rewards, {why}"
+    if worker.actor.router_replay == "r2":
+        yield f"`{key}` must be false with `worker.actor.router_replay=r2`, {why}; or use r3"
 
 
 def _rewards(algorithm: AlgorithmConfig, worker: WorkerConfig, data: DataConfig) -> Iterator[str]:

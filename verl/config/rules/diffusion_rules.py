@@ -87,6 +87,9 @@ def _absent(worker: WorkerConfig, algorithm: AlgorithmConfig, trainer: TrainerCo
         "worker.rollout.tensor_parallel_size": (
             worker.rollout.tensor_parallel_size == 1, 1, worker.rollout.tensor_parallel_size,
         ),
+        "worker.actor.router_replay": (
+            worker.actor.router_replay == "off", "off", worker.actor.router_replay,
+        ),
         "worker.actor.entropy_coef": (worker.actor.entropy_coef == 0, 0, worker.actor.entropy_coef),
     }  # fmt: skip
     model, plain = worker.actor.model, ModelConfig()

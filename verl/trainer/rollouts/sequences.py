@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from verl.agents.interface import OwnPrompt, Trajectory
+from verl.models.experts.routes import extend_routes
 from verl.models.families.mrope import continue_positions
 from verl.protocol import DataProto, objects
+from verl.workers.packing.row_routes import ENGINE_ROUTES
 from verl.workers.rollout.base import FinishedResponse
 
 PROMPT_ONLY = {"prompt_position_ids", "raw_prompt_ids"}  # needed to sample, unused afterwards
@@ -53,6 +55,8 @@ def join_responses(
     })  # fmt: skip
     if any(response.versions for response in responses):
         joined = joined.merge({"rollout_versions": versions_of(responses, response_length)})
+    if any(response.routes is not None for response in responses):
+        joined = joined.merge({ENGINE_ROUTES: routes_of(responses, joined.batch["attention_mask"])})
     trajectories = [response.trajectory for response in responses]
     if not any(trajectories):
         return joined
@@ -65,6 +69,15 @@ def versions_of(responses: Sequence[FinishedResponse], response_length: int) -> 
     for row, response in enumerate(responses):
         versions[row, : len(response.versions)] = torch.tensor(response.versions, dtype=torch.int64)
     return versions
+
+
+def routes_of(responses: Sequence[FinishedResponse], mask: Tensor) -> np.ndarray:
+    """Return the experts of each row's tokens, (tokens, L, k) objects; None where the engine has none."""
+    lengths = mask.sum(-1).tolist()
+    return objects(
+        None if response.routes is None else extend_routes(response.routes, length)
+        for response, length in zip(responses, lengths, strict=True)
+    )
 
 
 def with_own_prompts(

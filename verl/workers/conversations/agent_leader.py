@@ -111,7 +111,8 @@ class AgentLeader:
         run = self._runs[key]
         incoming, call = run.calls.pop(number)
         tokens = turn.token_ids, turn.log_probs
-        reply = run.conversation.complete(call, *tokens, turn.finish_reason, _at(run), turn.versions)
+        run_of = turn.finish_reason, _at(run), turn.versions, turn.routes
+        reply = run.conversation.complete(call, *tokens, *run_of)
         incoming.answer(reply)
         run.has_turn = True
 

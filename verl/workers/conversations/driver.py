@@ -198,7 +198,8 @@ class ConversationDriver:
         conversation = opened.conversation
         assert conversation is not None, "a turn follows a request"
         at = self._now - opened.started
-        calls = conversation.add_turn(turn.token_ids, turn.log_probs, turn.finish_reason, at, turn.versions)
+        tokens = turn.token_ids, turn.log_probs
+        calls = conversation.add_turn(*tokens, turn.finish_reason, at, turn.versions, turn.routes)
         if conversation.is_waiting:
             opened.is_calling = True
             if self.pool is None:

@@ -37,6 +37,7 @@ def finished_response(key: Key, done: FinishedConversation) -> FinishedResponse:
         done.finish_reason,
         done.trajectory,
         done.versions,
+        done.routes,
     )
 
 

@@ -8,7 +8,8 @@ own (`WholeRows`).
 Micro batches are packed on CPU, and go to the device in one copy for each dtype. Nothing is read back.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -22,13 +23,15 @@ from verl.distributed.token_sharding import ShardPlan, shard_plan
 from verl.models.attention.layouts import PackedLayout, SharedLayout
 from verl.models.attention.sequence_parallel_layouts import sequence_layout
 from verl.models.deferred_logits import DeferredLogits
+from verl.models.experts.choices import ChoicePass, ExpertChoices
+from verl.models.experts.routes import unrouted
 from verl.models.families.interface import ExampleRow, Kind, MediaFamily, Medium
 from verl.models.families.registry import family_of
 from verl.models.fused_log_probs import TokenLogProbs
 from verl.models.head.logit_chunks import HeadLogits
 from verl.models.lora import adapters_disabled
 from verl.models.registry import check_sequence_parallel, prompt_sharing_obstacle
-from verl.models.routing import Routes, Routing, TokenOwners
+from verl.models.routing import Routing, TokenOwners
 from verl.models.vision import MediaRows, blocks_of, share_media
 from verl.protocol import DataProto
 from verl.utils.rank_logger import get_logger
@@ -50,6 +53,7 @@ from verl.workers.packing.packed_batch import (
     pack_shared_prompts,
 )
 from verl.workers.packing.row_forward import RowForward
+from verl.workers.packing.row_routes import ENGINE_ROUTES, OLD_ROUTES, RoutedTokens, pack_routes
 from verl.workers.packing.sp_rows import SPRows
 from verl.workers.packing.vision_features import FrozenTower
 
@@ -57,7 +61,7 @@ logger = get_logger(__name__)
 
 # what `PackedForward` reads of a batch
 FORWARD_KEYS = ["input_ids", "attention_mask", "position_ids", "responses", "loss_mask"]
-OBJECT_KEYS = ["uid", "context_starts", *MEDIA_KEYS]
+OBJECT_KEYS = ["uid", "context_starts", *MEDIA_KEYS, ENGINE_ROUTES, OLD_ROUTES]
 
 
 class ModelInputs(NamedTuple):
@@ -107,6 +111,10 @@ class PackedForward(RowForward):
     @cached_property
     def routing(self) -> Routing | None:
         return Routing.of(self.model, self.config)
+
+    @cached_property
+    def choices(self) -> ExpertChoices:
+        return ExpertChoices(self.model)
 
     def media_tokens(self, batch: DataProto) -> list[int]:
         ids = batch.batch["input_ids"]
@@ -196,32 +204,50 @@ class PackedForward(RowForward):
 
     def _run(self, arguments: dict[str, Any], read: Callable[[DeferredLogits], Any]) -> Any:
         # `read` runs inside the forward pass, where FSDP keeps the head gathered
-        owners: TokenOwners | None = arguments.get("owners")
-        arguments = {name: value for name, value in arguments.items() if name != "owners"}
-        trains, counts = torch.is_grad_enabled(), self._choices
-        if (
-            self.routing is None
-            or owners is None
-            or not (self.records_routes if trains else counts is not None)
-        ):
+        routed: RoutedTokens | None = arguments.get("routed")
+        arguments = {name: value for name, value in arguments.items() if name != "routed"}
+        if routed is None:
             return self.model(**arguments, read=read)
+        with self._counting(routed.owners), self._observing(routed):
+            return self.model(**arguments, read=read)
+
+    @contextmanager
+    def _counting(self, owners: TokenOwners) -> Iterator[None]:
+        trains, counts = torch.is_grad_enabled(), self._choices
+        if self.routing is None or not (self.records_routes if trains else counts is not None):
+            yield
+            return
         keeps_logits = trains and self.keeps_router_logits
         with self.routing.recording(owners.weights, keeps_logits=keeps_logits, by_token=not trains) as routes:
-            result = self.model(**arguments, read=read)
+            yield
         if trains:
             self.routes.append(routes)
         elif counts is not None:
-            counts.append(self._row_choices(routes, owners))
-        return result
+            assert routes.by_token is not None, "requested"
+            counts.append(self._row_sums(routes.by_token, owners))
 
-    def _row_choices(self, routes: Routes, owners: TokenOwners) -> Tensor:
-        by_token = routes.by_token
-        assert by_token is not None, "requested"
-        counts = by_token.new_zeros(owners.num_rows, by_token.shape[-1])
-        counts.index_add_(0, owners.rows, by_token[owners.local])
+    @contextmanager
+    def _observing(self, routed: RoutedTokens) -> Iterator[None]:
+        observed = self._observed
+        if observed is None or (routed.given is None and not observed.records):
+            yield
+            return
+        replays = observed.use is not None and observed.use.replays
+        with self.choices.running(ChoicePass(routed.given, replays, observed.records)) as found:
+            yield
+        if found.matches is not None:
+            numbers = torch.stack([found.matches, found.known()], 1)  # (n, 2)
+            observed.matches.append(self._row_sums(numbers, routed.owners))
+        if observed.records:
+            observed.routes.append(routed.tokens.gather(found.routes()[routed.tokens.local]))  # (M, L, k)
+
+    def _row_sums(self, by_token: Tensor, owners: TokenOwners) -> Tensor:
+        # (n, values) of this rank's tokens to (rows, values)
+        sums = by_token.new_zeros(owners.num_rows, by_token.shape[-1])
+        sums.index_add_(0, owners.rows, by_token[owners.local])
         if owners.is_divided:
-            dist.all_reduce(counts, group=self.sp.group)
-        return counts
+            dist.all_reduce(sums, group=self.sp.group)
+        return sums
 
     def _inputs(self, micro: DataProto) -> ModelInputs:
         packed, media_rows = self._with_media(self._pack(micro), micro)
@@ -239,15 +265,28 @@ class PackedForward(RowForward):
         if media_rows:
             arguments |= self._media(media_rows, micro, packed.input_ids, plan)
         if self.routing is not None:
-            arguments["owners"] = self._owners(packed, plan, micro.batch["attention_mask"])
+            arguments["routed"] = self._routed(packed, plan, micro)
         return ModelInputs(arguments, packed.positions, plan)
 
-    def _owners(self, packed: PackedBatch, plan: ShardPlan | None, mask: Tensor) -> TokenOwners:
+    def _routed(self, packed: PackedBatch, plan: ShardPlan | None, micro: DataProto) -> RoutedTokens:
+        mask = micro.batch["attention_mask"]
         rows, columns = mask.nonzero(as_tuple=True)
         own = SPRows.of(packed.positions[rows, columns], plan, self.sp)
         held = len(packed.input_ids) if plan is None else len(plan.local)
         weights = torch.bincount(own.local, minlength=held)
-        return TokenOwners(own.select(rows), own.local, weights, len(mask), plan is not None)
+        owners = TokenOwners(own.select(rows), own.local, weights, len(mask), plan is not None)
+        return RoutedTokens(owners, own, self._given_routes(packed, plan, micro))
+
+    def _given_routes(self, packed: PackedBatch, plan: ShardPlan | None, micro: DataProto) -> Tensor | None:
+        use = None if self._observed is None else self._observed.use
+        rows = None if use is None else micro.non_tensor_batch.get(use.column)
+        if rows is None:
+            return None
+        mask, positions = micro.batch["attention_mask"], packed.positions
+        routes = pack_routes(list(rows), mask, positions, len(packed.input_ids), self.choices.no_routes)
+        if plan is None:
+            return routes
+        return routes[plan.local].masked_fill(plan.is_padding[:, None, None], unrouted(routes.dtype))
 
     def _media(
         self, rows: list[MediaRow], micro: DataProto, input_ids: Tensor, plan: ShardPlan | None

@@ -14,6 +14,7 @@ from verl.distributed.sequence_parallel import SequenceParallel
 from verl.models.fused_log_probs import TokenLogProbs
 from verl.models.routing import Routes, Routing
 from verl.protocol import DataProto
+from verl.workers.packing.row_routes import RouteUse, RowRoutes
 from verl.workers.packing.sp_strategy import StrategyPlanner
 
 
@@ -32,6 +33,7 @@ class RowForward(ABC):
     object_keys: ClassVar[Sequence[str]]
     shares_prompts = records_routes = keeps_router_logits = False
     _choices: list[Tensor] | None = None  # collected while it is a list
+    _observed: RowRoutes | None = None
 
     def __init__(self, model: nn.Module, device: torch.device | str, sp: SequenceParallel) -> None:
         self.model, self.device, self.sp = model, device, sp
@@ -68,6 +70,20 @@ class RowForward(ABC):
     def expert_choices(self, micro: DataProto) -> Tensor:
         """(B, E) float32: how often the tokens of each sequence choose each expert, over all layers."""
         raise NotImplementedError(f"{type(self).__name__} runs no mixture of experts")
+
+    @property
+    def num_routers(self) -> int:
+        """Layers that choose experts."""
+        return 0 if self.routing is None else len(self.routing.routers)
+
+    @contextmanager
+    def observing_routes(self, use: RouteUse | None, *, records: bool = False) -> Iterator[RowRoutes]:
+        """Compare or replay the rows' routes in the passes of the block, or record the used ones."""
+        self._observed = RowRoutes(use, records)
+        try:
+            yield self._observed
+        finally:
+            self._observed = None
 
     @contextmanager
     def counting_choices(self) -> Iterator[list[Tensor]]:

@@ -2,6 +2,7 @@
 """The micro-batch schedule of a pass over a rank's rows, and forward passes along it."""
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -73,27 +74,38 @@ class MicroBatchSchedule:
         return restore_order([own.cpu()], [rows])
 
 
-@torch.no_grad()
 def forward_in_micro_batches(
-    forward: RowForward,
-    batch: DataProto,
-    function: Callable[[DataProto], Tensor],
-    *,
-    size: int,
-    dynamic_batching: bool,
-    group: dist.ProcessGroup | None,
+    forward: RowForward, batch: DataProto, function: Callable[[DataProto], Tensor], **sizes: Any
 ) -> Tensor:
     """Run a function over a batch in evaluation mode; collective over all ranks.
 
     `function` maps a micro batch of b rows to a tensor (b, ...). The result is (B, ...) on CPU, in the order
-    of the batch. See `StrategyLimits.of` for `size` and `dynamic_batching`.
+    of the batch. See `run_in_micro_batches` for `sizes`.
+    """
+    [result] = run_in_micro_batches(forward, batch, lambda rows: [function(rows)], **sizes)
+    return result
+
+
+@torch.no_grad()
+def run_in_micro_batches(
+    forward: RowForward,
+    batch: DataProto,
+    function: Callable[[DataProto], Sequence[Tensor]],
+    *,
+    size: int,
+    dynamic_batching: bool,
+    group: dist.ProcessGroup | None,
+) -> list[Tensor]:
+    """`forward_in_micro_batches` of a function with several results.
+
+    See `StrategyLimits.of` for `size` and `dynamic_batching`.
     """
     forward.model.eval()
     schedule = MicroBatchSchedule.of(
         forward, batch, size=size, dynamic_batching=dynamic_batching, group=group
     )
     results = [function(micro_batch) for micro_batch in schedule.micro_batches(batch)]
-    return schedule.join(results, forward.device)
+    return [schedule.join(parts, forward.device) for parts in zip(*results, strict=True)]
 
 
 def _media_of_round(batch: DataProto, parts: Sequence[Sequence[int]]) -> tuple[MediaRow, ...] | None:

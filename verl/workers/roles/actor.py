@@ -5,6 +5,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -19,9 +20,11 @@ from verl.config.worker import ActorConfig
 from verl.models.fused_log_probs import TokenLogProbs
 from verl.protocol import DataProto
 from verl.workers.packing.row_forward import RowForward
+from verl.workers.packing.row_routes import MATCHES, column_of, pad_routes
 from verl.workers.roles.router_balance import CHOICES
+from verl.workers.roles.router_replay import RouterReplay
 from verl.workers.roles.token_selection import MiniBatchSelection
-from verl.workers.roles.updater import MicroBatch, MiniBatch, Training, Updater, compute_experience
+from verl.workers.roles.updater import MicroBatch, MiniBatch, Training, Updater, compute_experiences
 
 OPTIONAL_KEYS = [
     "old_log_probs",
@@ -30,6 +33,7 @@ OPTIONAL_KEYS = [
     "rollout_is_weights",
     "rollout_log_probs",
     CHOICES,
+    MATCHES,
 ]
 REINFORCE = "gpg"  # the loss without a ratio
 
@@ -70,10 +74,16 @@ class DataParallelPPOActor:
     ) -> None:
         self.config, self.forward, self.group, self.training = config, forward, group, training
         self.selection = None
-        self.expert_choices: Tensor | None = None  # (B, E) float32 on CPU, of the last `compute_log_probs`
+        # of the last `compute_log_probs`, on CPU
+        self.expert_choices: Tensor | None = None  # (B, E) float32
+        self.route_matches: Tensor | None = None  # (B, 2) float32: see `row_routes.MATCHES`
+        self.old_routes: np.ndarray | None = None  # (B,) objects, with `router_replay=r2`
+        self.replay: RouterReplay | None = None  # None: a dense model, or one that is never updated
         self.own_log_probs: Tensor | None = None  # (B, R) float32 on CPU, of an update without old ones
         self.full_kl_reference = None
         if training is not None:
+            if forward.routing is not None:
+                self.replay = RouterReplay(config.router_replay)
             if training.kl_loss is not None and training.kl_loss.kind == FULL:
                 self.full_kl_reference = training.reference
             loss_type = REINFORCE if training.is_reinforce else config.loss_type
@@ -108,30 +118,41 @@ class DataParallelPPOActor:
         """Compute log-probs of the response tokens under the current weights; collective over all ranks.
 
         See `PackedForward.log_probs` for the arguments. If the update balances a mixture's router, the same
-        pass leaves in `expert_choices` what it needs.
+        pass leaves in `expert_choices` what it needs, and of a mixture `route_matches` and `old_routes`.
 
         Returns:
             (B, R) float32 on CPU each, zero on padding; without entropy.
         """
-        width = batch.batch["loss_mask"].shape[1]
+        replay, forward = self.replay, self.forward
+        use = None if replay is None else replay.in_old_pass(batch)
+        records = replay is not None and replay.records
 
-        def joined(micro_batch: DataProto) -> Tensor:
-            with self.forward.counting_choices() if self.balances else nullcontext([]) as counts:
-                result = self.forward.log_probs(
+        def computed(micro_batch: DataProto) -> list[Tensor]:
+            with (
+                forward.counting_choices() if self.balances else nullcontext([]) as counts,
+                forward.observing_routes(use, records=records) as observed,
+            ):
+                result = forward.log_probs(
                     micro_batch, temperature, with_sum_squares=with_sum_squares, reference=reference
                 )
-            # (b, values x R + E)
-            return torch.cat([*(value for value in result if value is not None), *counts], dim=-1)
+            # (b, R) each; (b, E); (b, 2); (b, T, layers x k)
+            mask = micro_batch.batch["attention_mask"]
+            routes = [pad_routes(each.cpu(), mask) for each in observed.routes]
+            return [*(value for value in result if value is not None), *counts, *observed.matches, *routes]
 
-        result = compute_experience(self.config, self.forward, self.group, batch, joined)
-        count = 1 + with_sum_squares + (reference is not None)
-        self.expert_choices = result[:, count * width :].clone() if self.balances else None
-        values = iter(result[:, : count * width].split(width, dim=-1))
-        return TokenLogProbs(
-            next(values),
-            sum_squared_probs=next(values) if with_sum_squares else None,
-            kl=next(values) if reference is not None else None,
+        results = iter(compute_experiences(self.config, forward, self.group, batch, computed))
+        log_probs = TokenLogProbs(
+            next(results),
+            sum_squared_probs=next(results) if with_sum_squares else None,
+            kl=next(results) if reference is not None else None,
         )
+        self.expert_choices = next(results) if self.balances else None
+        self.route_matches = None if use is None else next(results)
+        self.old_routes = None
+        if records:
+            mask = batch.batch["attention_mask"]
+            self.old_routes = column_of(next(results), mask, forward.num_routers)
+        return log_probs
 
     def update(
         self, batch: DataProto, temperature: float, *, entropy_coef: float | None = None, seed: int = 0
@@ -153,12 +174,17 @@ class DataParallelPPOActor:
         updater, is_own = self.updater, "old_log_probs" not in batch.batch
         rows = batch.select(keys, list(self.forward.object_keys))
         self.own_log_probs = None
+        use, agreement = (None, "") if self.replay is None else self.replay.in_update(rows)
         for number, mini_batch in enumerate(updater.mini_batches(rows), 1):
             if self.selection is not None:
                 selected = self.selection.add_to(mini_batch.batch, temperature, seed * 1_000_003 + number)
                 mini_batch = replace(mini_batch, batch=selected)
             for micro_batch in mini_batch.micro_batches():
-                updater.backward(self._loss(micro_batch, mini_batch, temperature, coef))
+                with self.forward.observing_routes(use) as observed:
+                    loss = self._loss(micro_batch, mini_batch, temperature, coef)
+                for matches in observed.matches:
+                    mini_batch.metrics.add_shares(agreement, *matches.sum(0))
+                updater.backward(loss)
             updater.step()
             if is_own:
                 assert number == 1, "further updates need the log-probs from before the first"

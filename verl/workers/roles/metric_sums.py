@@ -36,6 +36,11 @@ class MetricSums:
         self._sums[name] = self._sums.get(name, self._zero) + total / self._ranks
         self._counts[name] = self._counts.get(name, self._zero) + count / self._ranks
 
+    def add_shares(self, name: str, parts: Tensor, wholes: Tensor) -> None:
+        """Add scalars whose quotient over the training step is the metric."""
+        self._sums[name] = self._sums.get(name, self._zero) + parts.double() / self._ranks
+        self._counts[name] = self._counts.get(name, self._zero) + wholes.double() / self._ranks
+
     def add_loads(self, name: str, loads: Tensor) -> None:
         """Add the tokens of this rank that each layer sent to each expert: (layers, experts) float64.
 

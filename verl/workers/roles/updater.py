@@ -7,7 +7,7 @@ and gradients are summed.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -24,7 +24,7 @@ from verl.distributed.fsdp import clip_grad_norm
 from verl.protocol import DataProto
 from verl.utils.rank_logger import get_logger
 from verl.workers.packing.row_forward import RowForward
-from verl.workers.packing.schedule import MicroBatchSchedule, forward_in_micro_batches
+from verl.workers.packing.schedule import MicroBatchSchedule, run_in_micro_batches
 from verl.workers.roles.metric_sums import MetricSums
 from verl.workers.roles.router_balance import CHOICES, RouterBalance
 
@@ -80,7 +80,19 @@ def compute_experience(
     function: Callable[[DataProto], Tensor],
 ) -> Tensor:
     """`forward_in_micro_batches` with the sizes of a role; `function` reads what a `RowForward` reads."""
-    return forward_in_micro_batches(
+    [result] = compute_experiences(config, forward, group, batch, lambda rows: [function(rows)])
+    return result
+
+
+def compute_experiences(
+    config: TrainedModelConfig,
+    forward: RowForward,
+    group: dist.ProcessGroup | None,
+    batch: DataProto,
+    function: Callable[[DataProto], Sequence[Tensor]],
+) -> list[Tensor]:
+    """`compute_experience` of a function with several results."""
+    return run_in_micro_batches(
         forward,
         batch.select(list(forward.keys), list(forward.object_keys)),
         function,

@@ -97,6 +97,8 @@ class FinishedResponse:
     trajectory: Trajectory | None = None  # of a conversation; its tokens and log-probs are those of all turns
     # of the weights that sampled each token, where they may change within a response
     versions: list[int] = field(default_factory=list)
+    # (tokens, L, k): experts of the first tokens of prompt and response, expanded; see `models.experts.routes`
+    routes: Tensor | None = None
 
 
 class RolloutEngine(Protocol):
@@ -208,6 +210,7 @@ class EngineSetup:
     override_config: Mapping[str, Any] = field(default_factory=dict)  # replaces options of the model's config
     takes_embeddings: bool = False  # a frozen tower: pass media as `EmbeddedMedia`, if the engine takes them
     adapter: EngineAdapter | None = None  # synced by `sync_adapter`; None: whole weights are synced
+    records_routes: bool = False  # responses of a mixture of experts come with `routes`
 
 
 def media_token_ids(model_config: Any) -> list[int]:

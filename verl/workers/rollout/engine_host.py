@@ -9,7 +9,11 @@ from verl.agents.setup import conversation_rules, endpoint_of
 from verl.agents.tools.pool import ToolPool
 from verl.config.worker import WorkerConfig
 from verl.data.media.loader import DecodedMedia, MediaData, MediaLoader
+from verl.distributed.device import is_gpu
+from verl.models.experts.choices import replay_obstacle
 from verl.models.families.registry import is_named, media_family_of
+from verl.models.hub_names import meta_model
+from verl.models.layer_configs import experts_per_layer
 from verl.protocol import DataProto
 from verl.workers.continued_sampling import ContinuedSampling
 from verl.workers.conversations.agent_driver import AgentDriver
@@ -213,7 +217,19 @@ class EngineHost:
             override_config=model.override_config,
             takes_embeddings=self.tower is not None,
             adapter=adapter,
+            records_routes=self._records_routes(),
         )
+
+    def _records_routes(self) -> bool:
+        # by hooks they cost nothing that is felt; on GPUs vLLM copies them to the host at every step
+        actor, config = self.config.actor, self.model_config
+        if actor.router_replay == "r3":
+            return True
+        if self.config.rollout.name != "hf" and is_gpu(self.options.device):
+            return False
+        if not experts_per_layer(config.get_text_config()):
+            return False
+        return replay_obstacle(meta_model(config, None, actor.model.trust_remote_code)) is None
 
 
 def _rows(prompts: DataProto) -> list[dict[str, Any]]:

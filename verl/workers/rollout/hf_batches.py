@@ -2,7 +2,7 @@
 """Batches of prompts that transformers generates responses to, one token at a time."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -12,8 +12,9 @@ from transformers import TopKLogitsWarper, TopPLogitsWarper
 from verl.models.families.interface import Medium
 from verl.workers.rollout.base import INTERRUPTED, FinishedResponse, SamplingOptions
 
-# (input_ids, mask, position_ids, cache, media) -> logits of the last position, (B, V) float32
-Forward = Callable[[Tensor, Tensor, Tensor, Any, list[Medium]], Tensor]
+# (input_ids, mask, position_ids, cache, media) -> logits of the last position, (B, V) float32, and of all T
+# tokens the routes (B, T, L, k), if they are recorded
+Forward = Callable[[Tensor, Tensor, Tensor, Any, list[Medium]], tuple[Tensor, Tensor | None]]
 Draw = Callable[[Tensor], Tensor]  # probabilities (B, V) -> tokens (B,)
 
 
@@ -46,6 +47,17 @@ class Row:
     response: FinishedResponse
     limit: int
     finished: bool = False
+    routes: list[Tensor] = field(default_factory=list)  # (tokens, L, k) of consecutive passes
+
+    def with_routes(self, finish_reason: str) -> FinishedResponse:
+        """Return a copy of what the response has."""
+        return replace(
+            self.response,
+            token_ids=list(self.response.token_ids),
+            log_probs=list(self.response.log_probs),
+            finish_reason=finish_reason,
+            routes=torch.cat(self.routes) if self.routes else None,
+        )
 
 
 class RandomStream:
@@ -91,16 +103,17 @@ class RunningBatch:
         self.cache, self.forward, self.ends, self.banned = cache, forward, ends, banned
         input_ids, mask, position_ids = (tensor.to(device) for tensor in pad_left(prompts))
         self.prompt_length = input_ids.shape[1]
-        logits = forward(
+        logits, routes = forward(
             input_ids, mask, position_ids, cache, [medium for prompt in prompts for medium in prompt.media]
         )
         self.mask, self.position_ids = mask, position_ids[..., -1:]  # (B, L); (B, 1) or (4, B, 1)
         self.tokens = input_ids[:, -1]  # the last of each row
         self.rows: list[Row] = []
         by_generator: dict[torch.Generator, list[Row]] = {}
-        for prompt in prompts:
+        for place, prompt in enumerate(prompts):
             responses = [FinishedResponse(prompt.uid, sample, [], [], "") for sample in range(n)]
-            rows = [Row(response, prompt.limit) for response in responses]
+            own = [] if routes is None else [routes[place][mask[place].bool()].cpu()]
+            rows = [Row(response, prompt.limit, routes=list(own)) for response in responses]
             self.rows += rows
             by_generator.setdefault(prompt.generator, []).extend(rows)
         self.streams = [RandomStream(*each) for each in by_generator.items()]
@@ -125,23 +138,18 @@ class RunningBatch:
 
     def begun(self) -> list[FinishedResponse]:
         """Return a copy of what each unfinished response has."""
-        return [
-            replace(
-                row.response,
-                token_ids=list(row.response.token_ids),
-                log_probs=list(row.response.log_probs),
-                finish_reason=INTERRUPTED,
-            )
-            for row in self.rows
-            if not row.finished
-        ]
+        return [row.with_routes(INTERRUPTED) for row in self.rows if not row.finished]
 
     def advance(self) -> list[FinishedResponse]:
         """Add a token to each response, and return the finished ones."""
         if self.logits is None:
             self.mask = torch.cat([self.mask, self.mask.new_ones(len(self.mask), 1)], dim=1)
             self.position_ids = self.position_ids + 1
-            self.logits = self.forward(self.tokens[:, None], self.mask, self.position_ids, self.cache, [])
+            self.logits, routes = self.forward(
+                self.tokens[:, None], self.mask, self.position_ids, self.cache, []
+            )
+            for row, own in zip(self.rows, () if routes is None else routes.cpu(), strict=False):
+                row.routes.append(own)
         self.tokens, log_probs = self._sample(self.logits)
         self.logits = None
         finished = []
@@ -153,7 +161,7 @@ class RunningBatch:
             is_end = token in self.ends and not self.sampling.ignore_eos
             if is_end or len(row.response.token_ids) == row.limit:
                 row.finished = True
-                finished.append(replace(row.response, finish_reason="stop" if is_end else "length"))
+                finished.append(row.with_routes("stop" if is_end else "length"))
         self._leave_out_finished()
         return finished
 

@@ -20,6 +20,7 @@ from verl.data.media.loader import media_in_order, shape_of
 from verl.distributed.device import to_device
 from verl.distributed.fsdp import torch_dtype
 from verl.models.auto import AutoProcessor, AutoTokenizer
+from verl.models.experts.choices import ChoicePass, ExpertChoices
 from verl.models.families.interface import MediaFamily, MediaShape, Medium
 from verl.models.families.registry import family_of, media_family_of
 from verl.models.hub_names import auto_class
@@ -55,6 +56,7 @@ class HFRollout(StepwiseEngine):
         self.device, self.dtype = setup.device, torch_dtype(config.dtype)
         self.takes_embeddings = self.embeds_prompts = self.takes_adapter = False
         self.keeps_weights = False  # a sync builds the model again
+        self.records_routes = setup.records_routes
         self.max_length = config.max_model_len or setup.max_length
         self.max_prompt_tokens = config.max_num_batched_tokens
         trust: Any = {"trust_remote_code": setup.trust_remote_code}
@@ -121,6 +123,7 @@ class HFRollout(StepwiseEngine):
 
     def _to_device(self, model: Any) -> Any:
         self.family.repair(model)
+        self.choices = ExpertChoices(model) if self.records_routes else None
         return model.to(self.device).eval().requires_grad_(False)
 
     def _sampling(self) -> AbstractContextManager[Any]:
@@ -221,14 +224,18 @@ class HFRollout(StepwiseEngine):
         position_ids: Tensor,
         cache: Any,
         media: list[Medium],  # of prompts
-    ) -> Tensor:
-        """Logits of the last position, (B, V) float32."""
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logits of the last position, (B, V) float32, and routes (B, T, L, k) of all tokens."""
         inputs = {"input_ids": input_ids, "attention_mask": mask, "position_ids": position_ids}
         inputs |= self.family.own_arguments(self.hf_config, input_ids)
         if media and isinstance(self.family, MediaFamily):
             inputs |= self.family.own_inputs(to_device(media, self.device))
-        output = self.model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        return output.logits[:, -1].float()
+        inputs |= {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
+        if self.choices is None:
+            return self.model(**inputs).logits[:, -1].float(), None
+        with self.choices.running(ChoicePass(records=True)) as found:
+            output = self.model(**inputs)
+        return output.logits[:, -1].float(), found.routes().unflatten(0, input_ids.shape)
 
 
 def end_token_ids(tokenizer: Any, generation_config: Any) -> frozenset[int]:

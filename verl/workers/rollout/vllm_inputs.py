@@ -56,6 +56,8 @@ def engine_arguments(config: Any, setup: EngineSetup, hf_config: Any) -> dict[st
     arguments |= vllm_patches.media_arguments()
     if setup.adapter is not None:
         arguments |= adapter_arguments(setup.adapter)
+    if setup.records_routes and is_gpu(setup.device):
+        arguments["enable_return_routed_experts"] = True  # on CPU `engine_routes` records them
     family = family_of(hf_config)
     if embeds_prompts(family):
         arguments["enable_prompt_embeds"] = True

@@ -8,14 +8,15 @@ random stream, and so computes the same responses.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from verl.distributed.device import is_gpu
 from verl.distributed.fsdp import torch_dtype
 from verl.models.families.interface import is_part
-from verl.models.families.registry import engine_encoder_of, family_of
+from verl.models.families.registry import engine_encoder_of, family_of, trained_part
+from verl.models.layer_configs import experts_per_layer
 from verl.workers.model_builder import read_config
 from verl.workers.rollout import lora_sync, vllm_patches, vllm_sleep, weight_sync
 from verl.workers.rollout.base import (
@@ -26,6 +27,7 @@ from verl.workers.rollout.base import (
     SamplingOptions,
     media_token_ids,
 )
+from verl.workers.rollout.engine_routes import EngineRoutes, ReturnedRoutes, SlotRoutes
 from verl.workers.rollout.generation_rng import GenerationRng, preserved_rng
 from verl.workers.rollout.stepwise import StepwiseEngine
 from verl.workers.rollout.vllm_inputs import (
@@ -41,6 +43,14 @@ from verl.workers.rollout.vllm_inputs import (
 def import_engine(device: str) -> None:
     """Import what an engine on this kind of device is made of; it may not be known yet which device."""
     assert vllm_patches.import_vllm(device).LLM is not None  # vLLM imports it when it is first asked for
+
+
+class RunningRequest(NamedTuple):
+    """A response that is being sampled."""
+
+    uid: Any
+    sample: int
+    internal: str  # vLLM's own name of the request
 
 
 class VLLMRollout(StepwiseEngine):
@@ -92,7 +102,8 @@ class VLLMRollout(StepwiseEngine):
         self.tower: set[str] = set()  # parameters of a frozen tower, after a sync
         self.synced = False
         self.numbers = count()  # of requests
-        self.running: dict[str, tuple[Any, int]] = {}  # uid and sample, by vLLM's name of the request
+        self.running: dict[str, RunningRequest] = {}  # by vLLM's name of the request
+        self.routes = self._route_recorder() if setup.records_routes else None
 
     def agree(self, value: Any) -> Any:
         """Return the value of the engine's first rank; a collective call with tensor parallelism."""
@@ -168,7 +179,7 @@ class VLLMRollout(StepwiseEngine):
         self.scale.temperature = sampling.logit_temperature
         shared: dict[tuple[int, int], Any] = {}  # parameters, by longest response and offset of the seed
         adapter = lora_sync.adapter_request() if self.takes_adapter else None
-        added: dict[str, tuple[Any, int]] = {}
+        added: dict[str, RunningRequest] = {}
         try:
             for request in requests:
                 prompt, number = self._prepare(request), next(self.numbers)
@@ -178,8 +189,8 @@ class VLLMRollout(StepwiseEngine):
                     if key not in shared:
                         shared[key] = sampling_params(sampling, self.banned, *key)
                     name = f"{number}.{sample}"
-                    self.engine.add_request(name, prompt, shared[key], lora_request=adapter)
-                    added[name] = request.uid, sample
+                    internal = self.engine.add_request(name, prompt, shared[key], lora_request=adapter)
+                    added[name] = RunningRequest(request.uid, sample, internal)
         except BaseException:
             self.engine.abort_request(list(added))
             raise
@@ -188,21 +199,22 @@ class VLLMRollout(StepwiseEngine):
     def _advance(self) -> list[FinishedResponse]:
         assert self.engine.has_unfinished_requests(), "vLLM lost requests"
         finished = [output for output in self.engine.step() if output.finished]
-        return [self._response(output, *self.running.pop(output.request_id)) for output in finished]
+        return [self._response(output, self.running.pop(output.request_id)) for output in finished]
 
     def _begun(self) -> list[FinishedResponse]:
         processor = self.engine.output_processor
         begun = []
-        for name, (uid, sample) in self.running.items():
-            [internal] = processor.external_req_ids[name]
+        for uid, sample, internal in self.running.values():
             state = processor.request_states[internal]
             tokens, log_probs = list(state.detokenizer.output_token_ids), state.logprobs_processor.logprobs
             assert len(tokens) == len(log_probs.start_indices), "every sampled token has a log-prob"
-            begun.append(FinishedResponse(uid, sample, tokens, sampled_log_probs(log_probs), INTERRUPTED))
+            routes = self._routes(internal, len(tokens))
+            values = sampled_log_probs(log_probs)
+            begun.append(FinishedResponse(uid, sample, tokens, values, INTERRUPTED, routes=routes))
         return begun
 
     def _drop(self, uids: set[Any]) -> None:
-        names = [name for name, (uid, _) in self.running.items() if uid in uids]
+        names = [name for name, request in self.running.items() if request.uid in uids]
         self.engine.abort_request(names)
         for name in names:
             del self.running[name]
@@ -229,17 +241,27 @@ class VLLMRollout(StepwiseEngine):
         )
         return {"prompt_embeds": embeddings}
 
-    def _response(self, output: Any, uid: Any, sample: int) -> FinishedResponse:
-        completion = output.outputs[0]
+    def _response(self, output: Any, request: RunningRequest) -> FinishedResponse:
+        completion, uid = output.outputs[0], request.uid
         if completion.finish_reason not in ("stop", "length"):
             raise RuntimeError(f"vLLM ended the response to prompt {uid} with {completion.finish_reason!r}")
         return FinishedResponse(
             uid=uid,
-            sample=sample,
+            sample=request.sample,
             token_ids=list(completion.token_ids),
             log_probs=sampled_log_probs(completion.logprobs),
             finish_reason=completion.finish_reason,
+            routes=self._routes(request.internal, len(completion.token_ids), completion),
         )
+
+    def _routes(self, internal: str, sampled: int, completion: Any = None) -> Tensor | None:
+        return None if self.routes is None else self.routes.routes(internal, sampled, completion)
+
+    def _route_recorder(self) -> EngineRoutes:
+        experts = experts_per_layer(trained_part(self.hf_config).get_text_config())
+        if is_gpu(self.device):
+            return ReturnedRoutes(self.model, experts)
+        return SlotRoutes(self.model, self.runner, experts)
 
 
 def sampled_log_probs(values: Any) -> list[float]:

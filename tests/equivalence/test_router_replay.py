@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replayed routes: a model's own change nothing, bit for bit, however its rows are packed and divided.
+
+Two passes are compared that are alike but for the replay: log-probs, entropies and every gradient.
+"""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from tests.equivalence.test_packed_forward import IMAGE, Features
+from tests.equivalence.test_shared_prompts import media_batch, text_batch
+from tests.helpers.distributed import run_distributed
+from verl.config.model import FSDPConfig, LoraConfig, ModelConfig
+from verl.distributed.fsdp import make_mesh
+from verl.distributed.sequence_parallel import SequenceParallel
+from verl.models.tiny import save_tiny_model
+from verl.protocol import DataProto
+from verl.utils.plain_data import objects
+from verl.workers.model_builder import build_model
+from verl.workers.packing.forward import PackedForward
+from verl.workers.packing.row_routes import RouteUse, column_of, pad_routes
+from verl.workers.packing.sp_strategy import Strategy, StrategyPlanner
+
+SIZES = ((9, (7, 20, 1, 3)), (24, (3, 8, 2, 5)))  # two prompts, four rows of each
+GROUPS = (((IMAGE,), (3, 5)), ((), (6, 2)))
+COLUMN = "rollout_routes"
+EXPERTS, TOP_K = 8, 2
+
+
+class Case(NamedTuple):
+    """A way to run the rows of a batch."""
+
+    family: str = "qwen3_moe"
+    shared: bool = False
+    ulysses: int = 1
+    ring: int = 1
+    checkpointing: bool = False
+    lora: bool = False
+
+
+ALONE = [
+    Case(),
+    Case(shared=True),
+    Case(checkpointing=True),
+    Case(shared=True, checkpointing=True, lora=True),
+    Case("qwen3_vl_moe", shared=True, checkpointing=True),
+]
+TOGETHER = [
+    Case(ulysses=2),
+    Case(shared=True, ulysses=2, checkpointing=True),
+    Case(ring=2, checkpointing=True),
+    Case("qwen3_vl_moe", ulysses=2, shared=True),
+]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    return {
+        "qwen3_moe": str(save_tiny_model(root / "text", "qwen3_moe", num_experts=EXPERTS)),
+        "qwen3_vl_moe": str(save_tiny_model(root / "vision", "qwen3_vl_moe")),
+    }
+
+
+def build(case, folder, rank, world_size):
+    lora = LoraConfig(rank=4, target_modules="all-linear") if case.lora else LoraConfig()
+    model = build_model(
+        ModelConfig(folder, enable_gradient_checkpointing=case.checkpointing, lora=lora),
+        FSDPConfig(torch_dtype="fp32", mp_param_dtype="fp32"),
+        mesh=make_mesh(world_size, -1, "cpu"),
+        device="cpu",
+        trainable=True,
+    )
+    sp = SequenceParallel.build(range(world_size), case.ulysses, case.ring)
+    forward = PackedForward(model, model.config, Features(), share_prompt=case.shared, sp=sp)
+    forward.planner = StrategyPlanner(sp.size, [Strategy.SHARDED])
+    return forward
+
+
+def passes(forward, batch, use):
+    """Log-probs, entropies, gradients and what was observed in a forward and backward pass."""
+    forward.model.zero_grad()
+    with forward.observing_routes(use, records=True) as observed:
+        result = forward.log_probs(batch, 0.8, with_entropy=True)
+    (result.log_probs.sum() + 0.1 * result.entropy.sum()).backward()
+    gradients = {
+        name: getattr(param.grad, "full_tensor", lambda grad=param.grad: grad)().clone()
+        for name, param in forward.model.named_parameters()
+        if param.grad is not None
+    }
+    return result.log_probs.detach(), result.entropy.detach(), gradients, observed
+
+
+def with_routes(batch, forward, observed):
+    mask = batch.batch["attention_mask"]
+    column = column_of(pad_routes(observed.routes[0], mask), mask, forward.num_routers)
+    return batch.merge(DataProto.from_dict({}, {COLUMN: column}))
+
+
+def share(matches):
+    hits, known = matches.sum(0).tolist()
+    return hits / known
+
+
+def differences(rank, world_size, cases, folders):
+    found = []
+    for case in cases:
+        folder = folders[case.family]
+        batch = text_batch(SIZES) if case.family == "qwen3_moe" else media_batch(folder, GROUPS)
+        forward = build(case, folder, rank, world_size)
+        *plain, gradients, observed = passes(forward, batch, None)
+        own = with_routes(batch, forward, observed)
+        *replayed, again, seen = passes(forward, own, RouteUse(COLUMN, True))
+        equal = all(map(torch.equal, plain, replayed)) and gradients.keys() == again.keys()
+        equal = equal and all(torch.equal(gradients[name], grad) for name, grad in again.items())
+        router = any("mlp.gate" in name and grad.any() for name, grad in again.items())
+        # other experts: each number plus one
+        count = EXPERTS if case.family == "qwen3_moe" else 4
+        moved = objects((routes + 1) % count for routes in own.non_tensor_batch[COLUMN])
+        shifted = own.merge(DataProto.from_dict({}, {COLUMN: moved}), replace=[COLUMN])
+        *other, _, used = passes(forward, shifted, RouteUse(COLUMN, True))
+        kept = with_routes(batch, forward, used).non_tensor_batch[COLUMN]
+        found.append(
+            (
+                equal,
+                router or case.lora,
+                share(seen.matches[0]),
+                not torch.equal(other[0], plain[0]),
+                all(torch.equal(kept[row], moved[row]) for row in range(len(batch))),
+            )
+        )
+    return found
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize(("world_size", "cases"), [(1, ALONE), (2, TOGETHER)], ids=["one rank", "two ranks"])
+def test_replaying_a_models_own_routes_changes_no_bit(folders, world_size, cases):
+    for found in run_distributed(differences, world_size, cases, folders):
+        for case, (is_equal, learns, agreement, moves, are_used) in zip(cases, found, strict=True):
+            assert is_equal, case
+            assert learns, case
+            assert agreement == 1.0, case
+            assert moves and are_used, case
