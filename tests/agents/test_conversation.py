@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 
 import pytest
+import torch
 
 from tests.helpers.conversations import CALL, PROMPT, begin, encode, rules_of, say
 from verl.agents.interface import Observation, ToolCall, Turn
@@ -305,6 +306,28 @@ def test_each_request_continues_the_tokens_of_the_one_before():
             assert len(turn.observations) in (0, len(turn.calls))
         assert sum(trajectory.is_sampled) == sum(turn.stop - turn.start for turn in trajectory.turns)
         assert pickle.loads(pickle.dumps(finished)) == finished
+
+
+def test_tokens_keep_the_experts_of_the_turn_that_first_ran_them():
+    rules = rules_of()
+    conversation = begin(rules)
+    prompt = len(conversation.request().token_ids)
+    call = [*encode(rules, CALL), rules.tokenizer.eos_token_id]
+
+    conversation.add_turn(call, [-0.5] * len(call), "stop", routes=routes_of(prompt + len(call) - 1, 1))
+    conversation.observe([Observation("5")])
+    request = conversation.request()
+    answer = encode(rules, f"5{END}")
+    ran = len(request.token_ids) + len(answer) - 1
+    conversation.add_turn(answer, [-2.0] * len(answer), "stop", routes=routes_of(ran, 2))
+
+    found = conversation.finish().routes.flatten().tolist()
+    first = prompt + len(call) - 1  # the last token of the first turn ran with the second
+    assert found == [1] * first + [2] * (ran - first) + [255]
+
+
+def routes_of(tokens, expert):
+    return torch.full((tokens, 1, 1), expert, dtype=torch.uint8)
 
 
 SECOND = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "And 7+1?"}]

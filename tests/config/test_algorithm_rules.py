@@ -131,6 +131,10 @@ LONE = [
             [f"{CORRECTION}.bypass_mode", "algorithm.kl_penalty=full"],
         ),
         (
+            [f"{CORRECTION}.bypass_mode=true", "worker.actor.router_replay=r2"],
+            [f"{CORRECTION}.bypass_mode", "must be false", "worker.actor.router_replay=r2", "use r3"],
+        ),
+        (
             [f"{CORRECTION}.rollout_is_batch_normalize=true"],
             ["must be false without", f"{CORRECTION}.rollout_is"],
         ),

@@ -9,12 +9,14 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from tests.equivalence.test_packed_forward import IMAGE, Features
+from tests.equivalence.test_packed_forward import IMAGE, Features, as_batch
 from tests.equivalence.test_shared_prompts import media_batch, text_batch
 from tests.helpers.distributed import run_distributed
+from tests.workers.rollout.reference import collect, hub_tensors, load_model, rollout_config, setup_of
 from verl.config.model import FSDPConfig, LoraConfig, ModelConfig
 from verl.distributed.fsdp import make_mesh
 from verl.distributed.sequence_parallel import SequenceParallel
+from verl.models.experts.routes import extend_routes
 from verl.models.tiny import save_tiny_model
 from verl.protocol import DataProto
 from verl.utils.plain_data import objects
@@ -22,6 +24,8 @@ from verl.workers.model_builder import build_model
 from verl.workers.packing.forward import PackedForward
 from verl.workers.packing.row_routes import RouteUse, column_of, pad_routes
 from verl.workers.packing.sp_strategy import Strategy, StrategyPlanner
+from verl.workers.rollout.base import RolloutRequest, SamplingOptions
+from verl.workers.rollout.engines import build_rollout_engine
 
 SIZES = ((9, (7, 20, 1, 3)), (24, (3, 8, 2, 5)))  # two prompts, four rows of each
 GROUPS = (((IMAGE,), (3, 5)), ((), (6, 2)))
@@ -48,7 +52,6 @@ ALONE = [
     Case("qwen3_vl_moe", shared=True, checkpointing=True),
 ]
 TOGETHER = [
-    Case(ulysses=2),
     Case(shared=True, ulysses=2, checkpointing=True),
     Case(ring=2, checkpointing=True),
     Case("qwen3_vl_moe", ulysses=2, shared=True),
@@ -64,11 +67,11 @@ def folders(tmp_path_factory):
     }
 
 
-def build(case, folder, rank, world_size):
+def build(case, folder, rank, world_size, dtype="fp32"):
     lora = LoraConfig(rank=4, target_modules="all-linear") if case.lora else LoraConfig()
     model = build_model(
         ModelConfig(folder, enable_gradient_checkpointing=case.checkpointing, lora=lora),
-        FSDPConfig(torch_dtype="fp32", mp_param_dtype="fp32"),
+        FSDPConfig(torch_dtype="fp32", mp_param_dtype=dtype),
         mesh=make_mesh(world_size, -1, "cpu"),
         device="cpu",
         trainable=True,
@@ -143,3 +146,59 @@ def test_replaying_a_models_own_routes_changes_no_bit(folders, world_size, cases
             assert learns, case
             assert agreement == 1.0, case
             assert moves and are_used, case
+
+
+def sampled_rows(folder, engine_name):
+    """Rows of a bf16 engine with its log-probs and routes: eight prompts, four responses each."""
+    engine = build_rollout_engine(
+        rollout_config(name=engine_name, dtype="bf16"), setup_of(folder, records_routes=True)
+    )
+    engine.sync_weights(hub_tensors(load_model(folder)))
+    engine.wake()
+    generator = torch.Generator().manual_seed(3)
+    requests = [
+        RolloutRequest(f"u{number}", torch.randint(8, 300, (20,), generator=generator).tolist())
+        for number in range(8)
+    ]
+    responses = collect(engine, requests, SamplingOptions(n=4, max_tokens=40, ignore_eos=True))
+    engine.close()
+    prompts = {request.uid: torch.tensor(request.prompt_token_ids) for request in requests}
+    rows = list(responses.values())
+    texts = [(prompts[row.uid], torch.tensor(row.token_ids), None, None) for row in rows]
+    columns = {
+        "uid": objects(row.uid for row in rows),
+        COLUMN: objects(extend_routes(row.routes, 60) for row in rows),
+    }
+    batch = as_batch(texts, prompt=20, response=40).merge(DataProto.from_dict({}, columns))
+    return batch, torch.tensor([row.log_probs for row in rows])
+
+
+def mismatches(rank, world_size, cases, folder, batch, sampled):
+    """Mean and largest difference of log-probs to the engine's, without and with replay; and agreement."""
+    found = []
+    for case in cases:
+        forward = build(case, folder, rank, world_size, dtype="bf16")
+        forward.model.eval()
+        errors = []
+        for replays in (False, True):
+            with torch.no_grad(), forward.observing_routes(RouteUse(COLUMN, replays)) as observed:
+                difference = (forward.log_probs(batch, 1.0).log_probs - sampled).abs()
+            errors += [difference.mean().item(), difference.max().item(), share(observed.matches[0])]
+        found.append(errors)
+    return found
+
+
+@pytest.mark.heavy
+@pytest.mark.slow  # tests/trainer/test_router_replay_runs.py compares engine and trainer in every suite
+def test_the_engines_routes_bring_bf16_log_probs_together(folders):
+    batch, sampled = sampled_rows(folders["qwen3_moe"], "hf")
+    cases = {1: [Case(), Case(shared=True)], 2: [Case(shared=True, ulysses=2)]}
+
+    for ranks, those in cases.items():
+        for found in run_distributed(mismatches, ranks, those, folders["qwen3_moe"], batch, sampled):
+            for case, (mean, largest, agreement, mean_after, largest_after, _) in zip(
+                those, found, strict=True
+            ):
+                assert 0.98 < agreement < 1, case
+                assert mean_after < mean, case
+                assert largest > 0.2 and largest_after < 0.06, case

@@ -147,6 +147,19 @@ def test_frozen_routers_have_no_adapters(config):
     assert any("experts" in name for name in adapted) and not any(".gate." in name for name in adapted)
 
 
+def test_the_plan_knows_the_bytes_of_a_tokens_routes(tmp_path):
+    few = save_tiny_model(tmp_path / "few", "qwen3_moe", num_experts=8)
+    many = save_tiny_model(tmp_path / "many", "qwen3_moe", num_experts=300)
+    dense = save_tiny_model(tmp_path / "dense", "qwen3")
+
+    shapes = [
+        read_shape(ModelConfig(str(folder)), FSDPConfig(), option=OPTION, is_trained=True)
+        for folder in (few, many, dense)
+    ]
+
+    assert [shape.routes for shape in shapes] == [2 * 2, 2 * 2 * 2, 0]  # layers, experts of a token, bytes
+
+
 def test_the_plan_counts_the_logits_that_the_loss_keeps(tmp_path):
     folder = save_tiny_model(tmp_path, "qwen3_moe", num_experts=8)
     arguments = {"option": OPTION, "is_trained": True}

@@ -126,8 +126,8 @@ def held_model(model: PlannedModel, world_size: int, device: str, read_shape: Re
     shape = read_shape(model.model, fsdp, option=option, is_trained=is_trained, head=model.head)
     if model.router_replay != "off" and not shape.routes:
         raise ValueError(
-            f"`worker.actor.router_replay` must be 'off', got {model.router_replay!r}: the model is no mixture"
-            " of experts whose routers choose by one topk"
+            f"`worker.actor.router_replay` must be 'off', got {model.router_replay!r}: the model is no"
+            " mixture of experts whose routers choose by one topk"
         )
     setup = ModelSetup(
         device=device,

@@ -196,7 +196,7 @@ def route_bytes(model: Any) -> int:
 
 
 def check_replay(model: Any, mode: str) -> None:
-    """Raise `ValueError` if `worker.actor.router_replay` is a mode that the model, not sharded, cannot run."""
+    """Raise `ValueError` if `worker.actor.router_replay` is on and the model, not sharded, cannot replay."""
     reason = None if mode == "off" else replay_obstacle(model)
     if reason is not None:
         raise ValueError(f"`worker.actor.router_replay` must be 'off', got {mode!r}: {reason}")
