@@ -59,10 +59,9 @@ def test_a_resumed_run_repeats_an_unbroken_one(folder, mode):
 
 
 @pytest.mark.parametrize("mode", ["r2", "r3"])
-def test_a_dense_model_has_no_experts_to_replay(folder, mode):
+def test_a_dry_run_says_that_a_dense_model_has_no_experts_to_replay(folder, mode):
     arguments = quickstart_arguments(folder, folder / "model", f"worker.actor.router_replay={mode}")
 
-    refused = start_training(*arguments, "--dry-run")
+    planned = start_training(*arguments, "--dry-run")
 
-    assert refused.returncode != 0
-    assert f"`worker.actor.router_replay` must be 'off', got '{mode}'" in refused.stderr + refused.stdout
+    assert f"`worker.actor.router_replay` must be 'off', got '{mode}'" in planned.stdout
