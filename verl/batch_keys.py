@@ -100,6 +100,10 @@ BATCH_KEYS: dict[str, BatchKey] = {
         BatchKey("old_routes", (("B",),), "object", "actor (`router_replay=r2`)", "update"),
         BatchKey("route_matches", (("B", 2),), "float32", "actor (mixtures)", "update, metrics"),
         BatchKey("ref_log_probs", (("B", "R"),), "float32", "reference", "KL penalty, update"),
+        BatchKey("teacher_ids", (("B",),), "int64", "loader", "teachers, update (distillation)"),
+        BatchKey(
+            "teacher_log_probs", (("B", "R"),), "float32", "teachers", "advantage, update (distillation)"
+        ),
         BatchKey("full_kl", (("B", "R"),), "float32", "actor and reference", "KL penalty"),
         BatchKey("values", (("B", "R"),), "float32", "critic", "advantage, update"),
         BatchKey("prime_ref_log_probs", (("B", "R"),), "float32", "prime", "process rewards, update"),

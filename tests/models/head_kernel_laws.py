@@ -21,6 +21,7 @@ from verl.models.fused_log_probs import linear_kl, linear_log_probs
 from verl.models.head import triton_softmax
 from verl.models.head.eager_softmax import EagerSoftmax
 from verl.models.head.interface import (
+    ForwardKLGradients,
     HeadProducts,
     KLGradients,
     KLStatistics,
@@ -287,9 +288,9 @@ def test_gradients_that_are_one_expanded_number_are_read_as_such():
     assert_close(found, gradient_by(EAGER, head, targets, torch.float32, expanded, True), 2e-6)
 
 
-def kl_by(softmax, policy, reference):
+def kl_by(softmax, policy, reference, with_ref_lse=False):
     dtype = torch.promote_types(policy.values.dtype, torch.float32)
-    shape, device = (3, len(policy.values)), policy.values.device
+    shape, device = (4 if with_ref_lse else 3, len(policy.values)), policy.values.device
     results = KLStatistics(*torch.full(shape, math.nan, dtype=dtype, device=device))
     softmax.kl(policy, reference, results)
     return results
@@ -322,11 +323,40 @@ def test_the_kl_and_its_gradient_equal_torchs_and_those_of_float64(dtype, wanted
     (kl * grad).sum().backward()
 
     assert_close(found.kl, kl.detach(), 3e-6)
-    for ours, theirs in zip(found, kl_by(EAGER, policy, reference), strict=True):
+    for ours, theirs in zip(found[:3], kl_by(EAGER, policy, reference)[:3], strict=True):
         assert_close(ours, theirs, 3e-6)
     assert gradient.dtype == wanted
     assert_close(gradient, leaf.grad, max(tolerance, 1e-5) if accurate != torch.float64 else 1e-12)
     assert_close(gradient, kl_gradient_by(EAGER, policy, reference, wanted, grad), max(tolerance, 1e-5))
+
+
+def forward_gradient_by(softmax, policy, reference, dtype, grad, grad_bias=None):
+    results = kl_by(EAGER, policy, reference, with_ref_lse=True)
+    copied = policy._replace(values=policy.values.clone())
+    given = ForwardKLGradients(results.lse, results.ref_lse, grad)
+    return softmax.forward_kl_gradient(copied, reference, given, dtype, grad_bias)
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize(("dtype", "wanted", "tolerance"), DTYPES)
+def test_the_forward_kls_gradient_equals_torchs_and_that_of_float64(dtype, wanted, tolerance, transform):
+    policy, reference = pairs(dtype=dtype, transform=transform)
+    accurate = torch.promote_types(dtype, torch.float32)
+    grad = numbers(5, seed=7, dtype=accurate)
+
+    found = kl_by(KERNELS, reference, policy, with_ref_lse=True)
+    gradient = forward_gradient_by(KERNELS, policy, reference, wanted, grad)
+    leaf = policy.values.double().clone().requires_grad_()
+    log_p, log_q = log_p_of(policy, leaf), log_p_of(reference, reference.values.double())
+    kl = (log_q.exp() * (log_q - log_p)).sum(1)
+    (kl * grad).sum().backward()
+
+    assert_close(found.kl, kl.detach(), 3e-6)
+    for ours, theirs in zip(found, kl_by(EAGER, reference, policy, with_ref_lse=True), strict=True):
+        assert_close(ours, theirs, 3e-6)
+    assert gradient.dtype == wanted
+    assert_close(gradient, leaf.grad, max(tolerance, 1e-5) if accurate != torch.float64 else 1e-12)
+    assert_close(gradient, forward_gradient_by(EAGER, policy, reference, wanted, grad), max(tolerance, 1e-5))
 
 
 @pytest.mark.parametrize("vocabulary", [1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK])
@@ -336,6 +366,8 @@ def test_the_kl_of_any_vocabulary_is_the_same(vocabulary):
 
     assert_close(kl_by(KERNELS, policy, reference).kl, kl_by(EAGER, policy, reference).kl, 3e-6)
     gradients = [kl_gradient_by(s, policy, reference, torch.float32, grad) for s in (KERNELS, EAGER)]
+    assert_close(*gradients, 3e-6)
+    gradients = [forward_gradient_by(s, policy, reference, torch.float32, grad) for s in (KERNELS, EAGER)]
     assert_close(*gradients, 3e-6)
 
 

@@ -383,3 +383,52 @@ def test_a_temperature_of_either_model_that_is_not_positive_is_refused(temperatu
 
     with pytest.raises(ValueError, match="temperature must be positive"):
         linear_kl(hidden, weight, reference(temperature=theirs), transform=LogitTransform(temperature=ours))
+
+
+def plain_forward_kl(policy, other):
+    log_p, log_q = plain_log_p(policy), plain_log_p(other)
+    return (log_q.exp() * (log_q - log_p)).sum(-1)
+
+
+def test_the_forward_kl_matches_a_hand_computed_example():
+    # p = (3/4, 1/4) and q = (1/2, 1/2): 1/2 log(2/3) + 1/2 log 2. d KL / dz = p - q.
+    hidden, weight = torch.tensor([[1.0]]), torch.tensor([[math.log(3.0)], [0.0]], requires_grad=True)
+
+    kl = linear_kl(hidden, weight, HeadLogits(torch.tensor([[0.0]]), weight.detach()), is_forward=True)
+    kl.sum().backward()
+
+    assert kl.item() == pytest.approx(0.5 * math.log(2 / 3) + 0.5 * math.log(2.0), abs=1e-6)
+    assert weight.grad[:, 0].tolist() == pytest.approx([0.25, -0.25], abs=1e-6)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("chunk_bytes", [1, VOCABULARY * 8 * 8, None])
+def test_the_forward_kl_equals_that_of_float64_with_gradients_at_every_chunk_size(
+    transform, bias, chunk_bytes
+):
+    hidden, weight, offset, _ = inputs(bias=bias)
+    other = reference()
+    weights = torch.linspace(-1, 1, ROWS)
+    options = {"bias": offset, "transform": transform, "chunk_bytes": chunk_bytes, "is_forward": True}
+
+    kl = linear_kl(hidden, weight, other, **options)
+    expected = plain_forward_kl(HeadLogits(hidden, weight, offset, transform), other)
+
+    torch.testing.assert_close(kl, expected.float(), atol=1e-6, rtol=1e-5)
+    losses = [(values * weights).sum() for values in (kl, expected)]
+    for ours, theirs in zip(*(gradients((hidden, weight, offset), loss) for loss in losses), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+    assert all(tensor.grad is None for tensor in other[:3])
+
+
+def test_numerical_differentiation_of_the_forward_kl_agrees_in_double_precision():
+    hidden, weight, bias, _ = inputs(torch.float64, bias=True)
+    other = HeadLogits(*(tensor.detach() for tensor in reference(torch.float64, rows=3)[:3]))
+    transform = LogitTransform(scale=1.5, softcap=4.0, temperature=0.9)
+
+    def kl(hidden, weight, bias):
+        options = {"bias": bias, "transform": transform, "chunk_bytes": 1, "is_forward": True}
+        return linear_kl(hidden, weight, other, **options)
+
+    assert torch.autograd.gradcheck(kl, (hidden[:3].detach().requires_grad_(), weight, bias))

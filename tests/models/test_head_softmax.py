@@ -30,7 +30,13 @@ from verl.models.head.logit_chunks import HeadLogits, LogitTransform
 from verl.models.head.triton_softmax import TritonSoftmax
 
 ROWS, HIDDEN, VOCABULARY = 40, 8, 1000
-KERNELS = ["log_prob_statistics", "log_prob_gradient", "kl_statistics", "kl_gradient"]
+KERNELS = [
+    "log_prob_statistics",
+    "log_prob_gradient",
+    "kl_statistics",
+    "kl_gradient",
+    "forward_kl_gradient",
+]
 
 
 @pytest.fixture
@@ -82,7 +88,11 @@ def compiled(kernel, capability, is_half, has_all):
         "ref_scale": 1.0, "ref_temperature": 1.0, "ref_softcap": 30.0 if has_all else None,
     }  # fmt: skip
     if not has_all:
-        constants |= dict.fromkeys(("bias", "ref_bias", "entropy", "grad_entropy", "sum_squares"))
+        constants |= dict.fromkeys(
+            name
+            for name in ("bias", "ref_bias", "entropy", "grad_entropy", "sum_squares", "ref_lse")
+            if not (name == "ref_lse" and kernel == "forward_kl_gradient")
+        )
     types = {"targets": "*i64", "vocabulary": "i32", "gradient_stride": "i32", "bias": "*bf16"}
     types["gradients"] = "*bf16" if is_half else "*fp32"
     names = function.arg_names
@@ -111,7 +121,7 @@ def test_the_kernels_compile_for_ampere_hopper_and_blackwell_without_spilled_reg
         assert "STACK:0 " in usage and "LOCAL:0 " in usage
 
 
-@pytest.mark.parametrize("kernel", ["log_prob_gradient", "kl_gradient"])
+@pytest.mark.parametrize("kernel", ["log_prob_gradient", "kl_gradient", "forward_kl_gradient"])
 def test_no_thread_writes_half_precision_gradients_before_all_have_read_the_block(
     kernel, tmp_path, monkeypatch
 ):
@@ -161,16 +171,18 @@ def test_fake_tensors_pass_the_kernels_without_a_launch_and_nothing_as_large_as_
                 policy, targets, with_entropy=True, with_sum_squares=True, chunk_bytes=4 * VOCABULARY * rows
             )
             kl = linear_kl(policy, reference, 2 * 4 * VOCABULARY * rows)
-            (result.log_probs + result.entropy + kl).sum().backward()
+            forward = linear_kl(policy, reference, 2 * 4 * VOCABULARY * rows, is_forward=True)
+            (result.log_probs + result.entropy + kl + forward).sum().backward()
 
     chunk = 4 * VOCABULARY * rows
     assert hidden.grad.dtype == weight.grad.dtype == dtype
     assert result.sum_squared_probs.shape == kl.shape == (ROWS,)
     large = [name for name, size in outputs.made if size >= chunk]
-    assert large == ["aten.new_empty.default"] * 6  # log-probs, and both models of the KL, there and back
+    assert large == ["aten.new_empty.default"] * 10  # log-probs, and both models of two KLs, there and back
     names = [name for name, _ in outputs.made]
     for kernel in KERNELS:
-        assert names.count(f"verl.{kernel}.default") == 3  # chunks
+        passes = 2 if kernel == "kl_statistics" else 1
+        assert names.count(f"verl.{kernel}.default") == 3 * passes  # chunks
 
 
 class ChunksAtCasts(TorchDispatchMode):

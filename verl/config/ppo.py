@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from verl.config.algorithm import AlgorithmConfig
 from verl.config.async_training import ONE_STEP_OFF, PARTIAL, STREAM
 from verl.config.data import DataConfig
+from verl.config.distillation import DistillationConfig
 from verl.config.files.model_files import length_limit, read_model_config
 from verl.config.model import AUTO, FSDPConfig, TrainedModelConfig
 from verl.config.reward_servers import RewardServerConfig, server_problems
 from verl.config.rules.algorithm_rules import algorithm_problems, group_problems
 from verl.config.rules.diffusion_rules import diffusion_problems
+from verl.config.rules.distillation_rules import distillation_problems
 from verl.config.schema import option
 from verl.config.trainer import WORLD, RunTree, TrainerConfig, divisible
 from verl.config.worker import WorkerConfig
@@ -33,6 +35,7 @@ class PPOConfig(RunTree):
     worker: WorkerConfig = option(WorkerConfig, "Models, rollout engine and reward function.")
     algorithm: AlgorithmConfig = option(AlgorithmConfig, "Advantages, KL term and selection of rollouts.")
     trainer: TrainerConfig = option(TrainerConfig, "Duration, devices, logging and checkpoints.")
+    distillation: DistillationConfig = option(DistillationConfig, "Teachers of the policy.")
     reward_servers: dict[str, RewardServerConfig] = option(
         dict, "Models that judge or score responses, by name: the reward function gets them as `servers`."
     )
@@ -92,6 +95,7 @@ class PPOConfig(RunTree):
             or actor.selects_tokens
             or actor.adaptive_entropy.enabled
             or algorithm.reads_old_log_probs
+            or self.distillation.rewards_tokens
             or correction.needs_whole_batch
         )
 
@@ -121,18 +125,21 @@ class PPOConfig(RunTree):
 
     def problems(self, path: str) -> Iterator[str]:
         # Causes first: sizes that follow from a wrong one are not worth reading.
-        groups = list(group_problems(self.algorithm, self.worker.rollout, self.trainer))
+        alone = self.distillation.is_alone  # nothing compares the responses to a prompt
+        groups = [] if alone else list(group_problems(self.algorithm, self.worker.rollout, self.trainer))
         cores = list(self._cores())
         sizes = () if cores else self._sizes()
         yield from [*groups, *cores]
         yield from self.input_problems()
         yield from self.kernel_problems()
-        if not self.worker.scores_when_sampled and not self.worker.reward_model.is_used:
+        if not self.worker.scores_when_sampled and not self.worker.reward_model.is_used and not alone:
             yield (
                 "`worker.reward.reward_function` must be set: `file.py:function`;"
                 " or `worker.reward_model.model.model_path`, or an environment or an agent in"
-                " `worker.rollout.multi_turn`, whose turns earn rewards"
+                " `worker.rollout.multi_turn`, whose turns earn rewards; or learn from a teacher alone with"
+                " `distillation.distillation_loss.use_task_rewards=false`"
             )
+        yield from distillation_problems(self.distillation, self.algorithm, self.trainer)
         yield from diffusion_problems(self.data, self.worker, self.algorithm, self.trainer)
         yield from algorithm_problems(self.data, self.worker, self.algorithm, self.trainer)
         yield from server_problems(self.reward_servers, self.worker, self.algorithm, self.trainer)

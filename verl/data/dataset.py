@@ -40,6 +40,7 @@ from verl.data.media.loader import MediaData, MediaLoader
 from verl.data.messages import Message, media_columns
 from verl.data.plain_files import Row
 from verl.data.prompt_template import PromptFormat
+from verl.data.teacher_column import TEACHER_IDS, TeacherColumn
 from verl.models.families.interface import MediaShape
 from verl.utils.processes.child_process import IsolatedCalls
 from verl.utils.rank_logger import get_logger
@@ -88,6 +89,7 @@ class RowDataset(Dataset, ABC):
         row_timeout_s: Seconds for reading the media of a row; None is unlimited.
         report: Lists the rows that cannot be used.
         tools: Schemas of the tools, for the chat template.
+        teachers: Assigns the rows to teachers.
     """
 
     tensors: ClassVar[tuple[str, ...]]  # names of an item's tensors
@@ -107,9 +109,11 @@ class RowDataset(Dataset, ABC):
         row_timeout_s: float | None = ROW_TIMEOUT_S,
         report: BadRowReport | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
+        teachers: TeacherColumn | None = None,
     ) -> None:
         self.tokenizer, self.processor, self.config = tokenizer, processor, config
         self.media, self.position_ids, self.report = media, position_ids, report
+        self.teachers = teachers
         self.kinds = () if processor is None or media is None else media.readable
         self._columns = media_columns(config, self.kinds)
         self._reader = None if media is None else MediaReader(media, row_timeout_s, self._columns)
@@ -138,7 +142,8 @@ class RowDataset(Dataset, ABC):
             row = self.rows[row_index]
             rendered = self.render(row)
             shape = self._media_reader.read(rendered.media, decode=True) if rendered.media else None
-            return self._make_item(row, rendered, shape)
+            item = self._make_item(row, rendered, shape)
+            return item if self.teachers is None else item | {TEACHER_IDS: self.teachers.number(row)}
         except (ValueError, TimeoutError) as error:
             return BadRow(row_index, self.rows.where(row_index), str(error))
 
@@ -149,6 +154,10 @@ class RowDataset(Dataset, ABC):
     @abstractmethod
     def render(self, row: Row) -> Rendered:
         """Render and tokenize the text of a row, with one token for each medium."""
+
+    def batch(self, items: Sequence[Item]) -> dict[str, Tensor | np.ndarray]:
+        """Join items into a batch, with the numbers of their teachers."""
+        return self.collate(items) | ({} if self.teachers is None else self.teachers.tensors(items))
 
     @abstractmethod
     def collate(self, items: Sequence[Item]) -> dict[str, Tensor | np.ndarray]:
@@ -175,6 +184,8 @@ class RowDataset(Dataset, ABC):
         try:
             row = self.rows[index]
             rendered = self.render(row)
+            if self.teachers is not None:
+                self.teachers.number(row)
             ids = rendered.raw_ids
             if rendered.media and self.config.filter_overlong_prompts:
                 shape = self._media_reader.read(rendered.media, decode=False)

@@ -36,6 +36,7 @@ from verl.data.media.sizes import MediaOptions
 from verl.data.messages import BadRowError
 from verl.data.rl_dataset import RLHFDataset
 from verl.data.sft_dataset import SFTDataset
+from verl.data.teacher_column import TeacherColumn
 from verl.data.tokenizer import load_processor, load_tokenizer
 from verl.models.families.interface import MediaFamily
 from verl.models.families.registry import family_of, load_config, register_family
@@ -97,11 +98,11 @@ class PromptLoader(Generic[D]):
             items.append(item)
             if len(items) == self.batch_size:
                 self.position = used
-                yield DataProto.from_single_dict(self.dataset.collate(items))
+                yield DataProto.from_single_dict(self.dataset.batch(items))
                 items = []
         if items and not self.drop_last:
             self.position = used
-            yield DataProto.from_single_dict(self.dataset.collate(items))
+            yield DataProto.from_single_dict(self.dataset.batch(items))
         if first == 0 and self.position == 0:
             raise ValueError(
                 f"no batch of {self.batch_size} prompts can be filled: {len(self.bad_rows)} of"
@@ -270,7 +271,9 @@ class Loaders(NamedTuple, Generic[D]):
     val: PromptLoader[D] | None
 
 
-def make_loaders(data: DataConfig, readers: Readers, run_folder: Path) -> Loaders[RLHFDataset]:
+def make_loaders(
+    data: DataConfig, readers: Readers, run_folder: Path, teachers: TeacherColumn | None = None
+) -> Loaders[RLHFDataset]:
     """Open the prompts of a run, in batches of one call of the rollout engine.
 
     Raises:
@@ -279,14 +282,19 @@ def make_loaders(data: DataConfig, readers: Readers, run_folder: Path) -> Loader
     option, size = prompts_of_batch(data)
     val_size = None if data.val_batch_size == -1 else data.val_batch_size
     open_rows = partial(dataset_class(data, RLHFDataset), reserved=BATCH_KEYS)
-    return _open_loaders(open_rows, data, readers, run_folder, size, val_size, option)
+    return _open_loaders(open_rows, data, readers, run_folder, size, val_size, option, teachers=teachers)
 
 
 def make_sft_loaders(
-    data: SFTDataConfig, batch_size: int, readers: Readers, run_folder: Path
+    data: SFTDataConfig,
+    batch_size: int,
+    readers: Readers,
+    run_folder: Path,
+    teachers: TeacherColumn | None = None,
 ) -> Loaders[SFTDataset]:
     """Open the conversations of a run, in batches of one step; see `make_loaders`."""
-    return _open_loaders(dataset_class(data, SFTDataset), data, readers, run_folder, batch_size, batch_size)
+    open_rows = dataset_class(data, SFTDataset)
+    return _open_loaders(open_rows, data, readers, run_folder, batch_size, batch_size, teachers=teachers)
 
 
 def dataset_class(data: RowsConfig, built_in: type[D]) -> type[D]:
@@ -310,6 +318,7 @@ def _open_loaders(
     size: int,
     val_size: int | None,
     size_option: str | None = None,
+    teachers: TeacherColumn | None = None,  # of the training rows
 ) -> Loaders[D]:
     """Open both loaders; with `size_option` the training rows must fill a batch."""
     open_rows = partial(
@@ -326,7 +335,8 @@ def _open_loaders(
     open_loader = partial(PromptLoader, seed=data.seed, num_workers=data.num_workers)
     train = val = None
     if data.train_files:
-        rows = open_rows(data.train_files, option="data.train_files")
+        taught = {} if teachers is None else {"teachers": teachers}
+        rows = open_rows(data.train_files, option="data.train_files", **taught)
         if size_option is not None:
             _check_size(rows, size, size_option)
         train = open_loader(rows, size, shuffle=data.shuffle, drop_last=True, read_on=True)

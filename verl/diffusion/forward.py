@@ -102,6 +102,7 @@ class StepForward(RowForward):
         with_entropy: bool = False,
         with_sum_squares: bool = False,
         reference: Any = None,
+        divergence: Any = None,
     ) -> TokenLogProbs:
         """Compute log-probs of the steps of `loss_mask`, and the KL of each to the reference.
 

@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from verl.models.head.choice import softmax_for
 from verl.models.head.interface import (
+    ForwardKLGradients,
     HeadProducts,
     KLGradients,
     KLStatistics,
@@ -38,6 +39,7 @@ class TokenLogProbs(NamedTuple):
     entropy: Tensor | None = None  # of the distribution over the vocabulary, nats
     sum_squared_probs: Tensor | None = None  # sum over the vocabulary of p**2, in (0, 1]; has no gradient
     kl: Tensor | None = None  # KL(policy || reference) over the vocabulary, nats
+    divergence: Tensor | None = None  # from a teacher, nats
 
 
 def linear_log_probs(
@@ -69,11 +71,14 @@ def linear_kl(
     policy: HeadLogits,  # of N tokens; N may be zero
     reference: HeadLogits,  # same tokens and vocabulary; must stay unchanged until the backward pass
     chunk_bytes: int | None = None,  # bytes of both models' logits held at once
+    *,
+    is_forward: bool = False,  # the other direction, KL(reference || policy)
 ) -> Tensor:
     """Compute the KL divergence of a policy's distribution from a reference's, for each token.
 
         p = softmax(transform(hidden @ weight.T + bias));  q likewise from `reference`
         KL(p || q) = sum_v p_v (log p_v - log q_v);    d KL / dz_v = p_v (log p_v - log q_v - KL)
+        KL(q || p) = sum_v q_v (log q_v - log p_v);    d KL / dz_v = p_v - q_v
 
     Returns (N,) float32 nats, never negative. Gradients do not reach the reference.
     """
@@ -86,7 +91,8 @@ def linear_kl(
     policy = autocast_head(policy)
     with torch.no_grad():
         reference = autocast_head(reference)
-    return _LinearKL.apply(*policy, reference, chunk_rows([policy, reference], chunk_bytes))
+    kind = _LinearForwardKL if is_forward else _LinearKL
+    return kind.apply(*policy, reference, chunk_rows([policy, reference], chunk_bytes))
 
 
 class _LinearLogProbs(torch.autograd.Function):
@@ -183,6 +189,50 @@ class _LinearKL(torch.autograd.Function):
             policy = HeadProducts(values, bias, ctx.transform)
             reference = HeadProducts(ref_values, ref_bias, ctx.ref_transform)
             return softmax.kl_gradient(policy, reference, rows_of(given, chunk), hidden.dtype, grad_bias)
+
+        heads = [HeadLogits(hidden, weight, bias), HeadLogits(ref_hidden, ref_weight)]
+        return *head_gradients(ctx, heads, lse.dtype, chunk_grad), None, None, None
+
+
+class _LinearForwardKL(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        transform: LogitTransform,
+        reference: HeadLogits,
+        rows: int,
+    ) -> Tensor:
+        accurate = torch.promote_types(hidden.dtype, torch.float32)
+        kl = hidden.new_empty(len(hidden), dtype=accurate)
+        lse, ref_lse, mean_gap = (torch.empty_like(kl) for _ in range(3))
+        results = KLStatistics(kl, ref_lse, mean_gap, lse)  # the two models have changed places
+        softmax = softmax_for(hidden.device.type)
+        for chunk, (values, ref_values) in chunks([HeadLogits(hidden, weight), reference], rows):
+            products = HeadProducts(values, bias, transform)
+            ref_products = HeadProducts(ref_values, reference.bias, reference.transform)
+            softmax.kl(ref_products, products, rows_of(results, chunk))
+        ctx.save_for_backward(hidden, weight, bias, lse, ref_lse, *reference[:3])
+        ctx.transform, ctx.ref_transform, ctx.rows = transform, reference.transform, rows
+        return kl.clamp_(min=0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_kl: Tensor) -> tuple:
+        hidden, weight, bias, lse, ref_lse, ref_hidden, ref_weight, ref_bias = ctx.saved_tensors
+
+        given = ForwardKLGradients(lse, ref_lse, grad_kl)
+        softmax = softmax_for(hidden.device.type)
+
+        def chunk_grad(chunk: slice, products: Sequence[Tensor], grad_bias: Tensor | None) -> Tensor:
+            values, ref_values = products
+            policy = HeadProducts(values, bias, ctx.transform)
+            reference = HeadProducts(ref_values, ref_bias, ctx.ref_transform)
+            return softmax.forward_kl_gradient(
+                policy, reference, rows_of(given, chunk), hidden.dtype, grad_bias
+            )
 
         heads = [HeadLogits(hidden, weight, bias), HeadLogits(ref_hidden, ref_weight)]
         return *head_gradients(ctx, heads, lse.dtype, chunk_grad), None, None, None

@@ -9,6 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
+from verl.config.distillation import TEACHERS
 from verl.config.hints.renamed_keys import RenamedKeys
 from verl.config.model import AUTO
 from verl.config.parsing import resolve_references
@@ -25,7 +26,9 @@ def load_run_config(cls: type[C], arguments: Sequence[str] = (), renamed: Rename
     def defaults_for(values: dict[str, Any]) -> dict[str, Any]:
         if "${" in str(values):  # a reference may lead anywhere
             values = resolve_references(values)
-        return device_defaults(cls, _option_of(values, "trainer.device")) | correction_defaults(values)
+        device = _option_of(values, "trainer.device")
+        further = correction_defaults(values) | teacher_defaults(values, device)
+        return device_defaults(cls, device) | further
 
     return load_config(cls, arguments, renamed, defaults_for=defaults_for)
 
@@ -47,6 +50,15 @@ def device_defaults(cls: type, device: Any) -> dict[str, Any]:
     defaults = cpu_defaults(len(os.sched_getaffinity(0)))
     keys = [entry.key for entry in list_options(cls)]
     return {key: value for name, value in defaults.items() for key in keys if f".{key}".endswith(f".{name}")}
+
+
+def teacher_defaults(values: Mapping[str, Any], device: Any) -> dict[str, Any]:
+    """Compute with teachers in float32 on CPU, as with the policy."""
+    teachers = _option_of(values, TEACHERS)
+    if runs_on_gpu(device) or not isinstance(teachers, dict):
+        return {}
+    types = ("mp_param_dtype", "torch_dtype")
+    return {f"{TEACHERS}.{name}.fsdp.{one}": "fp32" for name in teachers for one in types}
 
 
 def cpu_defaults(cores: int) -> dict[str, Any]:

@@ -122,7 +122,7 @@ def context_bytes(device: str) -> int:
 
 def held_model(model: PlannedModel, world_size: int, device: str, read_shape: ReadShape) -> HeldModel:
     """Read the sizes of a model and share it out among the ranks."""
-    fsdp, is_trained, option = model.fsdp, model.optim is not None, f"worker.{model.role}.model"
+    fsdp, is_trained, option = model.fsdp, model.optim is not None, model.option
     shape = read_shape(model.model, fsdp, option=option, is_trained=is_trained, head=model.head)
     if model.router_replay != "off" and not shape.routes:
         raise ValueError(
@@ -184,8 +184,22 @@ def _phase(run: PlannedRun, models: Sequence[HeldModel], model: HeldModel, each:
     if features:
         device["features of media"] = features
     device["other models"] = _resting(models, without=model)
+    if run.compares_teachers:
+        device |= _in_update_with_teachers(models, model, is_update=each.is_update)
     role = model.planned.role if each.is_update else None
     return Phase(each.phase, device, host, size_option=each.size_option, updated_role=role)
+
+
+def _in_update_with_teachers(models: Sequence[HeldModel], model: HeldModel, *, is_update: bool) -> Parts:
+    """Return what is on the device in addition, because policy and teachers run in one update."""
+    policy, teachers = models[0], [each for each in models if each.planned.is_teacher]
+    if is_update and model is policy:
+        awake = sum(0 if each.is_streamed else each.weights - each.resting_weights for each in teachers)
+        return {"teachers": awake}
+    if model.planned.is_teacher and not policy.is_streamed:
+        working = policy.weights + policy.gradients + policy.state
+        return {"policy in its update": working - policy.resting_weights - policy.resting_state}
+    return {}
 
 
 def working_parts(model: HeldModel, *, is_update: bool) -> tuple[Parts, Parts]:

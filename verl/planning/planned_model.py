@@ -3,6 +3,7 @@
 
 from dataclasses import dataclass
 
+from verl.config.distillation import TEACHERS
 from verl.config.model import (
     FSDPConfig,
     MicroBatchSize,
@@ -59,7 +60,7 @@ class PlannedPass:
 class PlannedModel:
     """A model that each rank holds a shard of; without `optim` it is not trained."""
 
-    role: str  # section of its options below `worker`
+    role: str  # section of its options below `worker`; of a teacher its name
     model: ModelConfig
     fsdp: FSDPConfig
     offload: OffloadConfig
@@ -67,3 +68,9 @@ class PlannedModel:
     optim: OptimConfig | None = None
     head: str = "causal"  # or "scalar"
     router_replay: str = "off"
+    is_teacher: bool = False
+
+    @property
+    def option(self) -> str:
+        """Section of the option `model_path`."""
+        return f"{TEACHERS}.{self.role}" if self.is_teacher else f"worker.{self.role}.model"

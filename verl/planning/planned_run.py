@@ -5,13 +5,10 @@
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from verl.config.model import (
-    AUTO,
-    ModelConfig,
-    TrainedModelConfig,
-)
+from verl.config.distillation import DistillationConfig
+from verl.config.model import AUTO, ModelConfig, PolicyConfig, TrainedModelConfig
 from verl.config.ppo import PPOConfig
 from verl.config.reward_servers import RewardServerConfig
 from verl.config.rollout import RolloutConfig
@@ -28,6 +25,7 @@ from verl.planning.planned_model import PlannedModel, PlannedPass, RowLengths
 LOG_PROB_PHASES = {"actor": "old", "critic": "values", "prime": "process_rewards"}  # by trained role
 SFT_BATCH_TENSORS = 5  # of int64: ids, mask, positions, responses and response mask
 MAX_CPU_CACHE = GIB
+TEACHER = "teacher"  # phase
 
 
 @dataclass(frozen=True)
@@ -121,6 +119,7 @@ class PlannedRun:
     servers: tuple[PlannedServer, ...] = ()
     pictures: PlannedPictures | None = None  # of a diffusion run, which has no other models
     batch_tokens: int = 0  # of a step's rows, as long as they may be
+    compares_teachers: bool = False  # they run in the update, with the policy
 
     @property
     def shared_engine(self) -> PlannedEngine | None:
@@ -156,8 +155,10 @@ class PlannedRun:
         return [size for size in range(rows, 0, -1) if rows % size == 0]
 
     def roles(self, *, trained_only: bool = False) -> list[str]:
+        """Return the sections of the models' options below `worker`."""
         models = self.planned_models
-        return list(dict.fromkeys(model.role for model in models if model.optim or not trained_only))
+        own = [model for model in models if not model.is_teacher]
+        return list(dict.fromkeys(model.role for model in own if model.optim or not trained_only))
 
 
 def planned_ppo(config: PPOConfig) -> PlannedRun:
@@ -172,6 +173,10 @@ def planned_ppo(config: PPOConfig) -> PlannedRun:
     roles = config.trained_roles
     skipped = () if config.has_old_pass else ("old",)
     models = _ppo_models(config.worker, roles, sequences, config.dp_size, config.use_reference, skipped)
+    distillation, actor, rows = config.distillation, config.worker.actor, sequences // config.dp_size
+    mini_batch = actor.global_batch_size * rollout.n // config.dp_size
+    teachers = planned_teachers(distillation, actor, rows, mini_batch, shares=actor.share_prompt)
+    models = (*models, *teachers)
     if config.trainer.diffusion:
         models = ()  # formulas are of language models
     return PlannedRun(
@@ -188,7 +193,7 @@ def planned_ppo(config: PPOConfig) -> PlannedRun:
             own=0 if config.worker.hybrid_engine else config.num_engines,
             samples_ahead=config.trainer.async_training.samples_ahead,
         ),
-        sequences // config.dp_size,
+        rows,
         {role: getattr(section, "ppo_epochs", 1) for role, section in roles.items()},
         config.worker.actor.ring_size,
         config.use_reference,
@@ -197,7 +202,25 @@ def planned_ppo(config: PPOConfig) -> PlannedRun:
         if config.trainer.diffusion
         else None,
         batch_tokens=sequences * length,
+        compares_teachers=distillation.compares_in_update,
     )
+
+
+def planned_teachers(
+    distillation: DistillationConfig, actor: PolicyConfig, rows: int, mini_batch: int, *, shares: bool = False
+) -> Iterator[PlannedModel]:
+    """Yield the teachers, which run in the micro batches of the update if the loss compares distributions.
+
+    `rows` are those of a rank in a step, `mini_batch` those in an update.
+    """
+    for name, teacher in distillation.teachers.items():
+        if distillation.reads_teacher_log_probs:
+            each = _pass(TEACHER, "actor", actor, rows, shares)
+        else:
+            each = replace(
+                _pass(TEACHER, "actor", actor, mini_batch, shares, is_update=True), is_update=False
+            )
+        yield PlannedModel(name, teacher.model, teacher.fsdp, teacher.offload, (each,), is_teacher=True)
 
 
 def planned_sft(config: SFTConfig) -> PlannedRun:

@@ -136,7 +136,7 @@ def _gib(size: int) -> str:
 def _missing_configs(run: PlannedRun) -> Iterator[tuple[str, str]]:
     """Yield the option and path of models whose config is neither in a folder nor in the hub's cache."""
     in_cache = deferred("huggingface_hub", "try_to_load_from_cache")
-    named = [(f"worker.{model.role}.model.model_path", model.model.model_path) for model in run.models]
+    named = [(f"{model.option}.model_path", model.model.model_path) for model in run.models]
     named += [(f"{server.option}.model_path", server.options.model_path) for server in run.servers]
     for option, path in named:
         if path is None or (Path(path) / CONFIG_FILE).is_file():

@@ -59,6 +59,7 @@ def make_plan(config: PPOConfig, dataset_size: int | None = None) -> StepPlan:
     log_probs = _micro_batches(actor, sequences // dp_size, size)
     log_prob_models = [] if config.algorithm.rollout_correction.bypass_mode else ["actor"]
     log_prob_models += ["reference"] if config.use_reference else []
+    models = [*config.models, *(f"teacher {name}" for name in config.distillation.teachers)]
     engine = f"{rollout.name}, tensor parallel {rollout.tensor_parallel_size}"
     responses = f"{rollout.n} responses to a prompt, {max_length} tokens at most"
     optimizer_steps = prompts // actor.global_batch_size * actor.ppo_epochs
@@ -69,7 +70,7 @@ def make_plan(config: PPOConfig, dataset_size: int | None = None) -> StepPlan:
         HEADING,
         _processes(config.trainer),
         *([] if worker.hybrid_engine else _sampling_processes(config.trainer, rollout)),
-        PlanLine("models", str(len(config.models)), "", ", ".join(config.models)),
+        PlanLine("models", str(len(models)), "", ", ".join(models)),
         PlanLine("rollout engines", str(config.num_engines), "", engine),
         *(_server_line(name, server) for name, server in config.reward_servers.items()),
         PlanLine("prompts", str(prompts), _share(prompts, config.num_engines), "per engine"),

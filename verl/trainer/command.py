@@ -180,7 +180,7 @@ def check_weights(run: PlannedRun) -> None:
     for planned in run.models:
         problem = weights_problem(planned.model.model_path or "")
         if problem is not None:
-            raise FileNotFoundError(f"`worker.{planned.role}.model.model_path` {problem}")
+            raise FileNotFoundError(f"`{planned.option}.model_path` {problem}")
 
 
 def check_cores(trainer: RunConfig, num_serving: int = 0) -> None:

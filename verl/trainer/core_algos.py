@@ -18,6 +18,7 @@ from verl.algorithms.controllers import (
     KLController,
     get_kl_controller,
 )
+from verl.algorithms.distillation import distillation_advantages
 from verl.algorithms.kl import KL_ESTIMATORS, kl_divergence
 from verl.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss, PolicyLossInputs, ppo
 from verl.algorithms.resampling import resample, resampling_weights
@@ -28,6 +29,7 @@ from verl.algorithms.rollout_correction import (
     rejection_mask,
 )
 from verl.config.algorithm import AlgorithmConfig, PFPPOConfig, RolloutCorrectionConfig
+from verl.config.distillation import DistillationConfig
 from verl.protocol import DataProto
 from verl.utils.masking import masked_mean
 
@@ -114,6 +116,30 @@ def compute_advantages(batch: DataProto, algorithm: AlgorithmConfig) -> DataProt
     kept = batch.batch.get("kept_mask", batch.batch["loss_mask"])  # (B, R)
     advantages, returns = ADV_ESTIMATORS[algorithm.adv_estimator](advantage_inputs(batch, algorithm))
     added = {"loss_mask": kept, "advantages": advantages * kept, "returns": returns * kept}
+    return batch.merge(added, replace=["loss_mask"])
+
+
+def add_teacher_advantages(
+    batch: DataProto, distillation: DistillationConfig
+) -> tuple[DataProto, dict[str, float]]:
+    """Reward each token for its likelihood under the teacher, on top of `advantages` (B, R).
+
+    Reads `old_log_probs` and `teacher_log_probs`. The metric `distillation/kl` is the mean over all tokens.
+    """
+    tensors, loss = batch.batch, distillation.distillation_loss
+    old, teacher, mask = tensors["old_log_probs"], tensors["teacher_log_probs"], tensors["loss_mask"]
+    advantages = distillation_advantages(
+        tensors["advantages"], old, teacher, mask, loss.loss_mode, loss.distillation_loss_coef
+    )
+    metrics = {"distillation/kl": masked_mean(old - teacher, mask).item()}
+    return batch.merge({"advantages": advantages}, replace=["advantages"]), metrics
+
+
+def no_advantages(batch: DataProto) -> DataProto:
+    """Add `advantages` and `returns` (B, R) of zero, as of a run without rewards."""
+    kept = batch.batch.get("kept_mask", batch.batch["loss_mask"])  # (B, R)
+    zeros = torch.zeros(kept.shape)
+    added = {"loss_mask": kept, "advantages": zeros, "returns": zeros.clone()}
     return batch.merge(added, replace=["loss_mask"])
 
 

@@ -19,7 +19,7 @@ from verl.rewards.turns import is_reward_of_turn
 
 Metrics = dict[str, float]
 
-STAGES = ("gen", "reward", "old", "ref", "values", "adv", "update_critic", "update_actor")
+STAGES = ("gen", "reward", "old", "ref", "teacher", "values", "adv", "update_critic", "update_actor")
 PER_RESPONSE_TOKEN = ("gen", "reward")  # stages whose work grows with the responses; others' with all tokens
 
 

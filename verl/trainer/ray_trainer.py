@@ -15,12 +15,14 @@ from verl.logger.tracker import Tracker
 from verl.protocol import DataProto
 from verl.single_controller.ray.worker_group import RayWorkerGroup
 from verl.trainer.core_algos import (
+    add_teacher_advantages,
     apply_kl_penalty,
     compute_advantages,
     correct_rollouts,
     entropy_estimate,
     measure_mismatch,
     mixed_seed,
+    no_advantages,
     resample_by_score,
 )
 from verl.trainer.metrics import Metrics, StageTimer, compute_batch_metrics
@@ -97,6 +99,9 @@ class RayPPOTrainer(TrainingLoop):
         if config.needs_ref_log_probs:
             with timer("ref"):
                 batch = batch.merge(workers.compute_ref_log_probs(batch))  # ref_log_probs
+        if config.distillation.reads_teacher_log_probs:
+            with timer("teacher"):
+                batch = batch.merge(workers.compute_teacher_log_probs(batch))  # teacher_log_probs
         if config.use_critic:
             with timer("values"):
                 batch = batch.merge(workers.compute_values(batch))  # values
@@ -119,12 +124,16 @@ class RayPPOTrainer(TrainingLoop):
 
     def estimate_advantages(self, batch: DataProto) -> tuple[DataProto, Metrics]:
         """Turn scores into advantages, corrected for the mismatch between engine and trainer."""
-        algorithm, state = self.config.algorithm, self.run_state
+        algorithm, distillation, state = self.config.algorithm, self.config.distillation, self.run_state
         metrics = {}
         batch, kl_metrics = apply_kl_penalty(batch, state.kl_controller)  # token_level_rewards
         if self.config.has_old_pass:
             batch, metrics = correct_rollouts(batch, algorithm.rollout_correction)  # weights, kept_mask
-        batch = compute_advantages(batch, algorithm)  # advantages, returns
+        alone = distillation.is_alone
+        batch = no_advantages(batch) if alone else compute_advantages(batch, algorithm)  # advantages, returns
+        if distillation.rewards_tokens:
+            batch, teacher_metrics = add_teacher_advantages(batch, distillation)
+            metrics |= teacher_metrics
         if "old_log_probs" in batch.batch:
             state.entropy_controller.update(entropy_estimate(batch))
         if algorithm.use_pf_ppo:

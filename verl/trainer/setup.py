@@ -19,6 +19,7 @@ from verl.algorithms.controllers import get_entropy_controller, get_kl_controlle
 from verl.config.algorithm import EXACT_KL, AlgorithmConfig
 from verl.config.async_training import PARTIAL, STREAM, AsyncConfig
 from verl.config.data import DataConfig
+from verl.config.distillation import DistillationConfig
 from verl.config.ppo import PPOConfig
 from verl.config.sft import SFTConfig
 from verl.config.trainer import RunConfig, TrainerConfig
@@ -32,6 +33,7 @@ from verl.data.loader import (
     media_options,
 )
 from verl.data.media.cache import MediaCache
+from verl.data.teacher_column import TeacherColumn
 from verl.distributed.device import is_gpu
 from verl.logger.base import Run
 from verl.logger.console.start_up import phase
@@ -95,7 +97,8 @@ def running_trainer(
             media = media_options(data, worker.rollout)
             kind = kind_of(data, worker, trainer)
             readers = kind.readers(media, cache)
-            loaders = make_loaders(data, readers, folder)
+            teachers = TeacherColumn.of(config.distillation)
+            loaders = make_loaders(data, readers, folder, teachers)
             origin = origin_of(config, planned_ppo(config).models)
             checkpoint = check_resume(config, origin, loaders.train)
         training_steps = make_plan(config, num_rows(loaders)).training_steps or 0
@@ -109,6 +112,7 @@ def running_trainer(
             algorithm,
             config.models,
             has_old_pass=config.has_old_pass,
+            distillation=config.distillation,
             tools=readers.tools,
             in_lockstep=trainer.async_training.deterministic,
         )
@@ -211,6 +215,7 @@ def ppo_options(
     models: Collection[str],
     *,
     has_old_pass: bool,
+    distillation: DistillationConfig = DistillationConfig(),  # noqa: B008 (immutable)
     tools: Sequence[Mapping[str, Any]],  # schemas
     in_lockstep: bool = False,
 ) -> RunOptions:
@@ -224,6 +229,7 @@ def ppo_options(
         template_variables=data.apply_chat_template_kwargs,
         tools=tools,
         in_lockstep=in_lockstep,
+        distillation=distillation,
         max_sequence_length=data.max_prompt_length + data.max_response_length,
         max_response_length=data.max_response_length,
         use_reference=use_reference,

@@ -14,6 +14,7 @@ from torch.profiler import profile, record_function
 
 from verl.checkpoint.async_writer import AsyncWriter
 from verl.checkpoint.sharded import Restored, Snapshot
+from verl.config.distillation import TEACHERS, DistillationConfig
 from verl.config.model import ModelConfig, OptimConfig, PolicyConfig
 from verl.data.media.loader import MediaLoader
 from verl.data.tokenizer import load_processor, load_tokenizer
@@ -29,6 +30,7 @@ from verl.utils.rank_logger import get_logger
 from verl.workers.model_builder import load_model_config
 from verl.workers.out_of_memory import explained_out_of_memory
 from verl.workers.packing.media_inputs import MEDIA_KEYS
+from verl.workers.roles.teachers import Teachers
 from verl.workers.run_options import ModelRunOptions
 from verl.workers.sharded_model import ModelSetup, ShardedModel
 
@@ -185,6 +187,7 @@ class ModelWorker(SavingWorker[ShardedModel]):
         *,
         optim: OptimConfig | None = None,
         head: str = "causal",
+        option: str | None = None,
     ) -> ShardedModel:
         sharded = ShardedModel(
             role,
@@ -195,9 +198,19 @@ class ModelWorker(SavingWorker[ShardedModel]):
             optim=optim,
             training_steps=self.options.training_steps,
             head=head,
+            option=option,
         )
         self.models.append(sharded)
         return sharded
+
+    def _build_teachers(self, config: DistillationConfig) -> None:
+        """Build the frozen models that the policy learns from: `teacher_models` by name, and `teachers`."""
+        self.teacher_models = {
+            name: self._build_model(name, teacher, teacher.model, option=f"{TEACHERS}.{name}")
+            for name, teacher in config.teachers.items()
+        }
+        forwards = {name: model.forward for name, model in self.teacher_models.items()}
+        self.teachers = Teachers(forwards, config.distillation_loss) if forwards else None
 
     def _encoded_media(self) -> dict[str, float]:
         """Count the images and videos that all frozen towers encoded since the last call; collective."""

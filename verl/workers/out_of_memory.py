@@ -13,6 +13,7 @@ ENGINE_SHARE = "worker.rollout.gpu_memory_utilization"
 MICRO_BATCH_OPTIONS = {  # by phase: the option that its peak memory depends on
     "old": "worker.actor.micro_batch_size_per_device_for_experience",
     "ref": "worker.actor.micro_batch_size_per_device_for_experience",
+    "teacher": "worker.actor.micro_batch_size_per_device_for_experience",
     "validation": "worker.actor.micro_batch_size_per_device_for_experience",
     "update_actor": "worker.actor.micro_batch_size_per_device_for_update",
     "values": "worker.critic.micro_batch_size_per_device_for_experience",

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl.config.algorithm import RolloutCorrectionConfig
+from verl.config.distillation import DistillationConfig
 from verl.data.media.cache import MediaCache
 from verl.data.media.sizes import MediaOptions
 from verl.workers.roles.actor import KLLoss
@@ -40,4 +41,5 @@ class RunOptions(ModelRunOptions):
     corrects_in_update: bool = False  # nothing computes the log-probs before
     template_variables: Mapping[str, Any] = field(default_factory=dict)  # of the chat template
     tools: Sequence[Mapping[str, Any]] = ()  # schemas, for the chat template
+    distillation: DistillationConfig = field(default_factory=DistillationConfig)
     in_lockstep: bool = False  # conversations wait for each other's tools, so that runs repeat

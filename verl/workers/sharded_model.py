@@ -63,10 +63,11 @@ class ShardedModel:
         optim: OptimConfig | None = None,  # None for a model that is never updated
         training_steps: int = 0,  # for the learning rate schedule
         head: str = "causal",  # `causal`, or `scalar` for values and scores
+        option: str | None = None,  # section of `model` in the config, for errors; None is the role's
     ) -> None:
         """Build, shard, load and check the model; collective over all ranks."""
         self.role, self.options, self.fsdp, self.setup = role, model, fsdp, setup
-        option = f"worker.{role}.model"
+        option = option or f"worker.{role}.model"
         self.model: PreTrainedModel = build_model(
             model,
             fsdp,

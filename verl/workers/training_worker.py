@@ -22,10 +22,11 @@ from verl.protocol import DataProto
 from verl.single_controller.dispatch import Dispatch, register
 from verl.workers.base_worker import ModelWorker
 from verl.workers.engine_check import SampledRow, check_engine, differences
-from verl.workers.roles.actor import ActorTraining, DataParallelPPOActor
+from verl.workers.roles.actor import ActorTraining, DataParallelPPOActor, DistillationLoss
 from verl.workers.roles.critic import DataParallelPPOCritic
 from verl.workers.roles.prime import DataParallelPrimeModel, check_prime_tokenizer
 from verl.workers.roles.reward_model import RewardModelScorer, check_has_score, load_reward_tokenizer
+from verl.workers.roles.teachers import TEACHER_LOG_PROBS
 from verl.workers.roles.updater import Training
 from verl.workers.rollout.base import EngineAdapter
 from verl.workers.rollout.lora_sync import engine_adapter
@@ -85,6 +86,7 @@ class TrainingWorker(ModelWorker):
         correction = options.rollout_correction
         self.policy = self._build_model("actor", config, config.model, optim=config.optim)
         self._init_reference()
+        self._build_teachers(options.distillation)
         self.hub_names = HubNames(self.policy.model.config, config.model.trust_remote_code)
         training = ActorTraining(
             *self.policy.training,
@@ -93,8 +95,16 @@ class TrainingWorker(ModelWorker):
             reference=self.reference_forward,
             correction=RolloutCorrection.of(correction) if options.corrects_in_update else None,
             is_reinforce=correction.loss_type == "reinforce",
+            distillation=self._distillation_loss(),
+            uses_advantages=not options.distillation.is_alone or options.distillation.rewards_tokens,
         )
         self.actor = DataParallelPPOActor(config, self.policy.forward, self.group, training)
+
+    def _distillation_loss(self) -> DistillationLoss | None:
+        distillation = self.options.distillation
+        if self.teachers is None or distillation.rewards_tokens:
+            return None
+        return DistillationLoss(self.teachers, distillation.distillation_loss.distillation_loss_coef)
 
     def _sizes(self) -> dict[str, int]:
         return {"rollout_n": self.config.rollout.n, "max_response_length": self.options.max_response_length}
@@ -214,6 +224,17 @@ class TrainingWorker(ModelWorker):
             result = self.reference.compute_log_probs(batch, self.config.rollout.temperature)
         return DataProto.from_dict({"ref_log_probs": result.log_probs})
 
+    @register(Dispatch.SHARD, phase="teacher")
+    def compute_teacher_log_probs(self, batch: DataProto) -> DataProto:
+        """Compute `teacher_log_probs`, of each row under its teacher."""
+        assert self.teachers is not None, "the run has teachers"
+        actor, temperature = self.config.actor, self.config.rollout.temperature
+        total = torch.zeros(batch.batch["loss_mask"].shape)  # (B, R)
+        for name, model in self.teacher_models.items():
+            with self._loaded(batch, model):
+                total += self.teachers.compute_log_probs(name, actor, self.group, batch, temperature)
+        return DataProto.from_dict({TEACHER_LOG_PROBS: total})
+
     @register(Dispatch.SHARD, phase="values")
     def compute_values(self, batch: DataProto) -> DataProto:
         with self._loaded(batch, self.critic_model):
@@ -254,7 +275,8 @@ class TrainingWorker(ModelWorker):
         start = time.perf_counter()
         reference = self.reference_model if self.actor.reads_reference else None
         temperature = self.config.rollout.temperature
-        with self._loaded(batch, self.policy, reference, with_optimizer=True):
+        teachers = self.teacher_models.values() if self.actor.runs_teachers else ()
+        with self._loaded(batch, self.policy, reference, *teachers, with_optimizer=True):
             metrics = self.actor.update(batch, temperature, entropy_coef=entropy_coef, seed=seed)
         seconds = (time.perf_counter() - start) / self.config.actor.ppo_epochs
         responses = int(batch.batch["loss_mask"].sum())

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from verl.distributed.device import is_gpu
 from verl.models.head.interface import (
+    ForwardKLGradients,
     HeadProducts,
     KLGradients,
     KLStatistics,
@@ -25,9 +26,9 @@ class EagerSoftmax:
     """`HeadSoftmax` in torch operations; the reference for the kernels."""
 
     def log_probs(self, policy: HeadProducts, targets: Tensor, results: LogProbStatistics) -> None:
-        for rows in _blocks(policy.values):
+        for rows in blocks(policy.values):
             log_probs, lse, entropy, sum_squares = rows_of(results, rows)
-            z = _logits(policy, rows, lse.dtype)
+            z = logits_of(policy, rows, lse.dtype)
             target_logits = z.gather(1, targets[rows, None])[:, 0]
             largest = z.amax(1)
             z.sub_(largest[:, None])
@@ -49,16 +50,16 @@ class EagerSoftmax:
         grad_bias: Tensor | None,
     ) -> Tensor:
         def block_gradient(rows: slice) -> Tensor:
-            z = _logits(policy, rows, given.lse.dtype)
+            z = logits_of(policy, rows, given.lse.dtype)
             return _log_prob_gradient(z, targets[rows], rows_of(given, rows), policy.transform)
 
-        return _overwrite(policy.values, block_gradient, dtype, grad_bias)
+        return overwrite(policy.values, block_gradient, dtype, grad_bias)
 
     def kl(self, policy: HeadProducts, reference: HeadProducts, results: KLStatistics) -> None:
-        for rows in _blocks(policy.values):
-            kl, lse, mean_gap = rows_of(results, rows)
-            z = _logits(policy, rows, lse.dtype)
-            y = _logits(reference, rows, lse.dtype)
+        for rows in blocks(policy.values):
+            kl, lse, mean_gap, ref_lse = rows_of(results, rows)
+            z = logits_of(policy, rows, lse.dtype)
+            y = logits_of(reference, rows, lse.dtype)
             largest, ref_largest = z.amax(1), y.amax(1)
             z.sub_(largest[:, None])
             y.sub_(ref_largest[:, None])
@@ -70,6 +71,8 @@ class EagerSoftmax:
             kl.copy_(mean - (total / ref_total).log())
             lse.copy_(largest + total.log())
             mean_gap.copy_(mean + (largest - ref_largest))
+            if ref_lse is not None:
+                ref_lse.copy_(ref_largest + ref_total.log())
 
     def kl_gradient(
         self,
@@ -82,22 +85,40 @@ class EagerSoftmax:
         def block_gradient(rows: slice) -> Tensor:
             # The gap minus its mean under p is log p - log q - KL.
             lse, mean_gap, grad_kl = rows_of(given, rows)
-            z = _logits(policy, rows, lse.dtype)
-            gap = z - _logits(reference, rows, lse.dtype)
+            z = logits_of(policy, rows, lse.dtype)
+            gap = z - logits_of(reference, rows, lse.dtype)
             slope = policy.transform.slope(z)
             p = z.sub_(lse[:, None]).exp_()
             return gap.sub_(mean_gap[:, None]).mul_(p).mul_(grad_kl[:, None]).mul_(slope)
 
-        return _overwrite(policy.values, block_gradient, dtype, grad_bias)
+        return overwrite(policy.values, block_gradient, dtype, grad_bias)
+
+    def forward_kl_gradient(
+        self,
+        policy: HeadProducts,
+        reference: HeadProducts,
+        given: ForwardKLGradients,
+        dtype: torch.dtype,
+        grad_bias: Tensor | None,
+    ) -> Tensor:
+        def block_gradient(rows: slice) -> Tensor:
+            lse, ref_lse, grad_kl = rows_of(given, rows)
+            z = logits_of(policy, rows, lse.dtype)
+            slope = policy.transform.slope(z)
+            q = logits_of(reference, rows, lse.dtype).sub_(ref_lse[:, None]).exp_()
+            return z.sub_(lse[:, None]).exp_().sub_(q).mul_(grad_kl[:, None]).mul_(slope)
+
+        return overwrite(policy.values, block_gradient, dtype, grad_bias)
 
 
-def _blocks(values: Tensor) -> Iterator[slice]:
+def blocks(values: Tensor) -> Iterator[slice]:
+    """Yield the rows of each block."""
     elements = BLOCK_ELEMENTS_CUDA if is_gpu(values.device) else BLOCK_ELEMENTS
     for first, last in spans(len(values), max(1, elements // values.shape[1])):
         yield slice(first, last)
 
 
-def _logits(products: HeadProducts, rows: slice, dtype: torch.dtype) -> Tensor:
+def logits_of(products: HeadProducts, rows: slice, dtype: torch.dtype) -> Tensor:
     """Return a copy of a block of head products with bias and transform applied."""
     values, bias, (scale, softcap, temperature) = products
     z = values[rows].to(dtype, copy=True)
@@ -110,10 +131,11 @@ def _logits(products: HeadProducts, rows: slice, dtype: torch.dtype) -> Tensor:
     return z if factor == 1.0 else z.mul_(factor)
 
 
-def _overwrite(
+def overwrite(
     values: Tensor, block_gradient: Callable[[slice], Tensor], dtype: torch.dtype, grad_bias: Tensor | None
 ) -> Tensor:
-    for rows in _blocks(values):
+    """Overwrite products with their gradient, block by block."""
+    for rows in blocks(values):
         gradient = block_gradient(rows)
         if grad_bias is not None:
             grad_bias += gradient.sum(0)

@@ -46,6 +46,7 @@ class KLStatistics(NamedTuple):
     kl: Tensor  # below zero only by rounding
     lse: Tensor  # of the policy
     mean_gap: Tensor  # sum over the vocabulary of p (policy's logit - reference's logit)
+    ref_lse: Tensor | None = None  # of the reference, if requested
 
 
 class KLGradients(NamedTuple):
@@ -53,6 +54,14 @@ class KLGradients(NamedTuple):
 
     lse: Tensor
     mean_gap: Tensor
+    kl: Tensor  # gradient
+
+
+class ForwardKLGradients(NamedTuple):
+    """The same for KL(reference || policy)."""
+
+    lse: Tensor
+    ref_lse: Tensor
     kl: Tensor  # gradient
 
 
@@ -81,6 +90,15 @@ class HeadSoftmax(Protocol):
         policy: HeadProducts,
         reference: HeadProducts,
         given: KLGradients,
+        dtype: torch.dtype,
+        grad_bias: Tensor | None,
+    ) -> Tensor: ...
+
+    def forward_kl_gradient(
+        self,
+        policy: HeadProducts,
+        reference: HeadProducts,
+        given: ForwardKLGradients,
         dtype: torch.dtype,
         grad_bias: Tensor | None,
     ) -> Tensor: ...

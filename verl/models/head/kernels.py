@@ -157,6 +157,7 @@ def kl_statistics(
     kl: tl.tensor,
     lse: tl.tensor,
     mean_gap: tl.tensor,
+    ref_lse: tl.tensor | None,
     vocabulary: int,
     scale: tl.constexpr,
     softcap: tl.constexpr,
@@ -195,9 +196,12 @@ def kl_statistics(
     whole = tl.sum(total, 0)
     mean = tl.sum(moment, 0) / whole
     # For close models the logarithm of the quotient rounds less than a difference of logarithms.
-    tl.store(kl + row, mean - tl.log(whole / tl.sum(ref_total, 0)))
+    ref_whole = tl.sum(ref_total, 0)
+    tl.store(kl + row, mean - tl.log(whole / ref_whole))
     tl.store(lse + row, largest + tl.log(whole))
     tl.store(mean_gap + row, mean + (largest - ref_largest))
+    if ref_lse is not None:
+        tl.store(ref_lse + row, ref_largest + tl.log(ref_whole))
 
 
 @triton.jit
@@ -236,4 +240,41 @@ def kl_gradient(
         p = tl.exp(z - row_lse)
         # The gap minus its mean under p is log p - log q - KL.
         gradient = tl.where(p == 0, 0.0, p * (z - y - row_gap) * row_grad)
+        _overwrite(gradients + columns, inside, gradient * _slope(z, scale, softcap, temperature))
+
+
+@triton.jit
+def forward_kl_gradient(
+    products: tl.tensor,  # (M, vocabulary)
+    gradients: tl.tensor,  # of as many or fewer bytes: the same memory, each row at the start of its products
+    gradient_stride: int,
+    bias: tl.tensor | None,
+    ref_products: tl.tensor,  # (M, vocabulary)
+    ref_bias: tl.tensor | None,
+    lse: tl.tensor,
+    ref_lse: tl.tensor,
+    grad_kl: tl.tensor,
+    vocabulary: int,
+    scale: tl.constexpr,
+    softcap: tl.constexpr,
+    temperature: tl.constexpr,
+    ref_scale: tl.constexpr,
+    ref_softcap: tl.constexpr,
+    ref_temperature: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    products += row * vocabulary
+    ref_products += row * vocabulary
+    gradients += row * gradient_stride
+    dtype: tl.constexpr = lse.dtype.element_ty
+    row_lse = tl.load(lse + row)
+    row_ref_lse = tl.load(ref_lse + row)
+    row_grad = tl.load(grad_kl + row)
+    for start in range(0, vocabulary, block):
+        columns = start + tl.arange(0, block)
+        inside = columns < vocabulary
+        z = _logits(products, bias, columns, inside, dtype, scale, softcap, temperature)
+        y = _logits(ref_products, ref_bias, columns, inside, dtype, ref_scale, ref_softcap, ref_temperature)
+        gradient = (tl.exp(z - row_lse) - tl.exp(y - row_ref_lse)) * row_grad
         _overwrite(gradients + columns, inside, gradient * _slope(z, scale, softcap, temperature))

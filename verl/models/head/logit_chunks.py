@@ -47,6 +47,16 @@ class HeadLogits(NamedTuple):
     bias: Tensor | None = None  # (V,)
     transform: LogitTransform = LogitTransform()
 
+    def of_tokens(self, tokens: Tensor) -> "HeadLogits":
+        """Return the factors of some of the tokens, (M,) int64."""
+        return self._replace(hidden=self.hidden.index_select(0, tokens))
+
+    def of_vocabulary(self, size: int) -> "HeadLogits":
+        """Return the factors of the logits of the first `size` tokens of the vocabulary."""
+        if size == len(self.weight):
+            return self
+        return self._replace(weight=self.weight[:size], bias=None if self.bias is None else self.bias[:size])
+
 
 def autocast_head(head: HeadLogits) -> HeadLogits:
     """Cast the head to autocast's dtype, if autocast is enabled, and check the temperature."""

@@ -35,6 +35,7 @@ from verl.models.routing import Routing, TokenOwners
 from verl.models.vision import MediaRows, blocks_of, share_media
 from verl.protocol import DataProto
 from verl.utils.rank_logger import get_logger
+from verl.workers.packing.divergences import Divergence
 from verl.workers.packing.media_inputs import (
     BLANK,
     MEDIA_KEYS,
@@ -130,6 +131,7 @@ class PackedForward(RowForward):
         with_entropy: bool = False,
         with_sum_squares: bool = False,
         reference: "PackedForward | None" = None,
+        divergence: Divergence | None = None,
     ) -> TokenLogProbs:
         """Compute log-probs of the tokens of `loss_mask`, and statistics of the distributions they come from.
 
@@ -140,6 +142,7 @@ class PackedForward(RowForward):
             with_sum_squares: Also compute the sum of the squared probabilities over the vocabulary.
             reference: Also compute KL(this || reference) over the vocabulary. It runs without autograd on
                 the same device; its head must stay gathered after its forward pass (root FSDP group).
+            divergence: Also compute the divergence from these targets.
 
         Returns:
             (B, R) float32 each, zero where `loss_mask` is zero; None for what was not requested.
@@ -148,13 +151,14 @@ class PackedForward(RowForward):
         inputs = self._inputs(micro)
         rows = SPRows.of(responses.before(inputs.positions), inputs.plan, self.sp)
         targets = rows.select(responses.take(micro.batch["responses"]))
-        arguments, rows, targets, responses = to_device(
-            (inputs.arguments, rows, targets, responses), self.device
+        places = None if divergence is None else divergence.places(len(responses.index), rows)
+        arguments, rows, targets, responses, places = to_device(
+            (inputs.arguments, rows, targets, responses, places), self.device
         )
         head = None if reference is None else reference._head_logits(arguments, micro, rows, temperature)
 
         def read(logits: DeferredLogits) -> TokenLogProbs:
-            return logits.log_probs(
+            result = logits.log_probs(
                 targets,
                 rows.local,
                 temperature,
@@ -162,6 +166,9 @@ class PackedForward(RowForward):
                 with_sum_squares=with_sum_squares,
                 reference=head,
             )
+            if divergence is None or places is None:
+                return result
+            return result._replace(divergence=divergence(logits.head_logits(rows.local, temperature), places))
 
         result: TokenLogProbs = self._run(arguments, read)
         log_probs, *others = (
@@ -169,6 +176,20 @@ class PackedForward(RowForward):
         )
         assert log_probs is not None, "log-probs are always computed"
         return TokenLogProbs(log_probs, *others)
+
+    @torch.no_grad()
+    def head_logits(self, micro: DataProto, temperature: float) -> HeadLogits:
+        """Compute the factors of the logits that predict the tokens of `loss_mask`, row by row.
+
+        They are of all tokens on every rank that shares a sequence. The head must stay gathered after the
+        forward pass (root FSDP group).
+        """
+        responses = ResponseTokens.of(micro.batch["loss_mask"])
+        inputs = self._inputs(micro)
+        rows = SPRows.of(responses.before(inputs.positions), inputs.plan, self.sp)
+        arguments, rows = to_device((inputs.arguments, rows), self.device)
+        head = self._run(arguments, lambda logits: logits.head_logits(rows.local, temperature))
+        return head._replace(hidden=rows.gather(head.hidden))
 
     def values(self, micro: DataProto) -> Tensor:
         """Compute the value before each token of `loss_mask`: (B, R) float32, zero elsewhere."""

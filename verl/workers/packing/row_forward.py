@@ -47,6 +47,7 @@ class RowForward(ABC):
         with_entropy: bool = False,
         with_sum_squares: bool = False,
         reference: Any = None,
+        divergence: Any = None,
     ) -> TokenLogProbs:
         """Compute log-probs where `loss_mask` is one, (B, R) float32, and what is requested."""
 

@@ -23,6 +23,7 @@ from verl.workers.packing.row_forward import RowForward
 from verl.workers.packing.row_routes import MATCHES, column_of, pad_routes
 from verl.workers.roles.router_balance import CHOICES
 from verl.workers.roles.router_replay import RouterReplay
+from verl.workers.roles.teachers import TEACHER_KEYS, Teachers
 from verl.workers.roles.token_selection import MiniBatchSelection
 from verl.workers.roles.updater import MicroBatch, MiniBatch, Training, Updater, compute_experiences
 
@@ -34,6 +35,7 @@ OPTIONAL_KEYS = [
     "rollout_log_probs",
     CHOICES,
     MATCHES,
+    *TEACHER_KEYS,
 ]
 REINFORCE = "gpg"  # the loss without a ratio
 
@@ -45,6 +47,13 @@ class KLLoss(NamedTuple):
     coef: float  # 0 logs the KL without using it
 
 
+class DistillationLoss(NamedTuple):
+    """The term of the loss that pulls the policy towards its teachers."""
+
+    teachers: Teachers
+    coef: float
+
+
 @dataclass(frozen=True)
 class ActorTraining(Training):
     """Optimizer and loss options of a policy that is updated."""
@@ -53,6 +62,8 @@ class ActorTraining(Training):
     reference: RowForward | None = None  # read only for the KL over the whole vocabulary
     correction: RolloutCorrection | None = None  # weights computed here, with the update's log-probs
     is_reinforce: bool = False  # REINFORCE instead of `loss_type`
+    distillation: DistillationLoss | None = None
+    uses_advantages: bool = True  # False leaves the policy loss out
 
 
 class DataParallelPPOActor:
@@ -81,6 +92,7 @@ class DataParallelPPOActor:
         self.replay: RouterReplay | None = None  # None: a dense model, or one that is never updated
         self.own_log_probs: Tensor | None = None  # (B, R) float32 on CPU, of an update without old ones
         self.full_kl_reference = None
+        self.distillation = None if training is None else training.distillation
         if training is not None:
             if forward.routing is not None:
                 self.replay = RouterReplay(config.router_replay)
@@ -105,6 +117,10 @@ class DataParallelPPOActor:
     @property
     def reads_reference(self) -> bool:
         return self.full_kl_reference is not None
+
+    @property
+    def runs_teachers(self) -> bool:
+        return self.distillation is not None and self.distillation.teachers.runs_in_update
 
     @torch.no_grad()
     def compute_log_probs(
@@ -196,11 +212,17 @@ class DataParallelPPOActor:
     def _loss(
         self, micro_batch: MicroBatch, mini_batch: MiniBatch, temperature: float, entropy_coef: float
     ) -> Tensor:
-        """Loss = pg_loss - entropy_coef * entropy + kl_coef * kl_loss, of a micro batch."""
+        """Loss = pg_loss - entropy_coef * entropy + kl_coef * kl_loss + coef * distillation."""
+        assert self.training is not None, "the reference is never updated"
         tensors, metrics = micro_batch.tensors, mini_batch.metrics
         mask = tensors["loss_mask"]  # (B, R)
+        teachers = None if self.distillation is None else self.distillation.teachers
         result = self.forward.log_probs(
-            micro_batch.rows, temperature, with_entropy=True, reference=self.full_kl_reference
+            micro_batch.rows,
+            temperature,
+            with_entropy=True,
+            reference=self.full_kl_reference,
+            divergence=teachers and teachers.divergence(micro_batch.rows, temperature),
         )
         assert result.entropy is not None, "requested above"
         if "old_log_probs" not in tensors:
@@ -211,9 +233,13 @@ class DataParallelPPOActor:
         for name, values in policy.statistics.items():
             metrics.add_mean(f"actor/{name}", values, mask)
         metrics.add_mean("actor/entropy", result.entropy, mask)
+        if not self.training.uses_advantages:
+            loss = torch.zeros_like(loss)
         if entropy_coef:
             loss = loss - entropy_coef * self._aggregate(result.entropy, mask, mini_batch)
-        kl_loss = None if self.training is None else self.training.kl_loss
+        if self.distillation is not None:
+            loss = loss + self.distillation.coef * self._distillation_loss(result, tensors, mini_batch)
+        kl_loss = self.training.kl_loss
         if kl_loss:
             ref_log_probs = tensors.get("ref_log_probs")
             per_token = kl_divergence(result.log_probs, ref_log_probs, mask, kl_loss.kind, result.kl)
@@ -221,6 +247,16 @@ class DataParallelPPOActor:
             metrics.add_loss("actor/kl_loss", kl)
             if kl_loss.coef:
                 loss = loss + kl_loss.coef * kl
+        return loss
+
+    def _distillation_loss(
+        self, result: TokenLogProbs, tensors: dict[str, Tensor], mini_batch: MiniBatch
+    ) -> Tensor:
+        assert self.distillation is not None, "asked before"
+        per_token = self.distillation.teachers.per_token(result, tensors)
+        loss = self._aggregate(per_token, tensors["loss_mask"], mini_batch)
+        mini_batch.metrics.add_loss("distillation/loss", loss)
+        self.distillation.teachers.add_metrics(mini_batch.metrics, per_token, tensors)
         return loss
 
     def _aggregate(self, per_token: Tensor, mask: Tensor, mini_batch: MiniBatch) -> Tensor:

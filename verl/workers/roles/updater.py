@@ -78,9 +78,10 @@ def compute_experience(
     group: dist.ProcessGroup | None,
     batch: DataProto,
     function: Callable[[DataProto], Tensor],
+    further_keys: Sequence[str] = (),  # that `function` reads if they are there
 ) -> Tensor:
     """`forward_in_micro_batches` with the sizes of a role; `function` reads what a `RowForward` reads."""
-    [result] = compute_experiences(config, forward, group, batch, lambda rows: [function(rows)])
+    [result] = compute_experiences(config, forward, group, batch, lambda rows: [function(rows)], further_keys)
     return result
 
 
@@ -90,11 +91,13 @@ def compute_experiences(
     group: dist.ProcessGroup | None,
     batch: DataProto,
     function: Callable[[DataProto], Sequence[Tensor]],
+    further_keys: Sequence[str] = (),  # that `function` reads if they are there
 ) -> list[Tensor]:
     """`compute_experience` of a function with several results."""
+    further = [key for key in further_keys if key in batch.batch]
     return run_in_micro_batches(
         forward,
-        batch.select(list(forward.keys), list(forward.object_keys)),
+        batch.select([*forward.keys, *further], list(forward.object_keys)),
         function,
         size=as_number(config.micro_batch_size_per_device_for_experience),
         dynamic_batching=config.dynamic_batching,

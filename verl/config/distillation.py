@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Section `distillation`: teachers of the policy, and the loss or reward that pulls it towards them."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from verl.config.algorithm import KL_NAMES
+from verl.config.files.model_files import folder_problem, tokenizer_of
+from verl.config.files.paths import model_source
+from verl.config.model import FSDPConfig, ModelConfig, OffloadConfig
+from verl.config.schema import option
+
+FORWARD, REVERSE = EXACT = ("forward_kl", "reverse_kl")
+FORWARD_TOP, REVERSE_TOP = TOP = ("forward_kl_topk", "reverse_kl_topk")
+SAMPLED = tuple(name for name in KL_NAMES if name not in ("full", "flow_grpo"))
+ALIASES = {"k1": "kl", "k2": "mse", "k3": "low_var_kl", "k1+": "kl+", "k3+": "low_var_kl+"}  # verl's
+TEACHERS = "distillation.teacher_models"
+
+
+@dataclass(frozen=True)
+class DistillationLossConfig:
+    """Divergence from the teacher, as a loss or as a reward of each token."""
+
+    loss_mode: str = option(
+        REVERSE,
+        "KL(student || teacher) or KL(teacher || student), over the whole vocabulary or the teacher's `topk`"
+        " tokens; or an estimator on the sampled tokens: `k1`, `k2`, `k3`, or a name of"
+        " `algorithm.kl_penalty`.",
+        choices=(*EXACT, *TOP, *SAMPLED, *ALIASES),
+        resolve=lambda name: ALIASES.get(name, name),
+    )
+    topk: int = option(64, "Tokens of the teacher in the `topk` modes.", minimum=1)
+    use_task_rewards: bool = option(
+        True, "Also learn from rewards; false learns from the teacher alone, without a reward function."
+    )
+    distillation_loss_coef: float = option(1.0, "Weight of the divergence.", minimum=0.0)
+    use_policy_gradient: bool = option(
+        False, "Take the negative divergence of each sampled token as its reward, not as a loss."
+    )
+
+    @property
+    def is_exact(self) -> bool:
+        return self.loss_mode in EXACT
+
+    @property
+    def is_top(self) -> bool:
+        return self.loss_mode in TOP
+
+    @property
+    def is_forward(self) -> bool:
+        """True for KL(teacher || student)."""
+        return self.loss_mode in (FORWARD, FORWARD_TOP)
+
+    @property
+    def reads_sampled_tokens(self) -> bool:
+        """True if it needs no more of the teacher than log-probs of the sampled tokens."""
+        return self.loss_mode in SAMPLED
+
+    def problems(self, path: str) -> Iterator[str]:
+        mode = f"`{path}.loss_mode`"
+        if self.use_policy_gradient and not self.reads_sampled_tokens:
+            yield (
+                f"{mode} must be an estimator on sampled tokens with `{path}.use_policy_gradient=true`, got"
+                f" {self.loss_mode!r}, which rewards all tokens of the vocabulary alike: set it to k1"
+            )
+        if not self.use_policy_gradient and self.loss_mode == "kl":
+            yield (
+                f"{mode} must not be 'kl' (k1) as a loss, whose expected gradient is zero: set"
+                f" `{path}.use_policy_gradient=true`, or another mode such as reverse_kl or k3"
+            )
+
+
+@dataclass(frozen=True)
+class TeacherConfig:
+    """A frozen model that the policy learns from. Its tokenizer must be the policy's."""
+
+    model_path: str | None = option(None, "Folder or hub name.", resolve=model_source)
+    tokenizer_path: str | None = option(
+        None, "Folder or hub name of the tokenizer and processor; null is `model_path`.", resolve=model_source
+    )
+    trust_remote_code: bool = option(False, "Allow Python code that comes with the model.")
+    key: str | None = option(
+        None, "Value of the column `distillation.teacher_key` in its rows; null is the name of the section."
+    )
+    fsdp: FSDPConfig = option(FSDPConfig, "Sharding and number types.")
+    offload: OffloadConfig = option(OffloadConfig, "Offloading between uses.")
+
+    def __post_init__(self) -> None:
+        if self.tokenizer_path is None:
+            object.__setattr__(self, "tokenizer_path", tokenizer_of(self.model_path))
+
+    @property
+    def model(self) -> ModelConfig:
+        """The options of the model as those of any other."""
+        return ModelConfig(
+            model_path=self.model_path,
+            tokenizer_path=self.tokenizer_path,
+            trust_remote_code=self.trust_remote_code,
+        )
+
+    def problems(self, path: str) -> Iterator[str]:
+        if self.model_path is None:
+            yield f"`{path}.model_path` must be set: a model folder or a hub name"
+        elif (problem := folder_problem(self.model_path, path)) is not None:
+            yield f"`{path}.model_path` {problem}"
+
+
+@dataclass(frozen=True)
+class DistillationConfig:
+    """Teachers of the policy."""
+
+    enabled: bool = option(False, "Learn from teachers.")
+    teacher_key: str = option(
+        "data_source", "Column of the data that names the teacher of a row; read if there are several."
+    )
+    teacher_models: dict[str, TeacherConfig] = option(dict, "Teachers, by name.")
+    distillation_loss: DistillationLossConfig = option(
+        DistillationLossConfig, "Divergence from the teacher, as a loss or as a reward of each token."
+    )
+
+    @property
+    def teachers(self) -> Mapping[str, TeacherConfig]:
+        """The teachers of the run, by name; none if it has no distillation."""
+        return self.teacher_models if self.enabled else {}
+
+    @property
+    def is_alone(self) -> bool:
+        """True if the policy learns from teachers and not from rewards."""
+        return self.enabled and not self.distillation_loss.use_task_rewards
+
+    @property
+    def rewards_tokens(self) -> bool:
+        return self.enabled and self.distillation_loss.use_policy_gradient
+
+    @property
+    def reads_teacher_log_probs(self) -> bool:
+        """True if a pass before the update computes the teachers' log-probs of the sampled tokens."""
+        return self.enabled and self.distillation_loss.reads_sampled_tokens
+
+    @property
+    def compares_in_update(self) -> bool:
+        """True if the teachers run in the update, which compares whole distributions."""
+        return self.enabled and not self.distillation_loss.reads_sampled_tokens
+
+    @property
+    def keys(self) -> dict[str, str]:
+        """The name of each teacher by the value of the column in its rows."""
+        return {teacher.key or name: name for name, teacher in self.teachers.items()}
+
+    def problems(self, path: str) -> Iterator[str]:
+        if self.enabled and not self.teacher_models:
+            yield (
+                f"`{path}.teacher_models` must have a teacher with `{path}.enabled=true`: set"
+                f" `{path}.teacher_models.NAME.model_path`"
+            )
+        if self.teacher_models and not self.enabled:
+            yield f"`{path}.enabled` must be true with teachers in `{path}.teacher_models`, got false"
+        if len(self.keys) < len(self.teachers):
+            keys = [teacher.key or name for name, teacher in self.teachers.items()]
+            yield f"`{path}.teacher_models`: each teacher must have a `key` of its own, got {keys}"

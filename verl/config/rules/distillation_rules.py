@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules between distillation and the other sections."""
+
+from collections.abc import Iterator
+
+from verl.config.algorithm import ESTIMATOR_NEEDS, AlgorithmConfig
+from verl.config.distillation import DistillationConfig
+from verl.config.trainer import TrainerConfig
+
+ALONE = "`distillation.distillation_loss.use_task_rewards=false`"
+
+
+def distillation_problems(
+    distillation: DistillationConfig, algorithm: AlgorithmConfig, trainer: TrainerConfig
+) -> Iterator[str]:
+    if not distillation.enabled:
+        return
+    if trainer.diffusion:
+        yield "`distillation.enabled` must be false with `trainer.diffusion=true`: teachers write text"
+    if not distillation.is_alone:
+        return
+    if algorithm.use_reference and not algorithm.use_kl_loss:
+        yield (
+            f"`algorithm.disable_kl` must be true with {ALONE}, which has no rewards to charge the KL to:"
+            " set it, or `algorithm.use_kl_loss=true`"
+        )
+    if algorithm.use_pf_ppo:
+        yield f"`algorithm.use_pf_ppo` must be false with {ALONE}: it resamples by rewards"
+    needed = sorted(algorithm.needs & ESTIMATOR_NEEDS.keys() - {"group", "reward_components"})
+    if needed:
+        yield (
+            f"`algorithm.adv_estimator` ({algorithm.adv_estimator}) needs {needed[0]}, which nothing reads"
+            f" with {ALONE}: leave it at grpo"
+        )

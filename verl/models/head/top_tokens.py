@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Log-probabilities of a few tokens of the vocabulary at each position, without holding the full logits."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from verl.models.head.interface import HeadProducts, rows_of
+from verl.models.head.logit_chunks import (
+    HeadLogits,
+    LogitTransform,
+    autocast_head,
+    chunk_rows,
+    chunks,
+    head_gradients,
+)
+from verl.models.head.top_softmax import (
+    TopGradients,
+    TopStatistics,
+    top_log_prob_gradient,
+    write_top_ids,
+    write_top_log_probs,
+)
+
+
+class TopTokens(NamedTuple):
+    """The most likely tokens of a model at N positions, and the others as one."""
+
+    ids: Tensor  # (N, k) int64
+    log_probs: Tensor  # (N, k + 1) float32: of each, and of all other tokens together
+
+    def of_tokens(self, tokens: Tensor) -> "TopTokens":
+        return TopTokens(self.ids.index_select(0, tokens), self.log_probs.index_select(0, tokens))
+
+
+@torch.no_grad()
+def top_tokens(head: HeadLogits, k: int, chunk_bytes: int | None = None) -> TopTokens:
+    """Find the k most likely tokens at each position."""
+    if not 0 < k < len(head.weight):
+        raise ValueError(f"k must be from 1 to {len(head.weight) - 1}, one less than the vocabulary, got {k}")
+    head = autocast_head(head)
+    ids = torch.empty(len(head.hidden), k, dtype=torch.int64, device=head.hidden.device)
+    for chunk, (values,) in chunks([head], chunk_rows([head], chunk_bytes)):
+        write_top_ids(HeadProducts(values, head.bias, head.transform), ids[chunk])
+    return TopTokens(ids, linear_top_log_probs(head, ids, chunk_bytes))
+
+
+def linear_top_log_probs(policy: HeadLogits, ids: Tensor, chunk_bytes: int | None = None) -> Tensor:
+    """Compute log-probabilities of the tokens `ids` (N, k), and of all others together: (N, k + 1) float32.
+
+    Gradients reach the hidden states, weight and bias. The ids of a position must differ.
+    """
+    if len(ids) != len(policy.hidden):
+        raise ValueError(f"one row of ids per hidden state: {tuple(ids.shape)}, {tuple(policy.hidden.shape)}")
+    policy = autocast_head(policy)
+    return _LinearTopLogProbs.apply(*policy, ids, chunk_rows([policy], chunk_bytes))
+
+
+class _LinearTopLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        transform: LogitTransform,
+        ids: Tensor,
+        rows: int,
+    ) -> Tensor:
+        accurate = torch.promote_types(hidden.dtype, torch.float32)
+        log_probs = hidden.new_empty(len(ids), ids.shape[1] + 1, dtype=accurate)
+        lse, rest = (hidden.new_empty(len(ids), dtype=accurate) for _ in range(2))
+        results = TopStatistics(log_probs, lse, rest)
+        for chunk, (values,) in chunks([HeadLogits(hidden, weight)], rows):
+            write_top_log_probs(HeadProducts(values, bias, transform), ids[chunk], rows_of(results, chunk))
+        ctx.save_for_backward(hidden, weight, bias, ids, lse, rest)
+        ctx.transform, ctx.rows = transform, rows
+        return log_probs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_log_probs: Tensor) -> tuple:
+        hidden, weight, bias, ids, lse, rest = ctx.saved_tensors
+        given = TopGradients(grad_log_probs, lse, rest)
+
+        def chunk_grad(chunk: slice, products: Sequence[Tensor], grad_bias: Tensor | None) -> Tensor:
+            head = HeadProducts(products[0], bias, ctx.transform)
+            return top_log_prob_gradient(head, ids[chunk], rows_of(given, chunk), hidden.dtype, grad_bias)
+
+        heads = [HeadLogits(hidden, weight, bias)]
+        return *head_gradients(ctx, heads, lse.dtype, chunk_grad), None, None, None

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Frozen models that the policy learns from, each for its own rows, on one data-parallel rank."""
+
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from verl.algorithms.distillation import top_kl
+from verl.algorithms.kl import kl_divergence
+from verl.config.distillation import DistillationLossConfig
+from verl.config.model import TrainedModelConfig
+from verl.data.teacher_column import TEACHER_IDS
+from verl.models.fused_log_probs import TokenLogProbs, linear_kl
+from verl.models.head.logit_chunks import HeadLogits
+from verl.models.head.top_tokens import TopTokens, linear_top_log_probs, top_tokens
+from verl.protocol import DataProto
+from verl.workers.packing.divergences import Distributions, Divergence, TokenTargets
+from verl.workers.packing.forward import PackedForward
+from verl.workers.roles.metric_sums import MetricSums
+from verl.workers.roles.updater import compute_experience
+
+TEACHER_LOG_PROBS = "teacher_log_probs"  # (B, R): of the sampled tokens
+TEACHER_KEYS = (TEACHER_IDS, TEACHER_LOG_PROBS)
+
+
+class Teachers:
+    """The teachers of a run, in the order of `distillation.teacher_models`.
+
+    All ranks run each teacher as often, those without rows for it as well: FSDP's collectives need all.
+    """
+
+    def __init__(self, forwards: dict[str, PackedForward], loss: DistillationLossConfig) -> None:
+        self.forwards, self.loss = forwards, loss
+
+    @cached_property
+    def names(self) -> list[str]:
+        return list(self.forwards)
+
+    @property
+    def runs_in_update(self) -> bool:
+        """True if the loss compares whole distributions."""
+        return not self.loss.reads_sampled_tokens
+
+    def divergence(self, micro: DataProto, temperature: float) -> Divergence | None:
+        """Run the teachers on a micro batch, each on its rows; None if the loss reads log-probs only."""
+        if not self.runs_in_update:
+            return None
+        rows, _ = micro.batch["loss_mask"].nonzero(as_tuple=True)  # (M,): the row of each token
+        targets = []
+        for number, forward in enumerate(self.forwards.values()):
+            is_own = self._is_own(micro, number)
+            head = forward.head_logits(micro[is_own.nonzero()[:, 0]], temperature)
+            targets.append(TokenTargets(is_own[rows].nonzero()[:, 0], head))
+        return Divergence(targets, self._compare)
+
+    def per_token(self, student: TokenLogProbs, tensors: dict[str, Tensor]) -> Tensor:
+        """Return the divergence of each token from its teacher, (B, R), zero outside of the mask."""
+        if student.divergence is not None:
+            return student.divergence
+        mask, teacher = tensors["loss_mask"], tensors[TEACHER_LOG_PROBS]
+        return kl_divergence(student.log_probs, teacher, mask, self.loss.loss_mode)
+
+    def add_metrics(self, metrics: MetricSums, per_token: Tensor, tensors: dict[str, Tensor]) -> None:
+        """Add `distillation/kl`, and with several teachers `distillation/kl/NAME`."""
+        mask = tensors["loss_mask"]
+        metrics.add_mean("distillation/kl", per_token, mask)
+        if len(self.names) > 1:
+            for number, name in enumerate(self.names):
+                own = (tensors[TEACHER_IDS] == number)[:, None]
+                metrics.add_mean(f"distillation/kl/{name}", per_token, mask * own)
+
+    def compute_log_probs(
+        self,
+        name: str,
+        config: TrainedModelConfig,
+        group: dist.ProcessGroup | None,
+        batch: DataProto,
+        temperature: float,
+    ) -> Tensor:
+        """Compute a teacher's log-probs of the tokens of its rows: (B, R) float32 on CPU, else zero.
+
+        Collective over all ranks; `config` has the sizes of micro batches.
+        """
+        number, forward = self.names.index(name), self.forwards[name]
+
+        def log_probs(micro: DataProto) -> Tensor:
+            own = self._is_own(micro, number).nonzero()[:, 0]
+            found = forward.log_probs(micro[own], temperature).log_probs
+            zeros = torch.zeros(micro.batch["loss_mask"].shape, device=found.device)
+            return zeros.index_copy(0, own.to(found.device), found)
+
+        return compute_experience(config, forward, group, batch, log_probs, TEACHER_KEYS)
+
+    def _is_own(self, batch: DataProto, number: int) -> Tensor:
+        # (B,) bool
+        if len(self.names) == 1:
+            return torch.ones(len(batch), dtype=torch.bool)
+        return batch.batch[TEACHER_IDS] == number
+
+    def _compare(self, policy: HeadLogits, teacher: Distributions) -> Tensor:
+        is_forward = self.loss.is_forward
+        if isinstance(teacher, HeadLogits):
+            # vocabularies of models with one tokenizer differ in unused entries at the end
+            size = min(len(policy.weight), len(teacher.weight))
+            policy, teacher = policy.of_vocabulary(size), teacher.of_vocabulary(size)
+            if self.loss.is_exact:
+                return linear_kl(policy, teacher, is_forward=is_forward)
+            teacher = top_tokens(teacher, self.loss.topk)
+        assert isinstance(teacher, TopTokens), "there are two kinds"
+        return top_kl(linear_top_log_probs(policy, teacher.ids), teacher.log_probs, is_forward=is_forward)
