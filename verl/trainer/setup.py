@@ -34,6 +34,7 @@ from verl.data.loader import (
 )
 from verl.data.media.cache import MediaCache
 from verl.data.teacher_column import TeacherColumn
+from verl.data.teacher_tokens import check_teacher_tokens
 from verl.distributed.device import is_gpu
 from verl.logger.base import Run
 from verl.logger.console.start_up import phase
@@ -97,6 +98,7 @@ def running_trainer(
             media = media_options(data, worker.rollout)
             kind = kind_of(data, worker, trainer)
             readers = kind.readers(media, cache)
+            check_teacher_tokens(config.distillation, readers.tokenizer)
             teachers = TeacherColumn.of(config.distillation)
             loaders = make_loaders(data, readers, folder, teachers)
             origin = origin_of(config, planned_ppo(config).models)

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+import pytest
+
+from verl.config.distillation import DistillationConfig, TeacherConfig
+from verl.data.bad_rows import BadRowError
+from verl.data.teacher_column import TeacherColumn
+from verl.data.teacher_tokens import check_teacher_tokens, differences
+from verl.data.tokenizer import load_tokenizer
+from verl.models.tiny import save_tiny_model, train_tokenizer
+
+
+def distillation(**teachers):
+    return DistillationConfig(True, teacher_models=teachers)
+
+
+def test_a_teacher_with_the_policys_tokenizer_is_accepted_whatever_its_size(tmp_path):
+    teacher = TeacherConfig(str(save_tiny_model(tmp_path / "big", num_hidden_layers=3)))
+
+    check_teacher_tokens(distillation(big=teacher), load_tokenizer(save_tiny_model(tmp_path / "policy")))
+
+
+def test_a_teacher_with_other_tokens_is_refused_with_some_of_them(tmp_path):
+    teacher = TeacherConfig(str(save_tiny_model(tmp_path / "other", "qwen3", words=("red", "blue"))))
+
+    with pytest.raises(ValueError, match=r"`distillation.teacher_models.other` .* must have the tokenizer of"
+                       r" the policy: \d+ of \d+ tokens have another id or none, such as: '.*' is \d+ and"):  # fmt: skip
+        check_teacher_tokens(distillation(other=teacher), train_tokenizer())
+
+
+def test_a_teacher_may_have_more_tokens_but_not_fewer():
+    policy, larger = train_tokenizer(), train_tokenizer()
+    larger.add_tokens(["<extra>"])
+
+    assert list(differences(policy, larger)) == []
+    (reason,) = differences(larger, policy)
+    assert "1 of 455 tokens" in reason and "'<extra>' is 454 and None" in reason
+
+
+def test_a_tokenizer_that_divides_texts_otherwise_is_refused():
+    policy, other = train_tokenizer(), train_tokenizer()
+    other.backend_tokenizer.model.dropout = 1.0  # no merges
+
+    (reason,) = differences(policy, other)
+
+    assert "it divides 'What is 12,345" in reason
+
+
+def test_rows_go_to_the_teacher_that_their_column_names_and_others_are_refused():
+    column = TeacherColumn.of(
+        distillation(math=TeacherConfig("a", key="openai/gsm8k"), code=TeacherConfig("b"))
+    )
+
+    assert column.number({"data_source": "openai/gsm8k"}) == 0
+    assert column.number({"data_source": "code"}) == 1
+    with pytest.raises(BadRowError, match=r"`data_source` must name a teacher, one of \['openai/gsm8k', 'code'\],"
+                       " got 'math'"):  # fmt: skip
+        column.number({"data_source": "math"})
+
+
+def test_one_teacher_needs_no_column():
+    assert TeacherColumn.of(distillation(big=TeacherConfig("a"))) is None
