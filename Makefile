@@ -14,7 +14,7 @@ DOCKER_INDEX ?=  # the PyTorch project's CPU wheel index, where pip would take a
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help install demo demo-text demo-video demo-audio demo-diffusion demo-diffusion-video demo-cold-start demo-agent test test-fast test-slow test-faults test-gpu test-virtual gpu-check docker-check fuzz check style license config docs docs-serve bench bench-trl bench-algos bench-long soak learn build clean
+.PHONY: help install demo demo-text demo-video demo-audio demo-diffusion demo-diffusion-video demo-cold-start demo-agent demo-distill test test-fast test-slow test-faults test-gpu test-virtual gpu-check docker-check fuzz check style license config docs docs-serve bench bench-trl bench-algos bench-long soak learn build clean
 
 help:                     ## show the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## +(.*)/\1\t\2/p' $(MAKEFILE_LIST) | awk -F'\t' '{printf "%-16s %s\n", $$1, $$2}'
@@ -52,6 +52,9 @@ demo-diffusion-video: $(INSTALLED)  ## a tiny Wan learns to make videos of it
 
 demo-cold-start: $(INSTALLED)  ## supervised fine-tuning, then reinforcement learning
 	$(RUN) examples/quickstart/cold_start.py
+
+demo-distill: $(INSTALLED)  ## a tiny model learns from a larger one, without rewards
+	$(RUN) examples/quickstart/distill.py
 
 demo-agent: $(INSTALLED)  ## a tiny vision-language model learns to call a tool that shows it what it cannot see
 	$(RUN) examples/quickstart/agent_demo.py

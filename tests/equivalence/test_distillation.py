@@ -10,10 +10,9 @@ import torch
 from transformers import AutoConfig
 
 from tests.equivalence.test_update import (
-    N,
-    PROMPT_LENGTH,
     PROMPTS,
     TEMPERATURE,
+    N,
     RecordingOptimizer,
     make_batch,
     rank_rows,

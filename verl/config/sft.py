@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from verl.config.data import RowsConfig
+from verl.config.distillation import DistillationConfig
 from verl.config.model import MicroBatchSize, PolicyConfig, micro_batch_option
 from verl.config.schema import option
 from verl.config.trainer import RunConfig, RunTree
@@ -81,13 +82,20 @@ class SFTConfig(RunTree):
     )
     worker: SFTWorkerConfig = option(SFTWorkerConfig, "Worker processes.")
     trainer: SFTRunConfig = option(SFTRunConfig, "Duration, devices, logging and checkpoints.")
+    distillation: DistillationConfig = option(DistillationConfig, "Teachers of the model.")
 
     @property
     def has_validation(self) -> bool:
         return bool(self.data.val_files)
 
     def problems(self, path: str) -> Iterator[str]:
-        actor = self.worker.actor
+        actor, loss = self.worker.actor, self.distillation.distillation_loss
+        if self.distillation.reads_teacher_log_probs:
+            yield (
+                f"`distillation.distillation_loss.loss_mode` must compare distributions in fine-tuning, got"
+                f" {loss.loss_mode!r}, an estimator on tokens that the model sampled itself: set it to"
+                " forward_kl or reverse_kl, or to one of their `topk` modes"
+            )
         yield from self.input_problems()
         yield from self.kernel_problems()
         yield from self.rank_problems({"actor": actor.fsdp})

@@ -228,15 +228,17 @@ def planned_sft(config: SFTConfig) -> PlannedRun:
     actor, length = config.worker.actor, config.data.max_length
     rows = actor.global_batch_size // config.dp_size
     passes = (_pass("update_actor", "actor", actor, rows, is_update=True),)
+    teachers = planned_teachers(config.distillation, actor, rows, rows)
     if config.has_validation:
         passes = (_pass("validation", "actor", actor, rows), *passes)
     return PlannedRun(
         config.trainer,
         RowLengths(prompt=0, response=length, media=length, ranks=config.sp_size),
-        (PlannedModel("actor", actor.model, actor.fsdp, actor.offload, passes, actor.optim),),
+        (PlannedModel("actor", actor.model, actor.fsdp, actor.offload, passes, actor.optim), *teachers),
         batch_bytes=8 * SFT_BATCH_TENSORS * actor.global_batch_size * length,
         rows=rows,
         ring=actor.ring_size,
+        compares_teachers=config.distillation.compares_in_update,
     )
 
 

@@ -19,7 +19,6 @@ from verl.algorithms.controllers import get_entropy_controller, get_kl_controlle
 from verl.config.algorithm import EXACT_KL, AlgorithmConfig
 from verl.config.async_training import PARTIAL, STREAM, AsyncConfig
 from verl.config.data import DataConfig
-from verl.config.distillation import DistillationConfig
 from verl.config.ppo import PPOConfig
 from verl.config.sft import SFTConfig
 from verl.config.trainer import RunConfig, TrainerConfig
@@ -106,15 +105,15 @@ def running_trainer(
         training_steps = make_plan(config, num_rows(loaders)).training_steps or 0
 
         shared = ModelRunOptions(
-            pool.device, training_steps, media, cache, data.override_chat_template, data.seed
-        )
+            pool.device, training_steps, media, cache, data.override_chat_template, data.seed,
+            distillation=config.distillation,
+        )  # fmt: skip
         options = ppo_options(
             shared,
             data,
             algorithm,
             config.models,
             has_old_pass=config.has_old_pass,
-            distillation=config.distillation,
             tools=readers.tools,
             in_lockstep=trainer.async_training.deterministic,
         )
@@ -166,14 +165,17 @@ def running_sft(
             cache = open_cache(stack)
             media = media_options(data, data)
             readers = load_readers(worker.actor.model, data.override_chat_template, media, cache)
-            loaders = make_sft_loaders(data, worker.actor.global_batch_size, readers, folder)
+            check_teacher_tokens(config.distillation, readers.tokenizer)
+            teachers = TeacherColumn.of(config.distillation)
+            loaders = make_sft_loaders(data, worker.actor.global_batch_size, readers, folder, teachers)
             origin = origin_of(config, planned_sft(config).models)
             checkpoint = check_resume(config, origin, loaders.train)
         training_steps = make_sft_plan(config, num_rows(loaders)).training_steps or 0
 
         options = ModelRunOptions(
-            pool.device, training_steps, media, cache, data.override_chat_template, data.seed
-        )
+            pool.device, training_steps, media, cache, data.override_chat_template, data.seed,
+            distillation=config.distillation,
+        )  # fmt: skip
         workers = start_workers(stack, pool, processes, SFTWorker, worker, options, trainer.worker_timeout_s)
         tracker = stack.enter_context(open_tracker(config, training_steps, checkpoint))
         run_state = RunState(trainer, training_steps, workers, loaders.train, origin)
@@ -217,7 +219,6 @@ def ppo_options(
     models: Collection[str],
     *,
     has_old_pass: bool,
-    distillation: DistillationConfig = DistillationConfig(),  # noqa: B008 (immutable)
     tools: Sequence[Mapping[str, Any]],  # schemas
     in_lockstep: bool = False,
 ) -> RunOptions:
@@ -231,7 +232,6 @@ def ppo_options(
         template_variables=data.apply_chat_template_kwargs,
         tools=tools,
         in_lockstep=in_lockstep,
-        distillation=distillation,
         max_sequence_length=data.max_prompt_length + data.max_response_length,
         max_response_length=data.max_response_length,
         use_reference=use_reference,

@@ -22,6 +22,7 @@ class ModelRunOptions:
     media_cache: MediaCache  # opens the directory of the node where it is unpickled
     override_chat_template: str | None
     seed: int
+    distillation: DistillationConfig = field(default_factory=DistillationConfig, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -41,5 +42,4 @@ class RunOptions(ModelRunOptions):
     corrects_in_update: bool = False  # nothing computes the log-probs before
     template_variables: Mapping[str, Any] = field(default_factory=dict)  # of the chat template
     tools: Sequence[Mapping[str, Any]] = ()  # schemas, for the chat template
-    distillation: DistillationConfig = field(default_factory=DistillationConfig)
     in_lockstep: bool = False  # conversations wait for each other's tools, so that runs repeat

@@ -1,24 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
 """The loss of supervised fine-tuning, on one data-parallel rank."""
 
+from typing import NamedTuple
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from verl.algorithms.aggregation import aggregate_loss
 from verl.config.sft import SFTActorConfig
+from verl.models.fused_log_probs import TokenLogProbs
 from verl.protocol import DataProto
 from verl.workers.packing.forward import FORWARD_KEYS, OBJECT_KEYS, PackedForward
+from verl.workers.roles.teachers import TEACHER_KEYS, Teachers
 from verl.workers.roles.updater import MicroBatch, MiniBatch, Training, Updater, compute_experience
 
 ROLE = "train"  # prefix of the metrics
 TEMPERATURE = 1.0
 
 
+class Distillation(NamedTuple):
+    """Teachers of the model, and the terms of the loss."""
+
+    teachers: Teachers
+    coef: float  # of the divergence
+    with_cross_entropy: bool
+
+
 class DataParallelSFT:
     """Trains a model on the responses of its rows: the mean of -log p over the tokens of `loss_mask`.
 
     loss = - sum_{i,t} m[i,t] log p(y[i,t] | y[i,<t]) / sum_{i,t} m[i,t]    over the whole step, on all ranks
+
+    With teachers, the mean of their divergence is added to it, or replaces it.
     """
 
     def __init__(
@@ -27,13 +41,16 @@ class DataParallelSFT:
         forward: PackedForward,
         group: dist.ProcessGroup | None,
         training: Training,
+        distillation: Distillation | None = None,
     ) -> None:
         self.config, self.forward, self.group = config, forward, group
+        self.distillation = distillation
         self.updater = Updater(ROLE, config, forward, group, training)
 
     def update(self, batch: DataProto) -> dict[str, float]:
         """Take an optimizer step on this rank's rows; collective over all ranks."""
-        for mini_batch in self.updater.mini_batches(batch.select(FORWARD_KEYS, OBJECT_KEYS)):
+        keys = [*FORWARD_KEYS, *(key for key in TEACHER_KEYS if key in batch.batch)]
+        for mini_batch in self.updater.mini_batches(batch.select(keys, OBJECT_KEYS)):
             for micro_batch in mini_batch.micro_batches():
                 self.updater.backward(self._loss(micro_batch, mini_batch))
             self.updater.step()
@@ -44,16 +61,28 @@ class DataParallelSFT:
         """Sum -log p over the learned tokens of each row, (B,) float64 on CPU; collective over all ranks."""
 
         def losses(micro_batch: DataProto) -> Tensor:
-            return -self._log_probs(micro_batch).double().sum(-1)
+            return -self.forward.log_probs(micro_batch, TEMPERATURE).log_probs.double().sum(-1)
 
         return compute_experience(self.config, self.forward, self.group, batch, losses)
 
     def _loss(self, micro_batch: MicroBatch, mini_batch: MiniBatch) -> Tensor:
-        mask = micro_batch.tensors["loss_mask"]  # (B, T - 1)
-        loss = aggregate_loss(-self._log_probs(micro_batch.rows), mask, "token", mini_batch.denominators)
+        mask, teachers = micro_batch.tensors["loss_mask"], self.distillation and self.distillation.teachers
+        divergence = teachers and teachers.divergence(micro_batch.rows, TEMPERATURE)
+        result = self.forward.log_probs(micro_batch.rows, TEMPERATURE, divergence=divergence)
+        loss = aggregate_loss(-result.log_probs, mask, "token", mini_batch.denominators)
         mini_batch.metrics.add_loss(f"{ROLE}/loss", loss)
-        return loss
+        if self.distillation is None:
+            return loss
+        distilled = self.distillation.coef * self._distillation_loss(result, micro_batch, mini_batch)
+        return loss + distilled if self.distillation.with_cross_entropy else distilled
 
-    def _log_probs(self, micro_batch: DataProto) -> Tensor:
-        # (B, T - 1), zero where nothing is learned
-        return self.forward.log_probs(micro_batch, TEMPERATURE).log_probs
+    def _distillation_loss(
+        self, result: TokenLogProbs, micro_batch: MicroBatch, mini_batch: MiniBatch
+    ) -> Tensor:
+        assert self.distillation is not None, "asked before"
+        teachers, tensors, metrics = self.distillation.teachers, micro_batch.tensors, mini_batch.metrics
+        per_token = teachers.per_token(result, tensors)  # (B, T - 1)
+        loss = aggregate_loss(per_token, tensors["loss_mask"], "token", mini_batch.denominators)
+        metrics.add_loss("distillation/loss", loss)
+        teachers.add_metrics(metrics, per_token, tensors)
+        return loss
