@@ -8,6 +8,7 @@ Shape letters, throughout the project:
     R  response length, padded     D  head dimension        L  layers
     T  P + R                       N  packed tokens of all sequences
     K  separate values of the reward function      E  experts of a mixture
+    Q  prompt length of teachers that see other media, padded
 """
 
 from collections.abc import Mapping
@@ -101,6 +102,16 @@ BATCH_KEYS: dict[str, BatchKey] = {
         BatchKey("route_matches", (("B", 2),), "float32", "actor (mixtures)", "update, metrics"),
         BatchKey("ref_log_probs", (("B", "R"),), "float32", "reference", "KL penalty, update"),
         BatchKey("teacher_ids", (("B",),), "int64", "loader", "teachers, update (distillation)"),
+        BatchKey("teacher_prompts", (("B", "Q"),), "int64", "loader", "teachers, update (distillation)"),
+        BatchKey("teacher_prompt_mask", (("B", "Q"),), "mask", "loader", "teachers, update (distillation)"),
+        BatchKey(
+            "teacher_prompt_position_ids",
+            (("B", "Q"), ("B", 4, "Q")),
+            "int64",
+            "loader",
+            "teachers, update (distillation)",
+        ),
+        BatchKey("teacher_media", (("B",),), "object", "loader", "teachers, update (distillation)"),
         BatchKey(
             "teacher_log_probs", (("B", "R"),), "float32", "teachers", "advantage, update (distillation)"
         ),

@@ -2,14 +2,18 @@
 """Whole runs with teachers on two CPU processes."""
 
 import json
+import sys
 
 import pytest
 
 from tests.helpers.fine_tuning import arguments_for, write_conversations
 from tests.helpers.quickstart import make_folder
-from tests.helpers.training import learned, quickstart_arguments, start_training, train
+from tests.helpers.training import QUICKSTART, learned, quickstart_arguments, start_training, train
 from tests.trainer.test_sft_runs import fine_tune
 from verl.models.tiny import save_tiny_model
+
+sys.path.insert(0, str(QUICKSTART))
+from moving import write_video_questions
 
 pytestmark = pytest.mark.heavy
 
@@ -86,6 +90,25 @@ def test_rows_without_a_teacher_and_teachers_of_other_tokens_end_the_run_before_
     assert finished.returncode == 2
     assert message in finished.stderr
     assert "Traceback" not in finished.stderr and "verl.optim.build" not in finished.stderr
+
+
+def test_a_run_whose_teacher_sees_more_frames_than_the_policy_keeps_its_prompts_apart(tmp_path):
+    save_tiny_model(tmp_path / "model", "qwen2_5_vl")
+    save_tiny_model(tmp_path / "teacher", "qwen2_5_vl", seed=1)
+    for name, count in (("train", 8), ("val", 4)):
+        write_video_questions(tmp_path, name, count, 1)
+
+    metrics = train(
+        tmp_path / "out",
+        *quickstart_arguments(
+            tmp_path, tmp_path / "model", *ALONE, f"data.image_dir={tmp_path / 'videos'}",
+            "worker.rollout.num_video_frames=2", "trainer.max_steps=2", "trainer.debug=true",
+            "worker.actor.entropy_coef=0", f"{TEACHERS}.big.model_path={tmp_path / 'teacher'}",
+            f"{TEACHERS}.big.num_video_frames=8", f"{TEACHERS}.big.max_prompt_length=96",
+        ),
+    )  # fmt: skip
+
+    assert metrics[2]["distillation/kl"] > 0
 
 
 def test_fine_tuning_on_a_teachers_distributions_lowers_the_kl(folder):

@@ -83,6 +83,17 @@ class TeacherConfig:
     key: str | None = option(
         None, "Value of the column `distillation.teacher_key` in its rows; null is the name of the section."
     )
+    num_video_frames: int | None = option(
+        None,
+        "Frames per video that it sees, usually more than the policy; null is what the policy sees.",
+        minimum=2,
+    )
+    tokens_per_frame: int | None = option(
+        None, "Maximum tokens per video frame, with `num_video_frames`; null is the policy's.", minimum=1
+    )
+    max_prompt_length: int | None = option(
+        None, "Maximum length of its prompts in tokens, with `num_video_frames`.", minimum=1
+    )
     fsdp: FSDPConfig = option(FSDPConfig, "Sharding and number types.")
     offload: OffloadConfig = option(OffloadConfig, "Offloading between uses.")
 
@@ -100,6 +111,13 @@ class TeacherConfig:
         )
 
     def problems(self, path: str) -> Iterator[str]:
+        if (self.num_video_frames is None) != (self.max_prompt_length is None):
+            yield (
+                f"`{path}.num_video_frames` and `{path}.max_prompt_length` must be set together: prompts with"
+                " more frames have more tokens"
+            )
+        if self.tokens_per_frame is not None and self.num_video_frames is None:
+            yield f"`{path}.tokens_per_frame` has no effect without `{path}.num_video_frames`: set that too"
         if self.model_path is None:
             yield f"`{path}.model_path` must be set: a model folder or a hub name"
         elif (problem := folder_problem(self.model_path, path)) is not None:

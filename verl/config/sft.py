@@ -96,6 +96,12 @@ class SFTConfig(RunTree):
                 f" {loss.loss_mode!r}, an estimator on tokens that the model sampled itself: set it to"
                 " forward_kl or reverse_kl, or to one of their `topk` modes"
             )
+        for name, teacher in self.distillation.teachers.items():
+            if teacher.num_video_frames is not None:
+                yield (
+                    f"`distillation.teacher_models.{name}.num_video_frames` must be null in fine-tuning: set"
+                    " `data.num_video_frames`, which holds for model and teacher"
+                )
         yield from self.input_problems()
         yield from self.kernel_problems()
         yield from self.rank_problems({"actor": actor.fsdp})

@@ -41,6 +41,7 @@ from verl.data.messages import Message, media_columns
 from verl.data.plain_files import Row
 from verl.data.prompt_template import PromptFormat
 from verl.data.teacher_column import TEACHER_IDS, TeacherColumn
+from verl.data.teacher_prompts import TeacherPrompts
 from verl.models.families.interface import MediaShape
 from verl.utils.processes.child_process import IsolatedCalls
 from verl.utils.rank_logger import get_logger
@@ -114,6 +115,7 @@ class RowDataset(Dataset, ABC):
         self.tokenizer, self.processor, self.config = tokenizer, processor, config
         self.media, self.position_ids, self.report = media, position_ids, report
         self.teachers = teachers
+        self.teacher_prompts: TeacherPrompts | None = None
         self.kinds = () if processor is None or media is None else media.readable
         self._columns = media_columns(config, self.kinds)
         self._reader = None if media is None else MediaReader(media, row_timeout_s, self._columns)
@@ -139,13 +141,28 @@ class RowDataset(Dataset, ABC):
         # An exception in a loader process would reach the user as a traceback.
         row_index = self.indices[index]
         try:
-            row = self.rows[row_index]
-            rendered = self.render(row)
-            shape = self._media_reader.read(rendered.media, decode=True) if rendered.media else None
-            item = self._make_item(row, rendered, shape)
-            return item if self.teachers is None else item | {TEACHER_IDS: self.teachers.number(row)}
+            row, item = self.rows[row_index], self.item_of(row_index)
+            number = 0
+            if self.teachers is not None:
+                item[TEACHER_IDS] = number = self.teachers.number(row)
+            if self.teacher_prompts is not None:
+                item |= self.teacher_prompts.item(number, row_index, item)
+            return item
         except (ValueError, TimeoutError) as error:
             return BadRow(row_index, self.rows.where(row_index), str(error))
+
+    def item_of(self, row_index: int) -> Item:
+        """Read a row, numbered over all files, with its media."""
+        row = self.rows[row_index]
+        rendered = self.render(row)
+        shape = self._media_reader.read(rendered.media, decode=True) if rendered.media else None
+        return self._make_item(row, rendered, shape)
+
+    def show_to_teachers(self, prompts: TeacherPrompts) -> None:
+        """Add the teachers' views of the prompts to items; rows that a teacher cannot use are left out."""
+        unusable = prompts.unusable
+        self.teacher_prompts = prompts
+        self.indices = [index for index in self.indices if index not in unusable]
 
     def open_rows(self, files: str | Sequence[str], option: str) -> Rows:
         """Open the rows of the files; a subclass may read files of its own kind, or change the rows."""
@@ -157,7 +174,8 @@ class RowDataset(Dataset, ABC):
 
     def batch(self, items: Sequence[Item]) -> dict[str, Tensor | np.ndarray]:
         """Join items into a batch, with the numbers of their teachers."""
-        return self.collate(items) | ({} if self.teachers is None else self.teachers.tensors(items))
+        batch = self.collate(items) | ({} if self.teachers is None else self.teachers.tensors(items))
+        return batch if self.teacher_prompts is None else batch | self.teacher_prompts.columns(items)
 
     @abstractmethod
     def collate(self, items: Sequence[Item]) -> dict[str, Tensor | np.ndarray]:

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 
 from verl.batch_keys import BATCH_KEYS
 from verl.config.data import DataConfig, RowsConfig
+from verl.config.distillation import DistillationConfig
 from verl.config.files.model_files import tokenizer_of
 from verl.config.model import ModelConfig
 from verl.config.rollout import RolloutConfig
@@ -37,6 +38,7 @@ from verl.data.messages import BadRowError
 from verl.data.rl_dataset import RLHFDataset
 from verl.data.sft_dataset import SFTDataset
 from verl.data.teacher_column import TeacherColumn
+from verl.data.teacher_prompts import TeacherPrompts, data_of_teacher, has_views, media_of_teacher
 from verl.data.tokenizer import load_processor, load_tokenizer
 from verl.models.families.interface import MediaFamily
 from verl.models.families.registry import family_of, load_config, register_family
@@ -262,6 +264,27 @@ def media_options(data: RowsConfig, frames: RolloutConfig | SFTDataConfig) -> Me
     return MediaOptions.from_data(
         data, num_video_frames=frames.num_video_frames, tokens_per_frame=frames.tokens_per_frame
     )
+
+
+def show_to_teachers(
+    dataset: RLHFDataset, data: DataConfig, distillation: DistillationConfig, options: MediaOptions,
+    cache: MediaCache | None,
+) -> None:  # fmt: skip
+    """Add the prompts of teachers that see other frames than the policy, if there are any."""
+    if not has_views(distillation):
+        return
+    views, width = {}, data.max_prompt_length
+    for number, teacher in enumerate(distillation.teachers.values()):
+        if teacher.num_video_frames is not None:
+            seen = media_of_teacher(teacher, options)
+            readers = load_readers(teacher.model, data.override_chat_template, seen, cache)
+            views[number] = dataset_class(data, RLHFDataset)(
+                data.train_files, readers.tokenizer, readers.processor, data_of_teacher(teacher, data),
+                media=readers.media, position_ids=readers.position_ids, row_timeout_s=data.row_timeout_s,
+                reserved=BATCH_KEYS,
+            )  # fmt: skip
+            width = max(width, views[number].limit)
+    dataset.show_to_teachers(TeacherPrompts(views, width))
 
 
 class Loaders(NamedTuple, Generic[D]):

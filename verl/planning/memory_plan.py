@@ -172,7 +172,10 @@ def _load(models: Sequence[HeldModel], machine: Machine) -> Phase:
 
 def _phase(run: PlannedRun, models: Sequence[HeldModel], model: HeldModel, each: PlannedPass) -> Phase:
     """The phase of one pass of a model."""
-    batch, features = each.largest_micro_batch(run.lengths, model.shape), 0
+    lengths, prompt = run.lengths, model.planned.prompt
+    if prompt is not None:
+        lengths = replace(lengths, prompt=prompt, media=prompt)
+    batch, features = each.largest_micro_batch(lengths, model.shape), 0
     if model.planned.model.freeze_vision_tower:  # they come from the host, and are joined
         features = 2 * model.setup.c * model.shape.text.hidden * batch.media
         batch = replace(batch, patches=0)

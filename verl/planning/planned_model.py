@@ -69,6 +69,7 @@ class PlannedModel:
     head: str = "causal"  # or "scalar"
     router_replay: str = "off"
     is_teacher: bool = False
+    prompt: int | None = None  # tokens of its longest prompts, if they are not the policy's
 
     @property
     def option(self) -> str:

@@ -220,7 +220,15 @@ def planned_teachers(
             each = replace(
                 _pass(TEACHER, "actor", actor, mini_batch, shares, is_update=True), is_update=False
             )
-        yield PlannedModel(name, teacher.model, teacher.fsdp, teacher.offload, (each,), is_teacher=True)
+        yield PlannedModel(
+            name,
+            teacher.model,
+            teacher.fsdp,
+            teacher.offload,
+            (each,),
+            is_teacher=True,
+            prompt=teacher.max_prompt_length,
+        )
 
 
 def planned_sft(config: SFTConfig) -> PlannedRun:

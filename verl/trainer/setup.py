@@ -30,6 +30,7 @@ from verl.data.loader import (
     make_loaders,
     make_sft_loaders,
     media_options,
+    show_to_teachers,
 )
 from verl.data.media.cache import MediaCache
 from verl.data.teacher_column import TeacherColumn
@@ -100,6 +101,8 @@ def running_trainer(
             check_teacher_tokens(config.distillation, readers.tokenizer)
             teachers = TeacherColumn.of(config.distillation)
             loaders = make_loaders(data, readers, folder, teachers)
+            if loaders.train is not None:
+                show_to_teachers(loaders.train.dataset, data, config.distillation, media, cache)
             origin = origin_of(config, planned_ppo(config).models)
             checkpoint = check_resume(config, origin, loaders.train)
         training_steps = make_plan(config, num_rows(loaders)).training_steps or 0

@@ -4,6 +4,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -14,9 +15,10 @@ from torch.profiler import profile, record_function
 
 from verl.checkpoint.async_writer import AsyncWriter
 from verl.checkpoint.sharded import Restored, Snapshot
-from verl.config.distillation import TEACHERS, DistillationConfig
+from verl.config.distillation import TEACHERS, DistillationConfig, TeacherConfig
 from verl.config.model import ModelConfig, OptimConfig, PolicyConfig
 from verl.data.media.loader import MediaLoader
+from verl.data.teacher_prompts import media_of_teacher
 from verl.data.tokenizer import load_processor, load_tokenizer
 from verl.distributed.device import backend_of, set_device, set_seed
 from verl.distributed.sequence_parallel import SequenceParallel, data_parallel_group
@@ -187,7 +189,6 @@ class ModelWorker(SavingWorker[ShardedModel]):
         *,
         optim: OptimConfig | None = None,
         head: str = "causal",
-        option: str | None = None,
     ) -> ShardedModel:
         sharded = ShardedModel(
             role,
@@ -198,16 +199,31 @@ class ModelWorker(SavingWorker[ShardedModel]):
             optim=optim,
             training_steps=self.options.training_steps,
             head=head,
-            option=option,
         )
         self.models.append(sharded)
         return sharded
 
+    def _build_teacher(self, name: str, config: TeacherConfig) -> ShardedModel:
+        setup, model = self.setup, config.model
+        if config.num_video_frames is not None:
+            family, options = (
+                family_of(load_model_config(model)),
+                media_of_teacher(config, self.options.media),
+            )
+            assert isinstance(family, MediaFamily), "its data set has media"
+            processor = load_processor(model.tokenizer_path, None, model.trust_remote_code)
+            media = MediaLoader(processor, options, self.options.media_cache, family)
+            setup = replace(setup, media=media)
+        teacher = ShardedModel(
+            name, model, config.fsdp, config.offload, setup, option=f"{TEACHERS}.{name}"
+        )  # fmt: skip
+        self.models.append(teacher)
+        return teacher
+
     def _build_teachers(self, config: DistillationConfig) -> None:
         """Build the frozen models that the policy learns from: `teacher_models` by name, and `teachers`."""
         self.teacher_models = {
-            name: self._build_model(name, teacher, teacher.model, option=f"{TEACHERS}.{name}")
-            for name, teacher in config.teachers.items()
+            name: self._build_teacher(name, teacher) for name, teacher in config.teachers.items()
         }
         forwards = {name: model.forward for name, model in self.teacher_models.items()}
         self.teachers = Teachers(forwards, config.distillation_loss) if forwards else None

@@ -4,19 +4,26 @@
 from collections.abc import Iterator
 
 from verl.config.algorithm import ESTIMATOR_NEEDS, AlgorithmConfig
-from verl.config.distillation import DistillationConfig
+from verl.config.distillation import TEACHERS, DistillationConfig
 from verl.config.trainer import TrainerConfig
+from verl.config.worker import WorkerConfig
 
 ALONE = "`distillation.distillation_loss.use_task_rewards=false`"
 
 
 def distillation_problems(
-    distillation: DistillationConfig, algorithm: AlgorithmConfig, trainer: TrainerConfig
+    distillation: DistillationConfig, worker: WorkerConfig, algorithm: AlgorithmConfig, trainer: TrainerConfig
 ) -> Iterator[str]:
     if not distillation.enabled:
         return
     if trainer.diffusion:
         yield "`distillation.enabled` must be false with `trainer.diffusion=true`: teachers write text"
+    for name, teacher in distillation.teachers.items():
+        if teacher.num_video_frames is not None and worker.rollout.multi_turn.enable:
+            yield (
+                f"`{TEACHERS}.{name}.num_video_frames` must be null with `worker.rollout.multi_turn`, whose"
+                " conversations may show media that only the policy has seen"
+            )
     if not distillation.is_alone:
         return
     if algorithm.use_reference and not algorithm.use_kl_loss:

@@ -17,6 +17,7 @@ from verl.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss, PolicyLossI
 from verl.algorithms.rollout_correction import RolloutCorrection, importance_weights, rejection_mask
 from verl.algorithms.token_selection import selection_of
 from verl.config.worker import ActorConfig
+from verl.data.teacher_prompts import MEDIA
 from verl.models.fused_log_probs import TokenLogProbs
 from verl.protocol import DataProto
 from verl.workers.packing.row_forward import RowForward
@@ -188,7 +189,8 @@ class DataParallelPPOActor:
         keys = [*self.forward.keys, "advantages"] + [key for key in OPTIONAL_KEYS if key in batch.batch]
         coef = self.config.entropy_coef if entropy_coef is None else entropy_coef
         updater, is_own = self.updater, "old_log_probs" not in batch.batch
-        rows = batch.select(keys, list(self.forward.object_keys))
+        objects = [key for key in (MEDIA,) if key in batch.non_tensor_batch]
+        rows = batch.select(keys, [*self.forward.object_keys, *objects])
         self.own_log_probs = None
         use, agreement = (None, "") if self.replay is None else self.replay.in_update(rows)
         for number, mini_batch in enumerate(updater.mini_batches(rows), 1):

@@ -12,17 +12,20 @@ from verl.algorithms.kl import kl_divergence
 from verl.config.distillation import DistillationLossConfig
 from verl.config.model import TrainedModelConfig
 from verl.data.teacher_column import TEACHER_IDS
+from verl.data.teacher_prompts import MEDIA, TENSORS
+from verl.models.families.mrope import continue_positions
 from verl.models.fused_log_probs import TokenLogProbs, linear_kl
 from verl.models.head.logit_chunks import HeadLogits
 from verl.models.head.top_tokens import TopTokens, linear_top_log_probs, top_tokens
 from verl.protocol import DataProto
 from verl.workers.packing.divergences import Distributions, Divergence, TokenTargets
 from verl.workers.packing.forward import PackedForward
+from verl.workers.packing.media_inputs import WholeRows
 from verl.workers.roles.metric_sums import MetricSums
 from verl.workers.roles.updater import compute_experience
 
 TEACHER_LOG_PROBS = "teacher_log_probs"  # (B, R): of the sampled tokens
-TEACHER_KEYS = (TEACHER_IDS, TEACHER_LOG_PROBS)
+TEACHER_KEYS = (TEACHER_IDS, TEACHER_LOG_PROBS, *TENSORS)
 
 
 class Teachers:
@@ -51,7 +54,7 @@ class Teachers:
         targets = []
         for number, forward in enumerate(self.forwards.values()):
             is_own = self._is_own(micro, number)
-            head = forward.head_logits(micro[is_own.nonzero()[:, 0]], temperature)
+            head = forward.head_logits(seen_by_teachers(micro[is_own.nonzero()[:, 0]]), temperature)
             targets.append(TokenTargets(is_own[rows].nonzero()[:, 0], head))
         return Divergence(targets, self._compare)
 
@@ -87,11 +90,11 @@ class Teachers:
 
         def log_probs(micro: DataProto) -> Tensor:
             own = self._is_own(micro, number).nonzero()[:, 0]
-            found = forward.log_probs(micro[own], temperature).log_probs
+            found = forward.log_probs(seen_by_teachers(micro[own]), temperature).log_probs
             zeros = torch.zeros(micro.batch["loss_mask"].shape, device=found.device)
             return zeros.index_copy(0, own.to(found.device), found)
 
-        return compute_experience(config, forward, group, batch, log_probs, TEACHER_KEYS)
+        return compute_experience(config, forward, group, batch, log_probs, (*TEACHER_KEYS, MEDIA))
 
     def _is_own(self, batch: DataProto, number: int) -> Tensor:
         # (B,) bool
@@ -110,3 +113,21 @@ class Teachers:
             teacher = top_tokens(teacher, self.loss.topk)
         assert isinstance(teacher, TopTokens), "there are two kinds"
         return top_kl(linear_top_log_probs(policy, teacher.ids), teacher.log_probs, is_forward=is_forward)
+
+
+def seen_by_teachers(micro: DataProto) -> DataProto:
+    """Replace the prompts and media by those that the teachers see; the responses stay."""
+    tensors = micro.batch
+    if TENSORS[0] not in tensors:
+        return micro
+    prompts, mask, positions = (tensors[name] for name in TENSORS)
+    width = tensors["responses"].shape[1]
+    replaced = {
+        "input_ids": torch.cat([prompts, tensors["responses"]], -1),  # (B, Q + R)
+        "attention_mask": torch.cat([mask, tensors["attention_mask"][:, -width:]], -1),
+        "position_ids": torch.cat([positions, continue_positions(positions[..., -1], width)], -1),
+        "multi_modal_data": micro.non_tensor_batch[MEDIA],
+    }
+    seen = micro.merge(replaced, replace=list(replaced))
+    whole = WholeRows.of(micro)  # other ranks' media are the policy's
+    return seen if whole is None else WholeRows(None).attach_to(seen)

@@ -95,9 +95,10 @@ def compute_experiences(
 ) -> list[Tensor]:
     """`compute_experience` of a function with several results."""
     further = [key for key in further_keys if key in batch.batch]
+    objects = [key for key in further_keys if key in batch.non_tensor_batch]
     return run_in_micro_batches(
         forward,
-        batch.select([*forward.keys, *further], list(forward.object_keys)),
+        batch.select([*forward.keys, *further], [*forward.object_keys, *objects]),
         function,
         size=as_number(config.micro_batch_size_per_device_for_experience),
         dynamic_batching=config.dynamic_batching,
