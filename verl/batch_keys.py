@@ -87,6 +87,8 @@ BATCH_KEYS: dict[str, BatchKey] = {
         ),
         BatchKey("rollout_log_probs", (("B", "R"),), "float32", "rollout", "mismatch metrics, correction"),
         BatchKey("rollout_versions", (("B", "R"),), "int64", "rollout (stream, partial)", "metrics"),
+        BatchKey("drafted_tokens", (("B",),), "int64", "rollout (speculative)", "metrics"),
+        BatchKey("accepted_tokens", (("B",),), "int64", "rollout (speculative)", "metrics"),
         BatchKey("row_ids", (("B",),), "int64", "collector", "balancing, resampling, update"),
         BatchKey("rollout_steps", (("B",),), "int64", "collector", "metrics"),
         BatchKey("reward_baselines", (("B",),), "float32", "collector", "advantage (remax)"),

@@ -9,6 +9,7 @@ from typing import Any
 from verl.config.model import TINY, dtype_option
 from verl.config.multi_turn import MultiTurnConfig
 from verl.config.schema import option
+from verl.config.speculative import SpeculativeConfig
 
 SAMPLING_PARAMETERS = (  # vLLM's; used only to detect typos, because unknown names are passed on to vLLM
     *("n", "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "ignore_eos"),
@@ -120,6 +121,7 @@ class RolloutConfig:
         minimum=1,
     )
     multi_turn: MultiTurnConfig = option(MultiTurnConfig, "Conversations with tools.")
+    speculative: SpeculativeConfig = option(SpeculativeConfig, "Speculative decoding.")
 
     def sequences_at_once(self, on_gpu: bool) -> int:
         if self.max_num_seqs is not None:
@@ -141,6 +143,7 @@ class RolloutConfig:
                 f"`{path}.max_num_seqs` ({self.max_num_seqs}) must be at most"
                 f" `{path}.max_num_batched_tokens` ({self.max_num_batched_tokens})"
             )
+        yield from self.speculative.engine_problems(path, self.name, self.val_override_config)
         for name in self.val_override_config:
             nearest = difflib.get_close_matches(str(name), SAMPLING_PARAMETERS, n=1, cutoff=0.8)
             if nearest and name not in SAMPLING_PARAMETERS:

@@ -94,6 +94,8 @@ def compute_batch_metrics(batch: DataProto, step: int) -> Metrics:
         metrics |= mismatch_metrics(tensors["rollout_log_probs"], tensors["old_log_probs"], fresh)
     if "route_matches" in tensors:
         metrics["moe/route_agreement"] = share_of(*tensors["route_matches"].double().sum(0).tolist())
+    if "drafted_tokens" in tensors:
+        metrics |= draft_metrics(tensors["drafted_tokens"], tensors["accepted_tokens"], int(sampled.sum()))
     if "turns" in batch.non_tensor_batch:
         metrics |= agent_metrics(batch.non_tensor_batch["turns"])
     return metrics
@@ -102,6 +104,15 @@ def compute_batch_metrics(batch: DataProto, step: int) -> Metrics:
 def share_of(part: float, whole: float) -> float:
     """Return `part` / `whole`; NaN of nothing."""
     return part / whole if whole else math.nan
+
+
+def draft_metrics(drafted: Tensor, accepted: Tensor, num_sampled: int) -> Metrics:
+    """Share of the responses' drafted tokens (B,) that were accepted, and of sampled tokens from drafts."""
+    num_accepted = int(accepted.sum())
+    return {
+        "rollout/draft_acceptance": num_accepted / max(1, int(drafted.sum())),
+        "rollout/drafted_frac": num_accepted / max(1, num_sampled),
+    }
 
 
 def agent_metrics(conversations: Iterable[Sequence[Mapping[str, Any]]]) -> Metrics:

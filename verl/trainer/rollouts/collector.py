@@ -228,6 +228,7 @@ class RolloutCollector:
             "worker.rollout.n": (groups.group_size, self.group_size),
             "data.max_prompt_length": (tensors["prompts"].shape[-1], sampler.prompt_length),
             "data.max_response_length": (tensors["responses"].shape[-1], sampler.response_length),
+            "worker.rollout.speculative": ("drafted_tokens" in tensors, sampler.counts_drafts),
             "algorithm.adv_estimator=remax": ("reward_baselines" in tensors, self.has_baselines),
         }
         changed = {option: pair for option, pair in found.items() if pair[0] != pair[1]}

@@ -49,6 +49,7 @@ class Sampler:
         rollout = worker.rollout
         multi_turn = rollout.multi_turn
         self.converses = multi_turn.enable
+        self.counts_drafts = rollout.speculative.is_used and not self.converses
         self.columns = None if self.converses else SAMPLED_FROM  # that engines read; tools may read all
         self.options = SamplingOptions(
             n=rollout.n,

@@ -57,6 +57,10 @@ def join_responses(
         joined = joined.merge({"rollout_versions": versions_of(responses, response_length)})
     if any(response.routes is not None for response in responses):
         joined = joined.merge({ENGINE_ROUTES: routes_of(responses, joined.batch["attention_mask"])})
+    drafts = [response.drafts for response in responses if response.drafts is not None]
+    if len(drafts) == len(responses):  # not of conversations
+        drafted, accepted = torch.tensor(drafts, dtype=torch.int64).unbind(-1)  # (B,)
+        joined = joined.merge({"drafted_tokens": drafted, "accepted_tokens": accepted})
     trajectories = [response.trajectory for response in responses]
     if not any(trajectories):
         return joined

@@ -7,7 +7,7 @@
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -83,6 +83,16 @@ class RolloutRequest:
         return limit
 
 
+class Drafts(NamedTuple):
+    """Numbers of tokens in speculative decoding."""
+
+    proposed: int = 0
+    accepted: int = 0
+
+    def plus(self, proposed: int, accepted: int) -> "Drafts":
+        return Drafts(self.proposed + proposed, self.accepted + accepted)
+
+
 @dataclass(frozen=True)
 class FinishedResponse:
     """One sampled response."""
@@ -99,6 +109,7 @@ class FinishedResponse:
     versions: list[int] = field(default_factory=list)
     # (tokens, L, k): experts of the first tokens of prompt and response, see `models.experts.routes`
     routes: Tensor | None = None
+    drafts: Drafts | None = None  # None without speculative decoding
 
 
 class RolloutEngine(Protocol):

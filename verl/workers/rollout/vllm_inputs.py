@@ -70,6 +70,8 @@ def engine_arguments(config: Any, setup: EngineSetup, hf_config: Any) -> dict[st
         arguments["hf_overrides"] = partial(
             _overridden, overrides=dict(setup.override_config), ours=ours, head_dtype=head_dtype
         )
+    if config.speculative.is_used:
+        arguments["speculative_config"] = config.speculative.engine_arguments()
     if config.limit_images and "image" in kinds_of(hf_config) and not embeds_prompts(family):
         arguments["limit_mm_per_prompt"] = {"image": config.limit_images}
     if setup.device == "cpu":
@@ -204,12 +206,15 @@ def embedded_data(media: EmbeddedMedia, family: MediaFamily) -> dict[str, Any]:
     return {kind: family.engine_features(kind, items) for kind, items in kinds.items() if items}
 
 
-def sampling_params(sampling: SamplingOptions, banned: list[int], max_tokens: int, seed_offset: int) -> Any:
+def sampling_params(
+    sampling: SamplingOptions, banned: list[int], max_tokens: int, seed_offset: int, *, drafts: bool = False
+) -> Any:
     """Convert options to vLLM's `SamplingParams` for one response.
 
     Args:
         max_tokens: Longest response, instead of that of the options.
         seed_offset: Added to the seed of the options, if they have one.
+        drafts: The engine checks drafts, to which vLLM applies banned words but no biases.
     """
     from vllm import SamplingParams  # noqa: PLC0415 - after its environment
     from vllm.sampling_params import RequestOutputKind  # noqa: PLC0415
@@ -222,7 +227,8 @@ def sampling_params(sampling: SamplingOptions, banned: list[int], max_tokens: in
         if added in extra:
             extra[added] = extra[added] / temperature
     bias = {int(token): value / temperature for token, value in (extra.pop("logit_bias", None) or {}).items()}
-    bias |= dict.fromkeys(banned, float("-inf"))
+    if not drafts:
+        bias |= dict.fromkeys(banned, float("-inf"))
     known = SamplingParams.__struct_fields__
     unknown = sorted(set(extra) - set(known))
     if unknown:
@@ -243,4 +249,7 @@ def sampling_params(sampling: SamplingOptions, banned: list[int], max_tokens: in
         skip_clone=True,  # prompts share it; vLLM adds the same to it for all
     )
     fields |= extra
-    return SamplingParams(**fields)
+    params = SamplingParams(**fields)
+    if drafts and banned:
+        params._bad_words_token_ids = [[token] for token in banned]
+    return params

@@ -8,7 +8,9 @@ a new version of vLLM fails here and not later in the numbers. Checked with vLLM
 import dataclasses
 import functools
 import importlib
+import importlib.util
 import os
+import sys
 import typing
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +23,7 @@ from torch import Tensor
 
 from verl.distributed.device import is_gpu
 from verl.models.families.audio.qwen3_omni import CHUNK_FRAMES, CHUNK_TOKENS
+from verl.workers.rollout.vllm_drafts import expand_to_tokens
 from verl.workers.rollout.vllm_image_blocks import with_image_rows
 from verl.workers.rollout.vllm_omni import (
     positions_where_heard,
@@ -97,6 +100,8 @@ def apply_patches(device: str) -> None:
     name_shared_memory_per_run()
     skip_token_ranks()
     see_images_whole_on_cpu()
+    find_kernels_despite_numba()
+    sample_from_drafts_on_cpu()
 
 
 def _replaceable(module: str, *names: str) -> Any:
@@ -351,6 +356,45 @@ def see_images_whole_on_cpu() -> None:
         return build(self, common_prefix_len, with_image_rows(self, common_attn_metadata), **options)
 
     builder.build = build_with_images
+
+
+def find_kernels_despite_numba() -> None:
+    """Let vLLM on CPU replace its Triton kernels after numba, which finds drafts, was imported."""
+    # vLLM 0.32 reads the attributes of every module, and llvmlite has an object that invents attributes
+    if importlib.util.find_spec("vllm.triton_utils.dispatcher") is None:  # older versions replace none
+        return
+    dispatcher = _replaceable("vllm.triton_utils.dispatcher", "_rebind_kernels")
+    theirs = dispatcher._rebind_kernels
+    if hasattr(theirs, "__wrapped__"):
+        return
+
+    @functools.wraps(theirs)
+    def without_llvmlite(*arguments: Any) -> None:
+        hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if name.startswith("llvmlite.")}
+        try:
+            theirs(*arguments)
+        finally:
+            sys.modules.update(hidden)
+
+    dispatcher._rebind_kernels = without_llvmlite
+
+
+def sample_from_drafts_on_cpu() -> None:
+    """Give each token of a draft the temperature, top-p and top-k of its request, and allow no drafts."""
+    # vLLM 0.32's kernel for CPUs writes into a copy and rounds to integers: drafts are accepted by logits
+    # divided by whatever the memory held. Its top-k fails on steps in which no request has a draft.
+    sampler = _replaceable(
+        "vllm.v1.sample.rejection_sampler", "expand_batch_to_tokens", "apply_sampling_constraints"
+    )
+    sampler.expand_batch_to_tokens = expand_to_tokens
+    theirs = sampler.apply_sampling_constraints
+
+    @functools.wraps(theirs)
+    def of_some(logits: Tensor, *arguments: Any) -> Tensor:
+        return theirs(logits, *arguments) if len(logits) else logits
+
+    if not hasattr(theirs, "__wrapped__"):
+        sampler.apply_sampling_constraints = of_some
 
 
 def name_shared_memory_per_run() -> None:

@@ -7,6 +7,7 @@ random stream, and so computes the same responses.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from verl.workers.model_builder import read_config
 from verl.workers.rollout import lora_sync, vllm_patches, vllm_sleep, weight_sync
 from verl.workers.rollout.base import (
     INTERRUPTED,
+    Drafts,
     EngineSetup,
     FinishedResponse,
     RolloutRequest,
@@ -30,6 +32,7 @@ from verl.workers.rollout.base import (
 from verl.workers.rollout.engine_routes import EngineRoutes, ReturnedRoutes, SlotRoutes
 from verl.workers.rollout.generation_rng import GenerationRng, preserved_rng
 from verl.workers.rollout.stepwise import StepwiseEngine
+from verl.workers.rollout.vllm_drafts import DraftCounts, count_drafts, forget_responses
 from verl.workers.rollout.vllm_inputs import (
     embeds_prompts,
     engine_arguments,
@@ -104,6 +107,9 @@ class VLLMRollout(StepwiseEngine):
         self.numbers = count()  # of requests
         self.running: dict[str, RunningRequest] = {}  # by vLLM's name of the request
         self.routes = self._route_recorder() if setup.records_routes else None
+        self.drafts: DraftCounts | None = None
+        if config.speculative.is_used:
+            self.drafts = count_drafts(self.engine.engine_core.engine_core.scheduler)
 
     def agree(self, value: Any) -> Any:
         """Return the value of the engine's first rank; a collective call with tensor parallelism."""
@@ -164,6 +170,7 @@ class VLLMRollout(StepwiseEngine):
         self._check_idle()
         self._wake("weights")
         vllm_patches.drain(self.engine)
+        forget_responses(self.runner)
         yield
         weight_sync.clear_caches(self.engine)
         self.synced = True
@@ -187,7 +194,9 @@ class VLLMRollout(StepwiseEngine):
                 for sample in range(sampling.n):
                     key = limit, request.seed_offset + sample
                     if key not in shared:
-                        shared[key] = sampling_params(sampling, self.banned, *key)
+                        shared[key] = sampling_params(
+                            sampling, self.banned, *key, drafts=self.drafts is not None
+                        )
                     name = f"{number}.{sample}"
                     internal = self.engine.add_request(name, prompt, shared[key], lora_request=adapter)
                     added[name] = RunningRequest(request.uid, sample, internal)
@@ -199,7 +208,13 @@ class VLLMRollout(StepwiseEngine):
     def _advance(self) -> list[FinishedResponse]:
         assert self.engine.has_unfinished_requests(), "vLLM lost requests"
         finished = [output for output in self.engine.step() if output.finished]
-        return [self._response(output, self.running.pop(output.request_id)) for output in finished]
+        return [
+            replace(
+                self._response(output, self.running.pop(output.request_id)),
+                drafts=self._drafts_of(output.request_id),
+            )
+            for output in finished
+        ]
 
     def _begun(self) -> list[FinishedResponse]:
         processor = self.engine.output_processor
@@ -218,6 +233,10 @@ class VLLMRollout(StepwiseEngine):
         self.engine.abort_request(names)
         for name in names:
             del self.running[name]
+            self._drafts_of(name)
+
+    def _drafts_of(self, name: str) -> Drafts | None:
+        return None if self.drafts is None else self.drafts.take(name)
 
     def _prepare(self, request: RolloutRequest) -> Any:
         from vllm.renderers.inputs.preprocess import parse_model_prompt  # noqa: PLC0415 - after vLLM's environment

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+from dataclasses import replace
+
+import pytest
+
+from verl.config import speculative
+from verl.config.rollout import RolloutConfig
+from verl.config.speculative import SpeculativeConfig
+
+
+def problems_of(**changes):
+    return list(replace(RolloutConfig(), **changes).problems("worker.rollout"))
+
+
+def test_each_method_gets_its_own_arguments_of_vllm():
+    assert SpeculativeConfig("ngram", 5, 1, 3).engine_arguments() == {
+        "method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 1, "prompt_lookup_max": 3,
+    }  # fmt: skip
+    assert SpeculativeConfig("suffix", 8, suffix_max_cached_requests=0).engine_arguments() == {
+        "method": "suffix", "num_speculative_tokens": 8, "suffix_decoding_max_tree_depth": 24,
+        "suffix_decoding_max_cached_requests": 0,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["min_p", "logit_bias"])
+def test_sampling_that_drafts_would_not_follow_is_refused(name):
+    options = SpeculativeConfig("ngram")
+
+    [problem] = problems_of(speculative=options, val_override_config={name: {5: 1.0}})
+
+    assert f"`worker.rollout.val_override_config.{name}` must not be set" in problem
+    assert not problems_of(val_override_config={name: {5: 1.0}})
+
+
+def test_only_vllm_checks_drafts():
+    [problem] = problems_of(speculative=SpeculativeConfig("ngram"), name="hf", tensor_parallel_size=1)
+
+    assert "`worker.rollout.speculative.method` must be null with `worker.rollout.name=hf`" in problem
+
+
+def test_a_missing_package_is_named_with_its_command(monkeypatch):
+    monkeypatch.setattr(speculative, "find_spec", lambda name: None)
+
+    [problem] = problems_of(speculative=SpeculativeConfig("suffix"))
+
+    assert "pip install 'easy-verl[suffix]'" in problem
+    assert not problems_of(speculative=SpeculativeConfig("ngram"))
