@@ -21,6 +21,7 @@ import pandas
 from datasets.exceptions import DatasetsError
 
 from verl.data.decoded_size import check_decoded_size
+from verl.data.mapped_lines import read_lines
 from verl.data.plain_files import (
     DEFAULT_SPLIT,
     Row,
@@ -29,7 +30,6 @@ from verl.data.plain_files import (
     from_object,
     read_csv,
     read_json,
-    read_jsonl,
     split_name,
     unreadable,
 )
@@ -216,6 +216,6 @@ def _read_pickle(path: Path) -> Source:
 
 
 READERS: dict[str, Callable[[Path], Source]] = {
-    ".parquet": _read_table, ".arrow": _read_table, ".jsonl": read_jsonl, ".json": read_json,
+    ".parquet": _read_table, ".arrow": _read_table, ".jsonl": read_lines, ".json": read_json,
     ".csv": read_csv, ".pkl": _read_pickle,
 }  # fmt: skip

@@ -68,16 +68,20 @@ def json_fault(error: json.JSONDecodeError) -> str:
 
 def parse_lines(lines: Iterable[str]) -> list[Row]:
     """Parse JSON lines; a ValueError names the line as an editor counts it."""
-    rows = []
-    for number, line in enumerate(lines, start=1):
-        text = line.rstrip("\r\n")  # else the end of a broken line counts as the start of another
-        try:
-            if text.strip():
-                rows.append(json.loads(text))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"line {number} is not JSON: {json_fault(error)}") from error
+    parsed = (parse_line(number, line) for number, line in enumerate(lines, start=1))
+    rows = [row for row in parsed if row is not None]
     check_listed(rows)
     return rows
+
+
+def parse_line(number: int, line: str) -> Any:
+    """Parse one of the JSON lines; None for an empty one."""
+    text = line.rstrip("\r\n")  # else the end of a broken line counts as the start of another
+    try:
+        value = json.loads(text) if text.strip() else None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"line {number} is not JSON: {json_fault(error)}") from error
+    return value
 
 
 def read_jsonl(path: Path) -> Source:
