@@ -20,7 +20,7 @@ class RowsConfig:
     train_files: str | list[str] = option(
         "",
         "Training data: `PATH[@split]` or a list of them; a path is a file, a folder or a hub name"
-        " (`owner/name`, `owner/name/subset`).",
+        " (`owner/name`, `owner/name/subset`, `owner/name:subset`).",
         resolve=data_sources,
         example="hiyouga/math12k@train",
     )
@@ -71,6 +71,12 @@ class RowsConfig:
     )
     shuffle: bool = option(True, "Shuffle the training rows.")
     seed: int = option(1, "Random seed of the row order.", minimum=0)
+    streaming: bool = option(
+        False, "Check and measure training rows when they are read, instead of all of them at the start."
+    )
+    shuffle_buffer: int = option(
+        10_000, "Rows among which the next one is drawn with `streaming` and `shuffle`.", minimum=1
+    )
     min_pixels: int | None = option(
         262144, "Minimum pixels of an image; smaller images are upscaled; null is no minimum.", minimum=1
     )

@@ -52,6 +52,8 @@ PositionIds = Callable[[Tensor, MediaShape], Tensor | None]  # (L,) to (L,) or (
 TEXT_ROWS_FOR_ONE_PROCESS = 4000
 MEDIA_ROWS_FOR_ONE_PROCESS = 200
 DIGESTED_BYTES = 256  # at each end
+DIGESTED_ROWS = 64  # of a stream, evenly spaced
+TRAIN_FILES = "data.train_files"
 SIMPLE_TYPES = (date, time, timedelta, Decimal)  # whose text says which value it is
 PARTS_PER_PROCESS = 8  # rows with large videos are not spread evenly
 
@@ -66,6 +68,12 @@ class Rendered(NamedTuple):
     media: MediaData  # None without any
     messages: list[Message]
     is_trained: Sequence[bool] = ()  # for each of `raw_ids`; empty for a prompt
+
+
+class Overlong(NamedTuple):
+    """A row of a stream that is left out because it exceeds the token limit."""
+
+    index: int
 
 
 class RowCheck(NamedTuple):
@@ -106,7 +114,7 @@ class RowDataset(Dataset, ABC):
         *,
         media: MediaLoader | None = None,
         position_ids: PositionIds | None = None,
-        option: str = "data.train_files",
+        option: str = TRAIN_FILES,
         row_timeout_s: float | None = ROW_TIMEOUT_S,
         report: BadRowReport | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
@@ -132,16 +140,21 @@ class RowDataset(Dataset, ABC):
         # because only the filter measures media.
         self.lengths: list[int] = []
         self.num_learned: list[int] = []  # trained tokens of each row; 0 for a prompt
-        self.indices = self._usable_rows(option)  # usable rows, numbered over all files
+        # Usable rows, numbered over all files; in a stream all of them, since none was checked.
+        self.is_stream = config.streaming and option == TRAIN_FILES
+        self.indices: Sequence[int] = self._all_rows() if self.is_stream else self._usable_rows(option)
 
     def __len__(self) -> int:
         return len(self.indices)
 
-    def __getitem__(self, index: int) -> Item | BadRow:
+    def __getitem__(self, index: int) -> Item | BadRow | Overlong:
         # An exception in a loader process would reach the user as a traceback.
         row_index = self.indices[index]
         try:
-            row, item = self.rows[row_index], self.item_of(row_index)
+            row, rendered, shape = self._read(row_index)
+            if self.is_stream and self._is_overlong(rendered, shape):
+                return Overlong(row_index)
+            item = self._make_item(row, rendered, shape)
             number = 0
             if self.teachers is not None:
                 item[TEACHER_IDS] = number = self.teachers.number(row)
@@ -153,10 +166,7 @@ class RowDataset(Dataset, ABC):
 
     def item_of(self, row_index: int) -> Item:
         """Read a row, numbered over all files, with its media."""
-        row = self.rows[row_index]
-        rendered = self.render(row)
-        shape = self._media_reader.read(rendered.media, decode=True) if rendered.media else None
-        return self._make_item(row, rendered, shape)
+        return self._make_item(*self._read(row_index))
 
     def show_to_teachers(self, prompts: TeacherPrompts) -> None:
         """Add the teachers' views of the prompts to items; rows that a teacher cannot use are left out."""
@@ -183,6 +193,11 @@ class RowDataset(Dataset, ABC):
 
     @abstractmethod
     def _make_item(self, row: Row, rendered: Rendered, shape: MediaShape | None) -> Item: ...
+
+    def _read(self, row_index: int) -> tuple[Row, Rendered, MediaShape | None]:
+        row = self.rows[row_index]
+        rendered = self.render(row)
+        return row, rendered, self._media_reader.read(rendered.media, decode=True) if rendered.media else None
 
     @staticmethod
     @abstractmethod
@@ -235,6 +250,21 @@ class RowDataset(Dataset, ABC):
     def _media(self) -> MediaLoader:
         assert self.media is not None, "a dataset with a processor has a media loader"
         return self.media
+
+    def _is_overlong(self, rendered: Rendered, shape: MediaShape | None) -> bool:
+        ids = rendered.raw_ids if shape is None else self._expand(rendered.raw_ids, shape)
+        return self.config.filter_overlong_prompts and len(ids) > self.limit
+
+    def _all_rows(self) -> range:
+        """Return the rows of a stream, which are checked when they are read."""
+        total = len(self.rows)
+        sample = sorted({place * (total - 1) // (DIGESTED_ROWS - 1) for place in range(DIGESTED_ROWS)})
+        digests = b"".join(row_digest(self.rows[index]) for index in sample)
+        self.digest = hashlib.blake2b(b"%d %s" % (total, digests), digest_size=16).hexdigest()
+        for note in self.notes:
+            logger.warning(note)
+        logger.info("data opened as a stream: rows=%d", total)
+        return range(total)
 
     def _usable_rows(self, option: str) -> list[int]:
         workers = self.config.filter_overlong_prompts_workers

@@ -10,11 +10,13 @@ Processes read ahead: while a step uses a batch, they decode the media of the ne
 """
 
 import os
+import random
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -29,7 +31,7 @@ from verl.config.model import ModelConfig
 from verl.config.rollout import RolloutConfig
 from verl.config.sft import SFTDataConfig
 from verl.data.bad_rows import BAD_ROW_REMEDY, REPORT_NAME, BadRow, BadRowReport
-from verl.data.dataset import PositionIds, RowDataset
+from verl.data.dataset import Overlong, PositionIds, RowDataset
 from verl.data.first_look import prompts_of_batch, too_few_rows
 from verl.data.media.cache import MediaCache
 from verl.data.media.loader import MediaLoader
@@ -81,7 +83,8 @@ class PromptLoader(Generic[D]):
         self.epoch = 0
         self.position = 0  # rows of this epoch that were used
         self.bad_rows: dict[int, BadRow] = {}  # found when they were read
-        self._rows: Iterator[dict[str, Any] | BadRow] = iter(())
+        self.num_overlong = 0  # rows of a stream that were left out since the start
+        self._rows: Iterator[dict[str, Any] | BadRow | Overlong] = iter(())
         self._next: tuple[int, int] | None = None  # epoch and position of the next row of `_rows`
 
     def __len__(self) -> int:
@@ -94,6 +97,9 @@ class PromptLoader(Generic[D]):
         while used < len(self.dataset):
             item = self._read(used)
             used += 1
+            if isinstance(item, Overlong):
+                self.num_overlong += 1
+                continue
             if isinstance(item, BadRow):
                 self._leave_out(item)
                 continue
@@ -106,9 +112,10 @@ class PromptLoader(Generic[D]):
             self.position = used
             yield DataProto.from_single_dict(self.dataset.batch(items))
         if first == 0 and self.position == 0:
+            first_bad = next(iter(self.bad_rows.values()), None)
             raise ValueError(
                 f"no batch of {self.batch_size} prompts can be filled: {len(self.bad_rows)} of"
-                f" {len(self.dataset)} rows are bad, first {next(iter(self.bad_rows.values()), None)}"
+                f" {len(self.dataset)} rows are bad, first {first_bad}, and {self.num_overlong} too long"
             )
         self.epoch, self.position = self.epoch + 1, 0
         if not self.read_on:
@@ -134,9 +141,15 @@ class PromptLoader(Generic[D]):
         self.epoch, self.position = state["epoch"], min(state["position"], len(self.dataset))
 
     def _rows_of_state(self) -> dict[str, Any]:
-        return {"seed": self.seed, "num_rows": len(self.dataset), "rows": self.dataset.digest}
+        state = {"seed": self.seed, "num_rows": len(self.dataset), "rows": self.dataset.digest}
+        return state | ({} if self.buffer is None else {"shuffle_buffer": self.buffer})
 
-    def _read(self, position: int) -> dict[str, Any] | BadRow:
+    @property
+    def buffer(self) -> int | None:
+        """Number of rows among which the next one of a stream is drawn; None draws among all rows."""
+        return self.dataset.config.shuffle_buffer if self.dataset.is_stream else None
+
+    def _read(self, position: int) -> dict[str, Any] | BadRow | Overlong:
         if self._next != (self.epoch, position):
             self._rows = self._open(position)
         self._next = None  # in case reading fails
@@ -145,7 +158,7 @@ class PromptLoader(Generic[D]):
         self._next = (self.epoch + 1, 0) if is_last else (self.epoch, position + 1)
         return row
 
-    def _take(self, position: int) -> dict[str, Any] | BadRow:
+    def _take(self, position: int) -> dict[str, Any] | BadRow | Overlong:
         # Rows that were read ahead are not part of the position, so processes that died are replaced by new
         # ones, which read the same rows again.
         try:
@@ -165,13 +178,18 @@ class PromptLoader(Generic[D]):
                 f" {self.epoch} ({error}): lower `data.num_workers` ({self.num_workers}) if memory is short"
             ) from error
 
-    def _open(self, position: int) -> Iterator[dict[str, Any] | BadRow]:
+    def _open(self, position: int) -> Iterator[dict[str, Any] | BadRow | Overlong]:
         workers = min(self.num_workers, len(self.dataset), len(os.sched_getaffinity(0)))
         rows = DataLoader(
             self.dataset,
             batch_size=None,  # one row at a time, so that all workers read for the same batch
             sampler=_order(
-                len(self.dataset), self.epoch, position, self.seed if self.shuffle else None, self.read_on
+                len(self.dataset),
+                self.epoch,
+                position,
+                self.seed if self.shuffle else None,
+                self.read_on,
+                self.buffer,
             ),
             collate_fn=partial(_as_arrays, self.dataset.tensors),
             num_workers=workers,
@@ -205,17 +223,36 @@ def _own_sigchld() -> Iterator[None]:
         signal.signal(signal.SIGCHLD, before)
 
 
-def _order(num_rows: int, epoch: int, position: int, seed: int | None, read_on: bool) -> Iterator[int]:
+def _order(
+    num_rows: int, epoch: int, position: int, seed: int | None, read_on: bool, buffer: int | None
+) -> Iterator[int]:
     """Yield row numbers from a position of an epoch; without a seed in the order of the files."""
     while True:
-        order = list(range(num_rows))
+        order: Iterable[int] = range(num_rows)
         if seed is not None:
-            generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
-            order = torch.randperm(num_rows, generator=generator).tolist()
-        yield from order[position:]
+            order = _shuffled(num_rows, seed * 1_000_003 + epoch, buffer)
+        yield from islice(order, position, None)
         if not read_on:
             return
         epoch, position = epoch + 1, 0
+
+
+def _shuffled(num_rows: int, seed: int, buffer: int | None) -> Iterable[int]:
+    """Return all row numbers in a random order, each drawn among the next `buffer` ones that are left."""
+    if buffer is None:
+        return torch.randperm(num_rows, generator=torch.Generator().manual_seed(seed)).tolist()
+    return _drawn_from_buffer(num_rows, random.Random(seed), buffer)
+
+
+def _drawn_from_buffer(num_rows: int, numbers: random.Random, buffer: int) -> Iterator[int]:
+    # No row is read for it, so a resumed run repeats the draws before its position in a second per million.
+    waiting = list(range(min(buffer, num_rows)))
+    for row in range(len(waiting), num_rows):
+        place = int(numbers.random() * len(waiting))
+        yield waiting[place]
+        waiting[place] = row
+    numbers.shuffle(waiting)
+    yield from waiting
 
 
 class Readers(NamedTuple):
@@ -377,6 +414,6 @@ def _check_size(dataset: RowDataset, batch_size: int, option: str) -> None:
 
 def _as_arrays(tensors: Sequence[str], item: Any) -> Any:
     # Each tensor that leaves a worker process would hold a file descriptor, so tensors travel as arrays.
-    if isinstance(item, BadRow):
+    if isinstance(item, BadRow | Overlong):
         return item
     return item | {name: item[name].numpy() for name in tensors}

@@ -46,14 +46,14 @@ def opened_data(config: PPOConfig, folder: Path, *, measures: bool = True) -> Ab
         ValueError: The model's files or the data cannot be used, or no row can; or the folder is the run's.
     """
     sizes: dict[str, Any] = {"rollout_batch_size": 1, "mini_rollout_batch_size": None}
-    data = replace(config.data, on_bad_row="skip", filter_overlong_prompts=measures, **sizes)
+    data = replace(config.data, on_bad_row="skip", filter_overlong_prompts=measures, streaming=False, **sizes)
     tools = schemas_of(config.worker.rollout.multi_turn)
     return _opened(config, config.worker.rollout, folder, partial(make_loaders, data), tools)
 
 
 def opened_conversations(config: SFTConfig, folder: Path) -> AbstractContextManager[Loaders]:
     """Open the conversations as a run does; see `opened_data`."""
-    data = replace(config.data, on_bad_row="skip", filter_overlong_prompts=True)
+    data = replace(config.data, on_bad_row="skip", filter_overlong_prompts=True, streaming=False)
     return _opened(config, data, folder, partial(make_sft_loaders, data, 1))
 
 

@@ -7,7 +7,6 @@ random stream, and so computes the same responses.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -208,13 +207,7 @@ class VLLMRollout(StepwiseEngine):
     def _advance(self) -> list[FinishedResponse]:
         assert self.engine.has_unfinished_requests(), "vLLM lost requests"
         finished = [output for output in self.engine.step() if output.finished]
-        return [
-            replace(
-                self._response(output, self.running.pop(output.request_id)),
-                drafts=self._drafts_of(output.request_id),
-            )
-            for output in finished
-        ]
+        return [self._response(output, self.running.pop(output.request_id)) for output in finished]
 
     def _begun(self) -> list[FinishedResponse]:
         processor = self.engine.output_processor
@@ -271,6 +264,7 @@ class VLLMRollout(StepwiseEngine):
             log_probs=sampled_log_probs(completion.logprobs),
             finish_reason=completion.finish_reason,
             routes=self._routes(request.internal, len(completion.token_ids), completion),
+            drafts=self._drafts_of(output.request_id),
         )
 
     def _routes(self, internal: str, sampled: int, completion: Any = None) -> Tensor | None:
