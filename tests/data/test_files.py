@@ -15,6 +15,7 @@ import pytest
 from PIL import Image
 
 from tests.helpers.media import noise
+from verl.config.files.paths import data_source
 from verl.data.files import load_rows
 
 ROWS = [{"problem": f"{n} + 1?", "answer": str(n + 1), "level": "easy"} for n in range(10)]
@@ -193,6 +194,14 @@ def test_a_subset_of_a_data_set_on_the_hub_is_its_third_part(hub):
     assert all_rows("openai/gsm8k/main@train") == ROWS
     assert all_rows("openai/gsm8k/socratic") == ROWS[:4]
     assert all_rows("openai/gsm8k/main@train[2:4]") == ROWS[2:4]
+
+
+def test_a_subset_may_follow_a_colon(hub, folder):
+    for source in ("openai/gsm8k:socratic", "openai/gsm8k:socratic@train"):
+        assert all_rows(data_source(source)) == ROWS[:4]
+    assert all_rows(data_source("openai/gsm8k:main@train[2:4]")) == ROWS[2:4]
+    # a local path with a colon is a path
+    assert all_rows(data_source(str(write(folder / "a:b.jsonl")))) == ROWS
 
 
 @pytest.mark.parametrize("source", ["openai/gsm8k@train", "openai/gsm8k/mains@train"])

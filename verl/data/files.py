@@ -2,9 +2,10 @@
 """Data rows from files, directories and the hub, as one list-like object.
 
 A source is `PATH[@split]`: a file (`.parquet`, `.arrow`, `.json`, `.jsonl`, `.csv`, `.pkl`), a directory of
-such files, a directory written by `Dataset.save_to_disk`, or a data set on the hub (`owner/name`, or
-`owner/name/subset`). `split` is a name such as `train` with an optional slice (`train[:10%]`). Sources of
-different kinds and columns can be joined. To add a kind of file, add a reader to `READERS`.
+such files, a directory written by `Dataset.save_to_disk`, or a data set on the hub (`owner/name`,
+`owner/name/subset` or `owner/name:subset`). `split` is a name such as `train` with an optional slice
+(`train[:10%]`). Sources of different kinds and columns can be joined. To add a kind of file, add a reader to
+`READERS`.
 """
 
 import os
@@ -135,9 +136,11 @@ def _open_directory(path: Path, split: str | None) -> list[Source]:
 
 def _open_hub(path: str, split: str) -> Source:
     use_modelscope_hub_if_asked()
-    name, subset = "/".join(path.split("/")[:2]), "/".join(path.split("/")[2:]) or None
+    name, colon, subset = path.partition(":")
+    if not colon:
+        name, subset = "/".join(path.split("/")[:2]), "/".join(path.split("/")[2:])
     try:
-        return _table(f"{path}@{split}", datasets.load_dataset(name, subset, split=split))
+        return _table(f"{path}@{split}", datasets.load_dataset(name, subset or None, split=split))
     except (OSError, ValueError, DatasetsError) as error:
         subsets = _subsets(name) if isinstance(error, ValueError) else []
         if len(subsets) > 1 and subset not in subsets:
