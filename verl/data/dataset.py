@@ -70,10 +70,8 @@ class Rendered(NamedTuple):
     is_trained: Sequence[bool] = ()  # for each of `raw_ids`; empty for a prompt
 
 
-class Overlong(NamedTuple):
+class Overlong(BadRow):
     """A row of a stream that is left out because it exceeds the token limit."""
-
-    index: int
 
 
 class RowCheck(NamedTuple):
@@ -147,13 +145,13 @@ class RowDataset(Dataset, ABC):
     def __len__(self) -> int:
         return len(self.indices)
 
-    def __getitem__(self, index: int) -> Item | BadRow | Overlong:
+    def __getitem__(self, index: int) -> Item | BadRow:
         # An exception in a loader process would reach the user as a traceback.
         row_index = self.indices[index]
         try:
             row, rendered, shape = self._read(row_index)
             if self.is_stream and self._is_overlong(rendered, shape):
-                return Overlong(row_index)
+                return Overlong(row_index, self.rows.where(row_index), f"longer than {self.limit} tokens")
             item = self._make_item(row, rendered, shape)
             number = 0
             if self.teachers is not None:

@@ -84,7 +84,7 @@ class PromptLoader(Generic[D]):
         self.position = 0  # rows of this epoch that were used
         self.bad_rows: dict[int, BadRow] = {}  # found when they were read
         self.num_overlong = 0  # rows of a stream that were left out since the start
-        self._rows: Iterator[dict[str, Any] | BadRow | Overlong] = iter(())
+        self._rows: Iterator[dict[str, Any] | BadRow] = iter(())
         self._next: tuple[int, int] | None = None  # epoch and position of the next row of `_rows`
 
     def __len__(self) -> int:
@@ -149,7 +149,7 @@ class PromptLoader(Generic[D]):
         """Number of rows among which the next one of a stream is drawn; None draws among all rows."""
         return self.dataset.config.shuffle_buffer if self.dataset.is_stream else None
 
-    def _read(self, position: int) -> dict[str, Any] | BadRow | Overlong:
+    def _read(self, position: int) -> dict[str, Any] | BadRow:
         if self._next != (self.epoch, position):
             self._rows = self._open(position)
         self._next = None  # in case reading fails
@@ -158,7 +158,7 @@ class PromptLoader(Generic[D]):
         self._next = (self.epoch + 1, 0) if is_last else (self.epoch, position + 1)
         return row
 
-    def _take(self, position: int) -> dict[str, Any] | BadRow | Overlong:
+    def _take(self, position: int) -> dict[str, Any] | BadRow:
         # Rows that were read ahead are not part of the position, so processes that died are replaced by new
         # ones, which read the same rows again.
         try:
@@ -178,7 +178,7 @@ class PromptLoader(Generic[D]):
                 f" {self.epoch} ({error}): lower `data.num_workers` ({self.num_workers}) if memory is short"
             ) from error
 
-    def _open(self, position: int) -> Iterator[dict[str, Any] | BadRow | Overlong]:
+    def _open(self, position: int) -> Iterator[dict[str, Any] | BadRow]:
         workers = min(self.num_workers, len(self.dataset), len(os.sched_getaffinity(0)))
         rows = DataLoader(
             self.dataset,
@@ -414,6 +414,6 @@ def _check_size(dataset: RowDataset, batch_size: int, option: str) -> None:
 
 def _as_arrays(tensors: Sequence[str], item: Any) -> Any:
     # Each tensor that leaves a worker process would hold a file descriptor, so tensors travel as arrays.
-    if isinstance(item, BadRow | Overlong):
+    if isinstance(item, BadRow):
         return item
     return item | {name: item[name].numpy() for name in tensors}
