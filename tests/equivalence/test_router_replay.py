@@ -16,7 +16,7 @@ from tests.workers.rollout.reference import collect, hub_tensors, load_model, ro
 from verl.config.model import FSDPConfig, LoraConfig, ModelConfig
 from verl.distributed.fsdp import make_mesh
 from verl.distributed.sequence_parallel import SequenceParallel
-from verl.models.experts.routes import extend_routes
+from verl.models.mixture.routes import extend_routes
 from verl.models.tiny import save_tiny_model
 from verl.protocol import DataProto
 from verl.utils.plain_data import objects

@@ -12,7 +12,7 @@ from verl.models.families.interface import MediaFamily, Sense, is_part
 from verl.models.families.registry import family_of
 from verl.models.lora import adapted_parameters, attach_adapters, compile_pattern
 from verl.models.lora_weights import AdapterConfig, is_adapter, plain_name
-from verl.models.routing import is_router_alone, routers_of
+from verl.models.mixture.routing import is_router_alone, routers_of
 from verl.models.scalar_head import SCORE
 from verl.utils.rank_logger import get_logger
 

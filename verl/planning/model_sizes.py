@@ -12,7 +12,6 @@ from transformers import PreTrainedModel
 
 from verl.config.model import FSDPConfig, ModelConfig, OptimConfig
 from verl.distributed.fsdp import fsdp_blocks
-from verl.models.experts.choices import check_replay, route_bytes
 from verl.models.families.interface import DEFAULT_PATCHES, MediaFamily, is_part
 from verl.models.families.registry import encoder_of, family_of
 from verl.models.hub_names import meta_model
@@ -23,8 +22,9 @@ from verl.models.lora import (
     adapted_parameters,
     experts_without_adapter,
 )
+from verl.models.mixture.choices import check_replay, route_bytes
 from verl.models.mixture.experts import check_divisible, expert_modules, expert_option, has_biases
-from verl.models.routing import logits_per_token
+from verl.models.mixture.routing import logits_per_token
 from verl.models.scalar_head import make_scalar
 from verl.models.tiled_mlp import has_tiles, tile_mlps
 from verl.models.trainable import select_trainable

@@ -211,6 +211,7 @@ class ModelWorker(SavingWorker[ShardedModel]):
                 media_of_teacher(config, self.options.media),
             )
             assert isinstance(family, MediaFamily), "its data set has media"
+            assert model.tokenizer_path is not None, "that of its model unless given"
             processor = load_processor(model.tokenizer_path, None, model.trust_remote_code)
             media = MediaLoader(processor, options, self.options.media_cache, family)
             setup = replace(setup, media=media)

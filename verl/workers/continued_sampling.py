@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from verl.models.experts.routes import join_routes
+from verl.models.mixture.routes import join_routes
 from verl.workers.rollout.base import (
     INTERRUPTED,
     FinishedResponse,

@@ -11,7 +11,7 @@ from tests.workers.rollout.reference import (
     rollout_config,
     setup_of,
 )
-from verl.models.experts.choices import ChoicePass, ExpertChoices
+from verl.models.mixture.choices import ChoicePass, ExpertChoices
 from verl.models.tiny import save_tiny_model
 from verl.workers.continued_sampling import ContinuedSampling
 from verl.workers.rollout.base import RolloutRequest, SamplingOptions

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from verl.agents.interface import OwnPrompt, Trajectory
-from verl.models.experts.routes import extend_routes
 from verl.models.families.mrope import continue_positions
+from verl.models.mixture.routes import extend_routes
 from verl.protocol import DataProto, objects
 from verl.workers.packing.row_routes import ENGINE_ROUTES
 from verl.workers.rollout.base import FinishedResponse

@@ -23,15 +23,15 @@ from verl.distributed.token_sharding import ShardPlan, shard_plan
 from verl.models.attention.layouts import PackedLayout, SharedLayout
 from verl.models.attention.sequence_parallel_layouts import sequence_layout
 from verl.models.deferred_logits import DeferredLogits
-from verl.models.experts.choices import ChoicePass, ExpertChoices
-from verl.models.experts.routes import unrouted
 from verl.models.families.interface import ExampleRow, Kind, MediaFamily, Medium
 from verl.models.families.registry import family_of
 from verl.models.fused_log_probs import TokenLogProbs
 from verl.models.head.logit_chunks import HeadLogits
 from verl.models.lora import adapters_disabled
+from verl.models.mixture.choices import ChoicePass, ExpertChoices
+from verl.models.mixture.routes import unrouted
+from verl.models.mixture.routing import Routing, TokenOwners
 from verl.models.registry import check_sequence_parallel, prompt_sharing_obstacle
-from verl.models.routing import Routing, TokenOwners
 from verl.models.vision import MediaRows, blocks_of, share_media
 from verl.protocol import DataProto
 from verl.utils.rank_logger import get_logger

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from verl.distributed.sequence_parallel import SequenceParallel
 from verl.models.fused_log_probs import TokenLogProbs
-from verl.models.routing import Routes, Routing
+from verl.models.mixture.routing import Routes, Routing
 from verl.protocol import DataProto
 from verl.workers.packing.row_routes import RouteUse, RowRoutes
 from verl.workers.packing.sp_strategy import StrategyPlanner

@@ -13,8 +13,8 @@ import numpy as np
 from torch import Tensor
 
 from verl.batch_keys import BatchError
-from verl.models.experts.routes import unrouted
-from verl.models.routing import TokenOwners
+from verl.models.mixture.routes import unrouted
+from verl.models.mixture.routing import TokenOwners
 from verl.utils.plain_data import objects
 from verl.workers.packing.sp_rows import SPRows
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from verl.models.routing import balance_loss
+from verl.models.mixture.routing import balance_loss
 from verl.protocol import DataProto
 from verl.workers.packing.row_forward import RowForward
 from verl.workers.roles.metric_sums import MetricSums

@@ -107,7 +107,7 @@ class FinishedResponse:
     trajectory: Trajectory | None = None  # of a conversation; its tokens and log-probs are those of all turns
     # of the weights that sampled each token, where they may change within a response
     versions: list[int] = field(default_factory=list)
-    # (tokens, L, k): experts of the first tokens of prompt and response, see `models.experts.routes`
+    # (tokens, L, k): experts of the first tokens of prompt and response, see `models.mixture.routes`
     routes: Tensor | None = None
     drafts: Drafts | None = None  # None without speculative decoding
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from verl.models.experts.routes import route_dtype, unrouted
+from verl.models.mixture.routes import route_dtype, unrouted
 
 
 class EngineRoutes(Protocol):

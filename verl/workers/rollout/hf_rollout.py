@@ -20,10 +20,10 @@ from verl.data.media.loader import media_in_order, shape_of
 from verl.distributed.device import to_device
 from verl.distributed.fsdp import torch_dtype
 from verl.models.auto import AutoProcessor, AutoTokenizer
-from verl.models.experts.choices import ChoicePass, ExpertChoices
 from verl.models.families.interface import MediaFamily, MediaShape, Medium
 from verl.models.families.registry import family_of, media_family_of
 from verl.models.hub_names import auto_class
+from verl.models.mixture.choices import ChoicePass, ExpertChoices
 from verl.workers.model_builder import read_config
 from verl.workers.rollout.base import (
     INTERRUPTED,

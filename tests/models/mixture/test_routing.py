@@ -11,7 +11,7 @@ from verl.models.families.registry import load_config
 from verl.models.families.tiny_sizes import TEXT
 from verl.models.hub_names import meta_model
 from verl.models.lora_weights import AdapterConfig, is_adapter
-from verl.models.routing import Routing, balance_loss, routers_of
+from verl.models.mixture.routing import Routing, balance_loss, routers_of
 from verl.models.tiny import save_tiny_model
 from verl.models.trainable import TrainableOptions, select_trainable
 from verl.planning.memory_model import MicroBatch, ModelSetup, saved_activations

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from verl.models.experts.routes import route_dtype, unrouted
 from verl.models.layer_configs import EXPERTS, TOP_K, experts_per_layer, experts_per_token
-from verl.models.routing import routers_of
+from verl.models.mixture.routes import route_dtype, unrouted
+from verl.models.mixture.routing import routers_of
 
 # Arguments of routers' forwards: what is added to the scores before the choice, (E,).
 BIASES = ("expert_bias", "e_score_correction_bias")
