@@ -3,9 +3,8 @@ from dataclasses import replace
 
 import pytest
 
-from verl.config import speculative
-from verl.config.rollout import RolloutConfig
-from verl.config.speculative import SpeculativeConfig
+from verl.config import rollout
+from verl.config.rollout import RolloutConfig, SpeculativeConfig
 
 
 def problems_of(**changes):
@@ -39,7 +38,7 @@ def test_only_vllm_checks_drafts():
 
 
 def test_a_missing_package_is_named_with_its_command(monkeypatch):
-    monkeypatch.setattr(speculative, "find_spec", lambda name: None)
+    monkeypatch.setattr(rollout, "find_spec", lambda name: None)
 
     [problem] = problems_of(speculative=SpeculativeConfig("suffix"))
 

@@ -40,8 +40,8 @@ from verl.data.media.loader import MediaData, MediaLoader
 from verl.data.messages import Message, media_columns
 from verl.data.plain_files import Row
 from verl.data.prompt_template import PromptFormat
-from verl.data.teacher_column import TEACHER_IDS, TeacherColumn
-from verl.data.teacher_prompts import TeacherPrompts
+from verl.data.teachers.column import TEACHER_IDS, TeacherColumn
+from verl.data.teachers.prompts import TeacherPrompts
 from verl.models.families.interface import MediaShape
 from verl.utils.processes.child_process import IsolatedCalls
 from verl.utils.rank_logger import get_logger

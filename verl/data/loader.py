@@ -39,8 +39,8 @@ from verl.data.media.sizes import MediaOptions
 from verl.data.messages import BadRowError
 from verl.data.rl_dataset import RLHFDataset
 from verl.data.sft_dataset import SFTDataset
-from verl.data.teacher_column import TeacherColumn
-from verl.data.teacher_prompts import TeacherPrompts, data_of_teacher, has_views, media_of_teacher
+from verl.data.teachers.column import TeacherColumn
+from verl.data.teachers.prompts import TeacherPrompts, data_of_teacher, has_views, media_of_teacher
 from verl.data.tokenizer import load_processor, load_tokenizer
 from verl.models.families.interface import MediaFamily
 from verl.models.families.registry import family_of, load_config, register_family

@@ -37,7 +37,7 @@ class DeviceBackend:
 
     @property
     def is_gpu(self) -> bool:
-        """Whether its devices have memory of their own."""
+        """True if its devices have memory of their own."""
         return self.resource != CPU_RESOURCE
 
     @property

@@ -33,8 +33,8 @@ from verl.data.loader import (
     show_to_teachers,
 )
 from verl.data.media.cache import MediaCache
-from verl.data.teacher_column import TeacherColumn
-from verl.data.teacher_tokens import check_teacher_tokens
+from verl.data.teachers.column import TeacherColumn
+from verl.data.teachers.tokens import check_teacher_tokens
 from verl.distributed.device import is_gpu
 from verl.logger.base import Run
 from verl.logger.console.start_up import phase

@@ -22,7 +22,7 @@ from tests.workers.rollout.reference import (
 from verl.models.tiny import save_tiny_model
 from verl.workers.rollout.base import RolloutRequest, SamplingOptions, media_token_ids
 from verl.workers.rollout.engines import build_rollout_engine
-from verl.workers.rollout.hf_batches import RunningBatch, sample_tokens
+from verl.workers.rollout.hf.batches import RunningBatch, sample_tokens
 
 pytestmark = pytest.mark.heavy
 

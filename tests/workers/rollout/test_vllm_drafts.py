@@ -15,7 +15,7 @@ from tests.workers.rollout.reference import (
     rollout_config,
     setup_of,
 )
-from verl.config.speculative import SpeculativeConfig
+from verl.config.rollout import SpeculativeConfig
 from verl.models.tiny import save_tiny_model
 from verl.workers.rollout.base import RolloutRequest, SamplingOptions
 from verl.workers.rollout.engines import build_rollout_engine

@@ -17,7 +17,7 @@ from verl.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss, PolicyLossI
 from verl.algorithms.rollout_correction import RolloutCorrection, importance_weights, rejection_mask
 from verl.algorithms.token_selection import selection_of
 from verl.config.worker import ActorConfig
-from verl.data.teacher_prompts import MEDIA
+from verl.data.teachers.prompts import MEDIA
 from verl.models.fused_log_probs import TokenLogProbs
 from verl.protocol import DataProto
 from verl.workers.packing.row_forward import RowForward

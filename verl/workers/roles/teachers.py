@@ -11,8 +11,8 @@ from verl.algorithms.distillation import top_kl
 from verl.algorithms.kl import kl_divergence
 from verl.config.distillation import DistillationLossConfig
 from verl.config.model import TrainedModelConfig
-from verl.data.teacher_column import TEACHER_IDS
-from verl.data.teacher_prompts import MEDIA, TENSORS
+from verl.data.teachers.column import TEACHER_IDS
+from verl.data.teachers.prompts import MEDIA, TENSORS
 from verl.models.families.mrope import continue_positions
 from verl.models.fused_log_probs import TokenLogProbs, linear_kl
 from verl.models.head.logit_chunks import HeadLogits
@@ -116,7 +116,7 @@ class Teachers:
 
 
 def seen_by_teachers(micro: DataProto) -> DataProto:
-    """Replace the prompts and media by those that the teachers see; the responses stay."""
+    """Replace the prompts and media by the teachers' views of them; the responses stay."""
     tensors = micro.batch
     if TENSORS[0] not in tensors:
         return micro

@@ -23,7 +23,7 @@ def _build_vllm(config: Any, setup: EngineSetup) -> RolloutEngine:
 
 @ROLLOUT_ENGINES.register("hf")
 def _build_hf(config: Any, setup: EngineSetup) -> RolloutEngine:
-    from verl.workers.rollout.hf_rollout import HFRollout  # noqa: PLC0415 - reads torchvision for VL processors
+    from verl.workers.rollout.hf.rollout import HFRollout  # noqa: PLC0415 - reads torchvision for VL processors
 
     return HFRollout(config, setup)
 

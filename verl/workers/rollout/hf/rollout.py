@@ -3,7 +3,7 @@
 
 Each process holds a whole copy of the model. It does not sample with the policy's own FSDP2 module, whose
 attention takes packed rows and no cache, and whose collectives would tie every rank to the longest response
-of all. `hf_batches.py` generates.
+of all. `batches.py` generates.
 """
 
 from collections import deque
@@ -33,7 +33,7 @@ from verl.workers.rollout.base import (
     SamplingOptions,
     media_token_ids,
 )
-from verl.workers.rollout.hf_batches import PreparedPrompt, RunningBatch, padded_tokens
+from verl.workers.rollout.hf.batches import PreparedPrompt, RunningBatch, padded_tokens
 from verl.workers.rollout.stepwise import StepwiseEngine
 
 
