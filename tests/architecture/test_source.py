@@ -5,7 +5,11 @@ import ast
 import re
 
 from tests.architecture.source import PACKAGE, ROOT, source_files, tree_of
+from verl.distributed.backends import gpu_backends
 
+# The table of kinds of devices, their names as an option, and a key of checkpoints.
+NAME_KINDS = {"distributed/backends.py", "config/trainer.py", "checkpoint/sharded.py"}
+KINDS = {kind.name for kind in gpu_backends()}
 LEFTOVERS = re.compile(r"\b(TODO|FIXME|XXX)\b")
 
 
@@ -47,3 +51,22 @@ def test_nothing_is_left_to_do():
 
 def test_the_tree_is_at_most_three_folders_deep():
     assert max(len(path.relative_to(PACKAGE).parts) for path in source_files()) <= 4
+
+
+def test_one_table_names_the_kinds_of_gpus():
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}"
+        for path in source_files()
+        if str(path.relative_to(PACKAGE)) not in NAME_KINDS
+        for node in ast.walk(tree_of(path))
+        if names_kind(node)
+    ]
+    assert not found, "ask `verl.distributed.device`:\n" + "\n".join(found)
+
+
+def names_kind(node):
+    """Whether a node is `torch.cuda`, or "cuda" as a value."""
+    if isinstance(node, ast.Constant):
+        return node.value in KINDS
+    is_of_torch = isinstance(node, ast.Attribute) and ast.unparse(node.value) == "torch"
+    return is_of_torch and node.attr in KINDS

@@ -139,7 +139,9 @@ class PPOConfig(RunTree):
                 " `worker.rollout.multi_turn`, whose turns earn rewards; or learn from a teacher alone with"
                 " `distillation.distillation_loss.use_task_rewards=false`"
             )
-        yield from distillation_problems(self.distillation, self.worker, self.algorithm, self.trainer)
+        yield from distillation_problems(
+            self.distillation, self.worker, self.algorithm, self.trainer, self.data
+        )
         yield from diffusion_problems(self.data, self.worker, self.algorithm, self.trainer)
         yield from algorithm_problems(self.data, self.worker, self.algorithm, self.trainer)
         yield from server_problems(self.reward_servers, self.worker, self.algorithm, self.trainer)

@@ -11,6 +11,7 @@ from tests.workers.rollout.reference import (
     rollout_config,
     setup_of,
 )
+from verl.config.rollout import SpeculativeConfig
 from verl.models.mixture.choices import ChoicePass, ExpertChoices
 from verl.models.tiny import save_tiny_model
 from verl.workers.continued_sampling import ContinuedSampling
@@ -28,11 +29,22 @@ REQUESTS = [
 PROMPTS = {request.uid: request.prompt_token_ids for request in REQUESTS}
 
 
-@pytest.fixture(scope="module", params=["hf", pytest.param("vllm", marks=pytest.mark.heavy)])
+DRAFTS = SpeculativeConfig("ngram", num_tokens=3, prompt_lookup_min=1, prompt_lookup_max=2)
+ENGINES = {
+    "hf": dict(name="hf"),
+    "vllm": dict(name="vllm", max_num_batched_tokens=256),
+    "drafts": dict(name="vllm", max_num_batched_tokens=256, speculative=DRAFTS),
+}
+
+
+@pytest.fixture(
+    scope="module",
+    params=["hf", *(pytest.param(name, marks=pytest.mark.heavy) for name in ("vllm", "drafts"))],
+)
 def engine_and_model(request, tmp_path_factory, single_process):
     path = save_tiny_model(tmp_path_factory.mktemp("mixture"), "qwen3_moe", num_experts=8)
     setup = setup_of(path, records_routes=True)
-    engine = build_rollout_engine(rollout_config(name=request.param, max_num_batched_tokens=256), setup)
+    engine = build_rollout_engine(rollout_config(**ENGINES[request.param]), setup)
     model = load_model(path)
     engine.sync_weights(hub_tensors(model))
     engine.wake()

@@ -4,6 +4,7 @@
 from collections.abc import Iterator
 
 from verl.config.algorithm import ESTIMATOR_NEEDS, AlgorithmConfig
+from verl.config.data import RowsConfig
 from verl.config.distillation import TEACHERS, DistillationConfig
 from verl.config.trainer import TrainerConfig
 from verl.config.worker import WorkerConfig
@@ -12,7 +13,11 @@ ALONE = "`distillation.distillation_loss.use_task_rewards=false`"
 
 
 def distillation_problems(
-    distillation: DistillationConfig, worker: WorkerConfig, algorithm: AlgorithmConfig, trainer: TrainerConfig
+    distillation: DistillationConfig,
+    worker: WorkerConfig,
+    algorithm: AlgorithmConfig,
+    trainer: TrainerConfig,
+    data: RowsConfig,
 ) -> Iterator[str]:
     if not distillation.enabled:
         return
@@ -23,6 +28,11 @@ def distillation_problems(
             yield (
                 f"`{TEACHERS}.{name}.num_video_frames` must be null with `worker.rollout.multi_turn`, whose"
                 " conversations may show media that only the policy has seen"
+            )
+        if teacher.num_video_frames is not None and data.streaming:
+            yield (
+                f"`{TEACHERS}.{name}.num_video_frames` must be null with `data.streaming`: the prompts of all"
+                " rows are measured for the teacher before the run; set data.streaming=false"
             )
     if not distillation.is_alone:
         return
