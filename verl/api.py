@@ -330,7 +330,7 @@ def _opened(config: PPOConfig | SFTConfig) -> Iterator[Any]:
             engine = "hf"  # nothing is sampled, so vLLM may be missing
             started = _started(prepared_run(config, planned_sft, warm_up=import_sft_worker), running_sft)
         else:
-            engine, port = config.worker.rollout.name, config.trainer.viewer_port
+            engine, port = config.engine, config.trainer.viewer_port
             prepared = prepared_run(config, planned_ppo, 0.0, port, check_reward, imports_of(config.worker))
             started = _started(prepared, running_trainer)
         with run_in_process(config.trainer, engine, started) as trainer:

@@ -65,7 +65,7 @@ def test_one_table_names_the_kinds_of_gpus():
 
 
 def names_kind(node):
-    """Whether a node is `torch.cuda`, or "cuda" as a value."""
+    """Return whether a node is `torch.cuda`, or "cuda" as a value."""
     if isinstance(node, ast.Constant):
         return node.value in KINDS
     is_of_torch = isinstance(node, ast.Attribute) and ast.unparse(node.value) == "torch"

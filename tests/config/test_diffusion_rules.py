@@ -50,6 +50,7 @@ def test_a_run_that_makes_pictures_loads(folder):
     config = load(folder)
 
     assert config.takes_sampled_log_probs and not config.has_old_pass
+    assert config.engine == "diffusers"  # vLLM need not be installed
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return BAD_INPUT
-    engine, trainer = ("vllm", None) if config is None else (config.worker.rollout.name, config.trainer)
+    engine, trainer = ("vllm", None) if config is None else (config.engine, config.trainer)
     findings = []
     for finding in run_checks(engine, trainer, tries_imports=not switches.quick):
         findings.append(finding)

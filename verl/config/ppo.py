@@ -41,6 +41,11 @@ class PPOConfig(RunTree):
     )
 
     @property
+    def engine(self) -> str:
+        """Name of what samples, whose packages must be installed."""
+        return "diffusers" if self.trainer.diffusion else self.worker.rollout.name
+
+    @property
     def num_serving(self) -> int:
         return sum(server.num_devices for server in self.reward_servers.values() if server.takes_devices)
 

@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         usage("examples/config.yaml", "docs/options.md"),
         planned_ppo,
         lambda config: make_plan(config).text,
-        lambda config: config.worker.rollout.name,
+        lambda config: config.engine,
         train_once,
         VERL_KEYS,
         lambda config: look_at_prompts(
