@@ -23,6 +23,7 @@ from torch import Tensor
 
 from verl.distributed.device import is_gpu
 from verl.models.families.audio.qwen3_omni import CHUNK_FRAMES, CHUNK_TOKENS
+from verl.workers.rollout.generation_rng import preserved_rng
 from verl.workers.rollout.vllm_drafts import expand_to_tokens
 from verl.workers.rollout.vllm_image_blocks import with_image_rows
 from verl.workers.rollout.vllm_omni import (
@@ -54,9 +55,10 @@ GPU_ENVIRONMENT = {
 
 def import_vllm(device: str) -> Any:
     set_environment(device)  # vLLM reads it on import
-    vllm = importlib.import_module("vllm")
-    check_version(vllm.__version__)
-    apply_patches(device)
+    with preserved_rng(device):  # packages draw random numbers when they are imported
+        vllm = importlib.import_module("vllm")
+        check_version(vllm.__version__)
+        apply_patches(device)
     return vllm
 
 
