@@ -21,6 +21,7 @@ SAMPLING_PARAMETERS = (  # vLLM's; used only to detect typos, because unknown na
 # logits, and counts of sampled tokens.
 GPU_SEQUENCES, CPU_SEQUENCES = 512, 256
 
+FP8 = "fp8"
 OBJECT_STORE, COLLECTIVE = "object_store", "collective"  # ways of weights
 UNSUPPORTED_SAMPLING = ("min_p", "logit_bias")  # vLLM does not apply them to drafted tokens
 
@@ -119,6 +120,12 @@ class RolloutConfig:
     )
     limit_images: int = option(0, "Maximum images per prompt; 0 is the engine's own limit.", minimum=0)
     dtype: str = dtype_option("bf16", "Data type of the engine's weights and activations.")
+    quantization: str | None = option(
+        None,
+        "Weights of the engine's linear layers and experts: null keeps `dtype`, `fp8` quantizes them at each"
+        " sync, with activations; needs GPUs and `algorithm.rollout_correction`.",
+        choices=(FP8,),
+    )
     gpu_memory_utilization: float = option(0.6, "GPU memory fraction while awake.", minimum=0.01, maximum=1.0)
     ignore_eos: bool = option(False, "Continue sampling after the EOS token; for benchmarks.")
     enforce_eager: bool = option(False, "Disable CUDA graphs: faster to start, slower to sample.")
@@ -208,6 +215,8 @@ class RolloutConfig:
                 f"`{path}.max_num_seqs` ({self.max_num_seqs}) must be at most"
                 f" `{path}.max_num_batched_tokens` ({self.max_num_batched_tokens})"
             )
+        if self.quantization is not None:
+            yield from self._quantization(path)
         yield from self.speculative.engine_problems(path, self.name, self.val_override_config)
         for name in self.val_override_config:
             nearest = difflib.get_close_matches(str(name), SAMPLING_PARAMETERS, n=1, cutoff=0.8)
@@ -218,3 +227,15 @@ class RolloutConfig:
             value = self.val_override_config.get(name, minimum)
             if isinstance(value, bool) or not isinstance(value, int | float) or value < minimum:
                 yield f"`{path}.val_override_config.{name}` must be at least {minimum}, got {value!r}"
+
+    def _quantization(self, path: str) -> Iterator[str]:
+        key, value = f"`{path}.quantization`", self.quantization
+        if self.name != "vllm":
+            yield f"{key} must be null with `{path}.name={self.name}`, got {value!r}: only vLLM quantizes"
+        if self.dtype == "fp32":
+            yield f"`{path}.dtype` must be bf16 or fp16 with {key}={value}, got 'fp32'"
+        if self.lora_sync == "adapter":
+            yield (
+                f"`{path}.lora_sync` must be auto or merged with {key}={value}, got 'adapter': whole weights"
+                " are quantized"
+            )

@@ -297,8 +297,8 @@ def _common(run: PlannedRun, models: Sequence[HeldModel], machine: Machine) -> t
             device["engine"] = engine.weights(policy) + engine.cpu_cache(policy)
         elif engine.options.name == "hf":
             offloaded += engine.weights(policy)
-        elif run.serves_adapters(machine.device):
-            # Without adapters vLLM discards the weights, and the next sync brings them.
+        elif run.serves_adapters(machine.device) or engine.is_quantized:
+            # vLLM discards other weights, and the next sync brings them.
             offloaded += int(LOCKED_ROUNDING * engine.weights(policy))
     host: Parts = {"process": process}
     if run.engine is not None and run.engine.own:

@@ -25,6 +25,8 @@ from verl.planning.planned_model import PlannedModel, PlannedPass, RowLengths
 LOG_PROB_PHASES = {"actor": "old", "critic": "values", "prime": "process_rewards"}  # by trained role
 SFT_BATCH_TENSORS = 5  # of int64: ids, mask, positions, responses and response mask
 MAX_CPU_CACHE = GIB
+QUANTIZED_BYTES = 1  # of a weight in fp8; its scales are one in thousands
+JOINED_WEIGHTS = 2  # gate and up, of which vLLM makes one
 TEACHER = "teacher"  # phase
 
 
@@ -49,8 +51,21 @@ class PlannedEngine:
         """Bytes of a weight, and of a number in the cache."""
         return {"fp32": 4}.get(self.options.dtype, 2)
 
+    @property
+    def is_quantized(self) -> bool:
+        return self.options.quantization is not None
+
     def weights(self, policy: ModelShape) -> int:
-        return self.number * policy.params // self.options.tensor_parallel_size
+        """Bytes of the weights on each of its devices; embeddings and head are never quantized."""
+        size = self.number * policy.params
+        if self.is_quantized:
+            size = self.number * policy.root + QUANTIZED_BYTES * (policy.params - policy.root)
+        return size // self.options.tensor_parallel_size
+
+    def layer_to_quantize(self, policy: ModelShape, largest: int) -> int:
+        """Bytes of what waits until all of a layer is there, and of the layer before it is quantized."""
+        weights = policy.experts // policy.text.layers or JOINED_WEIGHTS * largest
+        return self.number * (weights + weights // self.options.tensor_parallel_size)
 
     def cpu_cache(self, policy: ModelShape) -> int:
         """Keys and values on CPU: vLLM's cache, or those of the prompts that `hf` runs together."""
@@ -73,6 +88,8 @@ class PlannedEngine:
         if setup.expert_ranks > 1:  # the part of one rank's experts comes first
             copies += 1 / setup.expert_ranks
         parts = {"a gathered weight": int(copies * self.number * largest)}
+        if self.is_quantized:
+            parts["a layer to quantize"] = self.layer_to_quantize(policy, largest)
         if on_gpu(machine.device):
             parts["engine"] = int(self.options.gpu_memory_utilization * machine.device_bytes)
             if self.options.name == "vllm":  # float32, made after vLLM measured what is left for its cache
@@ -142,6 +159,7 @@ class PlannedRun:
             and self.engine is not None
             and self.engine.options.name == "vllm"
             and self.engine.options.lora_sync != "merged"
+            and not self.engine.is_quantized
             and self.models[0].model.lora.is_used
         )
 

@@ -88,7 +88,8 @@ def decoding_step(
     ranks = options.tensor_parallel_size
     dense = (policy.params - text.layers * (text.params - layer_weights(text))) / ranks
     # In a mixture the running tokens spread over the experts.
-    touched = min(engine.weights(policy), number * dense * _spread(policy, running))
+    held = engine.weights(policy)
+    touched = min(held, held * ranks / policy.params * dense * _spread(policy, running))
     weights = touched / cluster.memory
     flops = 2 * _active(engine, policy) * running / cluster.products
     token = cache_bytes_per_token(text, number) / min(ranks, text.kv_heads)

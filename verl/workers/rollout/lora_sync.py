@@ -33,6 +33,8 @@ def engine_adapter(
     reason = why_merged(model, config, modules, rollout.name, device)
     if reason is None and rollout.lora_sync != "adapter":
         reason = why_merging_is_cheaper(rollout.lora_sync, device)
+    if reason is None and rollout.quantization is not None:
+        reason = f"`worker.rollout.quantization={rollout.quantization}` quantizes whole weights"
     if reason is None:
         return EngineAdapter(config, modules)
     if rollout.lora_sync == "adapter":

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from verl.config.rollout import FP8
 from verl.distributed.device import is_gpu
 from verl.distributed.fsdp import torch_dtype
 from verl.models.families.interface import KINDS, EncodedMedium, Family, Kind, MediaFamily
@@ -29,6 +30,8 @@ from verl.workers.rollout.vllm_sleep import sleep_arguments
 
 logger = get_logger(__name__)
 
+# vLLM's names. Each row of a weight has a scale of its own, and each token's activations have one.
+QUANTIZATIONS = {FP8: "fp8_per_channel"}
 MAX_CPU_CACHE_BYTES = 1 << 30  # vLLM fills it with zeros at start, 2 seconds for each GiB
 READS_EMBEDDINGS = (0, 32)  # the first vLLM that was checked for it
 
@@ -70,6 +73,8 @@ def engine_arguments(config: Any, setup: EngineSetup, hf_config: Any) -> dict[st
         arguments["hf_overrides"] = partial(
             _overridden, overrides=dict(setup.override_config), ours=ours, head_dtype=head_dtype
         )
+    if config.quantization is not None:
+        arguments["quantization"] = QUANTIZATIONS[config.quantization]
     if config.speculative.is_used:
         arguments["speculative_config"] = config.speculative.engine_arguments()
     if config.limit_images and "image" in kinds_of(hf_config) and not embeds_prompts(family):

@@ -127,12 +127,21 @@ def keep_buffers_of_empty_models() -> None:
     """Stop `load_format="dummy"` from overwriting buffers, which weight sync does not restore."""
     # vLLM 0.32 keeps mean and deviation of pixels as buffers of the vision tower: without them log-probs of
     # prompts with images are off by 3
-    loader = _replaceable("vllm.model_executor.model_loader.dummy_loader:DummyModelLoader", "load_weights")
+    loader = _replaceable(
+        "vllm.model_executor.model_loader.dummy_loader:DummyModelLoader",
+        "load_weights", "_process_online_quant_layer",
+    )  # fmt: skip
     fill: Any = importlib.import_module("vllm.model_executor.model_loader.weight_utils")
+    layerwise: Any = importlib.import_module("vllm.model_executor.model_loader.reload.layerwise")
 
     def fill_parameters(self: Any, model: torch.nn.Module, model_config: Any) -> None:
-        for parameter in model.parameters():
-            fill.initialize_single_dummy_weight(parameter)
+        for layer in model.modules():
+            info = layerwise.get_layerwise_info(layer)
+            if info.can_load():  # to be quantized
+                self._process_online_quant_layer(layer, info)
+                continue
+            for parameter in layer.parameters(recurse=False):
+                fill.initialize_single_dummy_weight(parameter)
 
     loader.load_weights = fill_parameters
 

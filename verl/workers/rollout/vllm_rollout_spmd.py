@@ -97,7 +97,9 @@ class VLLMRollout(StepwiseEngine):
         self.runner = self.engine.model_executor.driver_worker.worker.model_runner
         self.level = vllm_sleep.KEPT
         if is_gpu(self.device):
-            self.level = vllm_sleep.sleep_level(self.runner, takes_adapter=self.takes_adapter)
+            self.level = vllm_sleep.sleep_level(
+                self.runner, takes_adapter=self.takes_adapter, is_quantized=config.quantization is not None
+            )
         self.keeps_weights = self.level == vllm_sleep.KEPT
         self.asleep: set[str] = set()
         self.frozen_parts = engine_encoder_of(self.hf_config) if setup.takes_embeddings else ()
@@ -117,7 +119,7 @@ class VLLMRollout(StepwiseEngine):
         return get_tp_group().broadcast_object(value)
 
     def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-        with self._new_weights():
+        with self._new_weights(), weight_sync.reloading(self.model, self.engine.model_config):
             loaded = weight_sync.load_into(
                 self.model, named_tensors, self.hf_config, self.dtype, frozen=self.tower
             )

@@ -35,9 +35,13 @@ def sleep_arguments() -> dict[str, Any]:
     return {"enable_sleep_mode": True, **offload}
 
 
-def sleep_level(runner: Any, *, takes_adapter: bool) -> int:
+def sleep_level(runner: Any, *, takes_adapter: bool, is_quantized: bool = False) -> int:
     """Return the deepest level of sleep from which a sync and `restore` recover everything."""
     if takes_adapter:  # a sync brings the adapter only
+        return KEPT
+    # captured graphs read what kernels of quantized layers keep next to the parameters, in objects that
+    # `loose_tensors` does not see and that a sync replaces
+    if is_quantized:
         return KEPT
     state = getattr(runner, "model_state", None)  # the V1 runner has none
     if state is None or type(state).__name__ == KNOWN_STATE:

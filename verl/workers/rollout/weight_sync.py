@@ -5,11 +5,13 @@ Names come as on the hub (`verl.models.hub_names.HubNames.convert`), which every
 shards full tensors over its tensor-parallel ranks itself.
 """
 
+import importlib
 from collections.abc import Iterable, Iterator, Set
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from verl.models.families.interface import MediaFamily
 from verl.models.families.registry import family_of, transposed_experts
@@ -55,18 +57,47 @@ def load_into(
     These must be all, or all but `frozen`, which an earlier sync loaded.
     """
     # rounded to bfloat16, the biases by which experts are chosen would choose others
+    names = {name for name, _ in model.named_parameters()}  # before quantization adds scales
     wide = {_end(name) for name, param in model.named_parameters() if param.dtype == torch.float32}
     weights = engine_weights(named_tensors, hf_config, dtype, wide)
     reported = set(model.load_weights(weights))
     for _ in weights:  # a loader may stop early, but gathering is collective
         pass
-    names = {name for name, _ in model.named_parameters()}
     # vLLM 0.26 reports a layer's experts by the name of the layer: `experts.w2_weight`
     loaded = {name for name in names if name in reported or name.replace(EXPERTS, ".") in reported}
     missing = names - loaded
     if missing and missing != frozen:
         raise RuntimeError(f"weight sync did not reach parameters of the rollout engine: {sorted(missing)}")
     return loaded
+
+
+def quantized_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the layers of vLLM's module whose weights it quantizes while it loads them."""
+    methods = ((layer, getattr(layer, "quant_method", None)) for layer in model.modules())
+    return [layer for layer, method in methods if getattr(method, "uses_meta_device", False)]
+
+
+@contextmanager
+def reloading(model: nn.Module, model_config: Any) -> Iterator[None]:
+    """Let `load_weights` read weights in the engine's dtype, as before they were quantized.
+
+    Inside, `named_parameters` are what is loaded, without scales. vLLM quantizes a layer as soon as all of it
+    was loaded, into the memory of its old values, which captured graphs read; a layer that nothing was loaded
+    into keeps what it had. Other layers stay as they are: vLLM's `reload_weights` would replace them as well.
+    """
+    layers = nn.ModuleList(quantized_layers(model))
+    if not len(layers):
+        yield
+        return
+    layerwise: Any = importlib.import_module("vllm.model_executor.model_loader.reload.layerwise")
+    layerwise.initialize_layerwise_reload(layers)
+    yield
+    for layer in layers.modules():
+        info = layerwise.get_layerwise_info(layer)
+        if info.can_load() and not info.load_numel:  # vLLM would do the same, with a warning
+            layerwise._place_kernel_tensors(layer, info)
+            info.reset()
+    layerwise.finalize_layerwise_reload(layers, model_config)
 
 
 def clear_caches(engine: Any) -> None:
