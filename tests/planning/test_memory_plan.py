@@ -325,3 +325,20 @@ def test_a_server_that_leaves_no_room_gets_a_smaller_share():
 
     # 72 GiB are usable; weights, moments and reference 3.5, the sleeping engine 3, the context 1: 64.5 of 80
     assert change == ("reward_servers.judge.gpu_memory_utilization", 0.8)
+
+
+def test_a_quantized_engine_holds_a_byte_for_each_weight_outside_of_embeddings_and_head():
+    plain = make_config()
+    quantized = with_options(
+        plain, {"worker.rollout.quantization": "fp8", "algorithm.rollout_correction.rollout_is": "token"}
+    )
+    run = planned_ppo(quantized)
+    shape = read_shape(ModelConfig(), quantized.worker.actor.fsdp, option="", is_trained=True)
+
+    assert planned_ppo(plain).engine.weights(shape) == 2 << 30
+    assert run.engine.weights(shape) == (1 << 30) + (1 << 20)
+    # gate and up in bf16 as they came, and joined
+    assert phases_of(quantized)["gen"].device["a layer to quantize"] == 2 * 2 * (2 << 20)
+    # its weights wait in host memory while it sleeps
+    assert "offloaded" not in phases_of(plain)["update_actor"].host
+    assert phases_of(quantized)["update_actor"].host["offloaded"] > run.engine.weights(shape)

@@ -208,6 +208,7 @@ def test_the_weights_are_kept_where_a_sync_does_not_bring_everything_back():
     assert vllm_sleep.sleep_level(SimpleNamespace(), takes_adapter=False) == 2  # the V1 runner
     assert vllm_sleep.sleep_level(runner_with(make_state()), takes_adapter=False) == 2
     assert vllm_sleep.sleep_level(runner_with(make_state()), takes_adapter=True) == 1
+    assert vllm_sleep.sleep_level(runner_with(make_state()), takes_adapter=False, is_quantized=True) == 1
     assert vllm_sleep.sleep_level(runner_with(make_state("MambaHybridModelState")), takes_adapter=False) == 1
 
 

@@ -119,7 +119,7 @@ class VLLMRollout(StepwiseEngine):
         return get_tp_group().broadcast_object(value)
 
     def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-        with self._new_weights(), weight_sync.reloading(self.model, self.engine.model_config):
+        with self._new_weights(), weight_sync.reloading(self.model):
             loaded = weight_sync.load_into(
                 self.model, named_tensors, self.hf_config, self.dtype, frozen=self.tower
             )

@@ -78,7 +78,7 @@ def quantized_layers(model: nn.Module) -> list[nn.Module]:
 
 
 @contextmanager
-def reloading(model: nn.Module, model_config: Any) -> Iterator[None]:
+def reloading(model: nn.Module) -> Iterator[None]:
     """Let `load_weights` read weights in the engine's dtype, as before they were quantized.
 
     Inside, `named_parameters` are what is loaded, without scales. vLLM quantizes a layer as soon as all of it
@@ -97,7 +97,7 @@ def reloading(model: nn.Module, model_config: Any) -> Iterator[None]:
         if info.can_load() and not info.load_numel:  # vLLM would do the same, with a warning
             layerwise._place_kernel_tensors(layer, info)
             info.reset()
-    layerwise.finalize_layerwise_reload(layers, model_config)
+    layerwise.finalize_layerwise_reload(layers, None)  # a config that only layers of attention read
 
 
 def clear_caches(engine: Any) -> None:
