@@ -10,6 +10,8 @@ from verl.checkpoint.merger import merge_checkpoint
 from verl.checkpoint.sharded import HUGGINGFACE
 from verl.config.files.model_files import has_weights
 from verl.config.model import ModelConfig
+from verl.config.rules.quantization_rules import cpu_problem
+from verl.distributed.device import is_gpu
 from verl.planning.model_sizes import check_experts, check_trained
 from verl.planning.planned_run import PlannedRun
 from verl.utils.rank_logger import get_logger
@@ -31,6 +33,12 @@ def check_divided_experts(run: PlannedRun) -> None:
     """Raise `ValueError` if the experts of a model cannot be divided as its options say."""
     for planned in run.models:
         check_experts(planned)
+
+
+def check_quantized_engine(run: PlannedRun, device: str) -> None:
+    """Raise `ValueError` if the engine is to be quantized on a device, `auto` resolved, that is no GPU."""
+    if run.engine is not None and run.engine.is_quantized and not is_gpu(device):
+        raise ValueError(cpu_problem(run.engine.options.quantization or ""))
 
 
 def export_checkpoints(models: Iterable[ModelConfig]) -> None:

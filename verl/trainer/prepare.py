@@ -85,6 +85,7 @@ def prepared_run(
             # First: a model family says how to read a model.
             importlib.import_module(EXTENSIONS).check_extensions(config)
             run = describe(config)
+            checks.check_quantized_engine(run, device)
             checks.export_checkpoints(planned.model for planned in run.models)
             checks.check_trained_models(run)
             checks.check_divided_experts(run)

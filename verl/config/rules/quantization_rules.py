@@ -21,13 +21,17 @@ def quantization_problems(
         yield f"{KEY} must be null with `trainer.diffusion=true`, got {value!r}: it is for engines of text"
         return
     if trainer.device == "cpu":
-        yield (
-            f"{KEY} must be null with `trainer.device=cpu`, got {value!r}: its matrix products exist on GPUs"
-            " only, and a CPU would gain nothing; set it to null, or `trainer.device` to a GPU"
-        )
+        yield cpu_problem(value)
     if correction.rollout_is is None and not correction.bypass_mode:
         yield (
             f"{KEY}={value} samples from another policy than the one that is trained, so"
             " `algorithm.rollout_correction.rollout_is` must be token or sequence, got null; or set"
             " `algorithm.rollout_correction.bypass_mode=true`, whose ratio is trainer to engine"
         )
+
+
+def cpu_problem(value: str) -> str:
+    return (
+        f"{KEY} must be null on CPU (`trainer.device`), got {value!r}: its matrix products exist on GPUs"
+        " only; set it to null, or `trainer.device` to a kind of GPU"
+    )
