@@ -9,6 +9,7 @@ Shape letters, throughout the project:
     T  P + R                       N  packed tokens of all sequences
     K  separate values of the reward function      E  experts of a mixture
     Q  prompt length of teachers that see other media, padded
+    Z  most likely tokens of a teacher
 """
 
 from collections.abc import Mapping
@@ -27,7 +28,7 @@ class BatchKey(NamedTuple):
 
     name: str
     dims: tuple[tuple[str | int, ...], ...]  # allowed shapes, in the letters above
-    kind: str  # "int64", "float32", "mask" (int64, zeros and ones) or "object"
+    kind: str  # "int64", "int32", "float32", "mask" (int64, zeros and ones) or "object"
     writer: str
     readers: str
 
@@ -116,6 +117,10 @@ BATCH_KEYS: dict[str, BatchKey] = {
         BatchKey("teacher_media", (("B",),), "object", "loader", "teachers, update (distillation)"),
         BatchKey(
             "teacher_log_probs", (("B", "R"),), "float32", "teachers", "advantage, update (distillation)"
+        ),
+        BatchKey("teacher_top_ids", (("B", "R", "Z"),), "int32", "served teachers", "update (distillation)"),
+        BatchKey(
+            "teacher_top_log_probs", (("B", "R", "Z"),), "float32", "served teachers", "update (distillation)"
         ),
         BatchKey("full_kl", (("B", "R"),), "float32", "actor and reference", "KL penalty"),
         BatchKey("values", (("B", "R"),), "float32", "critic", "advantage, update"),

@@ -60,7 +60,10 @@ def test_the_options_of_a_section_are_in_the_documentation_and_not_in_the_exampl
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["kind=chatt"], "`reward_servers.judge.kind` must be one of ['chat', 'score', 'classify', 'embed']"),
+        (
+            ["kind=chatt"],
+            "`reward_servers.judge.kind` must be one of ['chat', 'score', 'classify', 'embed', ",
+        ),
         (["modelpath=a/b"], "did you mean `reward_servers.judge.model_path`?"),
         (["kind=chat"], "needs `reward_servers.judge.model_path` or `reward_servers.judge.url`, got neither"),
         (["model_path=a/b", "url=http://h/v1"], "got both: set one of them"),

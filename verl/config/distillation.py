@@ -76,8 +76,14 @@ class TeacherConfig:
     """A frozen model that the policy learns from. Its tokenizer must be the policy's."""
 
     model_path: str | None = option(None, "Folder or hub name.", resolve=model_source)
+    server: str | None = option(
+        None, "Name in `reward_servers` of the model, of `kind=teacher`, which is asked instead of loaded."
+    )
     tokenizer_path: str | None = option(
-        None, "Folder or hub name of the tokenizer and processor; null is `model_path`.", resolve=model_source
+        None,
+        "Folder or hub name of the tokenizer and processor; null is `model_path`, and must be set with"
+        " `server`.",
+        resolve=model_source,
     )
     trust_remote_code: bool = option(False, "Allow Python code that comes with the model.")
     key: str | None = option(
@@ -118,10 +124,26 @@ class TeacherConfig:
             )
         if self.tokens_per_frame is not None and self.num_video_frames is None:
             yield f"`{path}.tokens_per_frame` has no effect without `{path}.num_video_frames`: set that too"
-        if self.model_path is None:
+        if self.server is not None:
+            yield from self._server_problems(path)
+        elif self.model_path is None:
             yield f"`{path}.model_path` must be set: a model folder or a hub name"
         elif (problem := folder_problem(self.model_path, path)) is not None:
             yield f"`{path}.model_path` {problem}"
+
+    def _server_problems(self, path: str) -> Iterator[str]:
+        if self.model_path is not None:
+            yield (
+                f"`{path}.model_path` must be null with `{path}.server`, whose model is that of"
+                f" `reward_servers.{self.server}`: remove one of them"
+            )
+        if self.tokenizer_path is None:
+            yield (
+                f"`{path}.tokenizer_path` must be set with `{path}.server`: its tokenizer is compared with"
+                " the policy's, and the server does not show it"
+            )
+        if self.num_video_frames is not None:
+            yield f"`{path}.num_video_frames` must be null with `{path}.server`: it is asked about text only"
 
 
 @dataclass(frozen=True)
@@ -141,6 +163,16 @@ class DistillationConfig:
     def teachers(self) -> Mapping[str, TeacherConfig]:
         """The teachers of the run, by name; none if it has no distillation."""
         return self.teacher_models if self.enabled else {}
+
+    @property
+    def served(self) -> Mapping[str, TeacherConfig]:
+        """The teachers that run behind a server."""
+        return {name: teacher for name, teacher in self.teachers.items() if teacher.server is not None}
+
+    @property
+    def loaded(self) -> Mapping[str, TeacherConfig]:
+        """The teachers that the processes load that train."""
+        return {name: teacher for name, teacher in self.teachers.items() if teacher.server is None}
 
     @property
     def is_alone(self) -> bool:

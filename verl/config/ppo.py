@@ -19,6 +19,7 @@ from verl.config.rules.algorithm_rules import algorithm_problems, group_problems
 from verl.config.rules.diffusion_rules import diffusion_problems
 from verl.config.rules.distillation_rules import distillation_problems
 from verl.config.rules.quantization_rules import quantization_problems
+from verl.config.rules.served_teacher_rules import served_teacher_problems
 from verl.config.schema import option
 from verl.config.trainer import WORLD, RunTree, TrainerConfig, divisible
 from verl.config.worker import WorkerConfig
@@ -38,7 +39,9 @@ class PPOConfig(RunTree):
     trainer: TrainerConfig = option(TrainerConfig, "Duration, devices, logging and checkpoints.")
     distillation: DistillationConfig = option(DistillationConfig, "Teachers of the policy.")
     reward_servers: dict[str, RewardServerConfig] = option(
-        dict, "Models that judge or score responses, by name: the reward function gets them as `servers`."
+        dict,
+        "Models that judge or score responses, by name: the reward function gets them as `servers`; and"
+        " teachers (`kind=teacher`).",
     )
 
     @property
@@ -147,6 +150,9 @@ class PPOConfig(RunTree):
             )
         yield from distillation_problems(
             self.distillation, self.worker, self.algorithm, self.trainer, self.data
+        )
+        yield from served_teacher_problems(
+            self.distillation, self.reward_servers, self.worker.rollout, self.max_sequence_length
         )
         yield from diffusion_problems(self.data, self.worker, self.algorithm, self.trainer)
         yield from algorithm_problems(self.data, self.worker, self.algorithm, self.trainer)

@@ -14,7 +14,8 @@ from verl.config.schema import option
 from verl.config.trainer import TrainerConfig, divisible
 from verl.config.worker import WorkerConfig
 
-KINDS = ("chat", "score", "classify", "embed")
+TEACHER = "teacher"
+KINDS = ("chat", "score", "classify", "embed", TEACHER)
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,8 @@ class RewardServerConfig:
 
     kind: str = option(
         "chat",
-        "What the model does: answer messages, score pairs of texts, classify a text, or embed it.",
+        "What the model does: answer messages, score pairs of texts, classify a text, embed it, or teach"
+        " (`distillation.teacher_models.NAME.server`).",
         choices=KINDS,
     )
     model_path: str | None = option(
@@ -82,6 +84,11 @@ class RewardServerConfig:
         return self.url is None
 
     @property
+    def teaches(self) -> bool:
+        """True if `distillation` asks the model, and not the reward function."""
+        return self.kind == TEACHER
+
+    @property
     def takes_devices(self) -> bool:
         return self.is_served and not self.colocate
 
@@ -103,6 +110,14 @@ class RewardServerConfig:
             yield from self._model_problems(path)
         if self.sampling and self.kind != "chat":
             yield f"`{path}.sampling` must be empty with `{path}.kind={self.kind}`, got {self.sampling}"
+        if self.teaches and self.is_served and self.colocate:
+            yield (
+                f"`{path}.colocate` must be false with `{path}.kind={TEACHER}`, which is asked while others"
+                f" have the GPUs that train: set `{path}.colocate=false`, or load the teacher where others"
+                " train, `distillation.teacher_models.NAME.model_path`"
+            )
+        if self.teaches and self.cache_dir is not None:
+            yield f"`{path}.cache_dir` has no effect with `{path}.kind={TEACHER}`: remove it"
 
     def _endpoint_problems(self, path: str, url: str) -> Iterator[str]:
         parts = urlsplit(url)
@@ -145,6 +160,11 @@ class RewardServerConfig:
             )
 
 
+def without_teachers(servers: Mapping[str, RewardServerConfig]) -> dict[str, RewardServerConfig]:
+    """Return the models that the reward function asks."""
+    return {name: server for name, server in servers.items() if not server.teaches}
+
+
 def server_problems(
     servers: Mapping[str, RewardServerConfig],
     worker: WorkerConfig,
@@ -152,11 +172,11 @@ def server_problems(
     trainer: TrainerConfig,
 ) -> Iterator[str]:
     """Yield the problems of servers together with the rest of a run."""
-    if servers and worker.scoring.reward_function is None:
-        asked = sorted(servers)
+    asked = sorted(without_teachers(servers))
+    if asked and worker.scoring.reward_function is None:
         yield f"`worker.reward.reward_function` must be set with `reward_servers`: only it asks {asked}"
     for name, server in servers.items():
-        if server.is_served and server.colocate:
+        if server.is_served and server.colocate and not server.teaches:
             yield from _colocation_problems(f"reward_servers.{name}", server, algorithm, trainer)
 
 

@@ -102,6 +102,11 @@ class SFTConfig(RunTree):
                     f"`distillation.teacher_models.{name}.num_video_frames` must be null in fine-tuning: set"
                     " `data.num_video_frames`, which holds for model and teacher"
                 )
+            if teacher.server is not None:
+                yield (
+                    f"`distillation.teacher_models.{name}.server` must be null in fine-tuning: set"
+                    " `model_path`"
+                )
         yield from self.input_problems()
         yield from self.kernel_problems()
         yield from self.rank_problems({"actor": actor.fsdp})

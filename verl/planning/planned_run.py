@@ -231,7 +231,7 @@ def planned_teachers(
 
     `rows` are those of a rank in a step, `mini_batch` those in an update.
     """
-    for name, teacher in distillation.teachers.items():
+    for name, teacher in distillation.loaded.items():
         if distillation.reads_teacher_log_probs:
             each = _pass(TEACHER, "actor", actor, rows, shares)
         else:

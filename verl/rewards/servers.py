@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl.config.reward_servers import RewardServerConfig
+from verl.config.reward_servers import RewardServerConfig, without_teachers
 
 SECTION = "reward_servers"
 CHAT_DEFAULTS = {"temperature": 0.0, "max_tokens": 512}
@@ -71,8 +71,8 @@ Specs = Mapping[str, ServerSpec]
 
 
 def specs_of(configs: Mapping[str, RewardServerConfig]) -> dict[str, ServerSpec]:
-    """Describe servers of which the run has started none."""
-    return {name: ServerSpec(name, config) for name, config in configs.items()}
+    """Describe the servers of the reward function, of which the run has started none."""
+    return {name: ServerSpec(name, config) for name, config in without_teachers(configs).items()}
 
 
 def connect(specs: Specs) -> dict[str, Any]:
@@ -94,14 +94,15 @@ def _connected(spec: ServerSpec) -> Any:
         fields = CHAT_DEFAULTS | config.sampling
         own = {name: fields.pop(name) for name in CHAT_DEFAULTS} | {"options": fields}
     kind = {"chat": Judge, "score": Scorer, "classify": Classifier, "embed": Embedder}[config.kind]
-    return kind(
-        config.url or f"{SECTION}.{spec.name}",
-        spec.name if config.is_served else config.served_model or spec.name,
-        api_key_env=config.api_key_env,
-        max_concurrency=config.max_concurrency,
-        max_retries=config.max_retries,
-        timeout_s=config.timeout_s,
-        cache_dir=config.cache_dir,
-        addresses=spec.board or Unstarted(spec.name) if config.is_served else None,
-        **own,
-    )
+    return kind(**endpoint_arguments(spec), **own)
+
+
+def endpoint_arguments(spec: ServerSpec) -> dict[str, Any]:
+    """Return the arguments of a model's `Endpoint`."""
+    config = spec.config
+    same = ("api_key_env", "max_concurrency", "max_retries", "timeout_s", "cache_dir")
+    return {name: getattr(config, name) for name in same} | {
+        "base_url": config.url or f"{SECTION}.{spec.name}",
+        "model": spec.name if config.is_served else config.served_model or spec.name,
+        "addresses": spec.board or Unstarted(spec.name) if config.is_served else None,
+    }

@@ -31,6 +31,7 @@ from verl.trainer.rollouts.rollout_log import RolloutLog
 from verl.trainer.rollouts.schedule import Schedule
 from verl.trainer.rollouts.scores import Scoring, score
 from verl.trainer.run.checkpointing import PPORunState
+from verl.trainer.served_teachers.stage import ServedTeachers
 from verl.trainer.training_loop import TrainingLoop
 from verl.trainer.validation import NO_SCORE, Validator
 from verl.utils.rank_logger import get_logger
@@ -61,6 +62,7 @@ class RayPPOTrainer(TrainingLoop):
         run_state: PPORunState,
         rollout_log: RolloutLog,
         tracker: Tracker,
+        served_teachers: ServedTeachers | None = None,
     ) -> None:
         super().__init__(config.trainer, workers, run_state, tracker)
         self.config = config
@@ -69,6 +71,7 @@ class RayPPOTrainer(TrainingLoop):
         self.reward_stages = reward_stages
         self.validator = validator
         self.rollout_log = rollout_log
+        self.served_teachers = served_teachers
 
     def train_step(self, timer: StageTimer) -> tuple[DataProto, Metrics]:
         """Run one rollout and its updates. Return the finished batch and the metrics of its stages."""
@@ -99,9 +102,12 @@ class RayPPOTrainer(TrainingLoop):
         if config.needs_ref_log_probs:
             with timer("ref"):
                 batch = batch.merge(workers.compute_ref_log_probs(batch))  # ref_log_probs
-        if config.distillation.reads_teacher_log_probs:
+        if config.distillation.reads_teacher_log_probs and config.distillation.loaded:
             with timer("teacher"):
                 batch = batch.merge(workers.compute_teacher_log_probs(batch))  # teacher_log_probs
+        if self.served_teachers is not None:
+            with timer("teacher"):
+                batch = self.served_teachers.add_to(batch)  # teacher_log_probs or teacher_top_*
         if config.use_critic:
             with timer("values"):
                 batch = batch.merge(workers.compute_values(batch))  # values

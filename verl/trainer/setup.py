@@ -19,6 +19,7 @@ from verl.algorithms.controllers import get_entropy_controller, get_kl_controlle
 from verl.config.algorithm import EXACT_KL, AlgorithmConfig
 from verl.config.async_training import PARTIAL, STREAM, AsyncConfig
 from verl.config.data import DataConfig
+from verl.config.distillation import DistillationConfig
 from verl.config.ppo import PPOConfig
 from verl.config.sft import SFTConfig
 from verl.config.trainer import RunConfig, TrainerConfig
@@ -43,6 +44,7 @@ from verl.planning.planned_run import planned_ppo, planned_sft
 from verl.planning.step_plan import make_plan, make_sft_plan
 from verl.protocol import DataProto
 from verl.rewards.manager import NoRewardFunction, RewardManager
+from verl.rewards.servers import endpoint_arguments
 from verl.single_controller.ray.processes import WorkerProcesses
 from verl.single_controller.ray.resource_pool import ResourcePool
 from verl.trainer.evaluation.categories import Categories
@@ -61,6 +63,7 @@ from verl.trainer.rollouts.schedule import InTurn, OneStepAhead, Schedule
 from verl.trainer.rollouts.stream import Stream
 from verl.trainer.run.checkpointing import PPORunState, RunState
 from verl.trainer.run.resuming import check_resume, origin_of
+from verl.trainer.served_teachers.stage import ServedTeachers
 from verl.trainer.sft.sft_trainer import SFTTrainer
 from verl.trainer.validation import Validator
 from verl.workers.roles.actor import KLLoss
@@ -149,8 +152,9 @@ def running_trainer(
             trainer, training_steps, *controllers, workers, loaders.train, sampling, origin
         )
         yield RayPPOTrainer(
-            config, workers, sampling, balancer, stages, validator, run_state, rollout_log, tracker
-        )
+            config, workers, sampling, balancer, stages, validator, run_state, rollout_log, tracker,
+            open_served_teachers(config.distillation, servers),
+        )  # fmt: skip
         write_timeline(trainer)
 
 
@@ -208,7 +212,21 @@ def open_reward(
     if reward.reward_function is None:
         return NoRewardFunction()
     awake = servers.awake if servers.share_devices else None
-    return stack.enter_context(RewardManager(reward, folder / "reward_failures.jsonl", servers.specs, awake))
+    return stack.enter_context(RewardManager(reward, folder / "reward_failures.jsonl", servers.judges, awake))
+
+
+def open_served_teachers(distillation: DistillationConfig, servers: RewardServers) -> ServedTeachers | None:
+    """Return None unless a teacher runs behind a server."""
+    if not distillation.served:
+        return None
+    from verl.trainer.served_teachers.model import TeacherModel  # noqa: PLC0415 (needs `openai`)
+
+    numbers = {name: number for number, name in enumerate(distillation.teachers)}
+    teachers = {
+        numbers[name]: TeacherModel(name=name, **endpoint_arguments(servers.specs[str(teacher.server)]))
+        for name, teacher in distillation.served.items()
+    }
+    return ServedTeachers(teachers, distillation.distillation_loss)
 
 
 def num_rows(loaders: Loaders) -> int:

@@ -224,10 +224,12 @@ class ModelWorker(SavingWorker[ShardedModel]):
     def _build_teachers(self, config: DistillationConfig) -> None:
         """Build the frozen models that the policy learns from: `teacher_models` by name, and `teachers`."""
         self.teacher_models = {
-            name: self._build_teacher(name, teacher) for name, teacher in config.teachers.items()
+            name: self._build_teacher(name, teacher) for name, teacher in config.loaded.items()
         }
-        forwards = {name: model.forward for name, model in self.teacher_models.items()}
-        self.teachers = Teachers(forwards, config.distillation_loss) if forwards else None
+        forwards = dict.fromkeys(config.teachers) | {
+            name: model.forward for name, model in self.teacher_models.items()
+        }
+        self.teachers = Teachers(forwards, config.distillation_loss, self.device) if forwards else None
 
     def _encoded_media(self) -> dict[str, float]:
         """Count the images and videos that all frozen towers encoded since the last call; collective."""

@@ -226,7 +226,7 @@ class TrainingWorker(ModelWorker):
 
     @register(Dispatch.SHARD, phase="teacher")
     def compute_teacher_log_probs(self, batch: DataProto) -> DataProto:
-        """Compute `teacher_log_probs`, of each row under its teacher."""
+        """Compute `teacher_log_probs`, of each row under its teacher; zero for teachers behind a server."""
         assert self.teachers is not None, "the run has teachers"
         actor, temperature = self.config.actor, self.config.rollout.temperature
         total = torch.zeros(batch.batch["loss_mask"].shape)  # (B, R)

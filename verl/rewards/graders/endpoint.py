@@ -14,7 +14,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 from urllib.parse import urlsplit
 from weakref import WeakValueDictionary
 
@@ -28,7 +28,6 @@ except ModuleNotFoundError as error:
     ) from error
 
 NO_KEY = "none"  # the client insists on a key; servers that want none ignore it
-FEWER = "`max_concurrency` or `worker.reward.max_concurrency`"  # what eases a busy server
 SHOWN = 500  # characters of a server's message that an error shows
 LOOK_S = 0.5  # between looks for a replica that answers
 PASSING = (408, 409, 429)  # statuses that are retried, like those from 500
@@ -66,6 +65,8 @@ class Endpoint:
     cache_dir: str | Path | None = None
     max_cache_bytes: int = MAX_CACHE_BYTES  # the answers that have not been read for longest are removed
     addresses: Addresses | None = None  # of a model that the run serves, whose name `base_url` is then
+
+    eases: ClassVar[str] = "`max_concurrency` or `worker.reward.max_concurrency`"  # lowered, a busy server
 
     def __post_init__(self) -> None:
         url = urlsplit(self.base_url)
@@ -175,7 +176,7 @@ class Endpoint:
         attempts = f"in up to {self.max_retries + 1} attempts"
         if isinstance(error, openai.APITimeoutError):
             what = f"{self} did not answer within `timeout_s` ({self.timeout_s:g} s) {attempts}"
-            return TimeoutError(f"{what}: raise it, or lower {FEWER}")
+            return TimeoutError(f"{what}: raise it, or lower {self.eases}")
         if isinstance(error, openai.APIConnectionError):
             what = f"{self} cannot be reached {attempts} ({error.__cause__ or error})"
             remedy = "start the server, or correct `base_url`"
@@ -189,7 +190,7 @@ class Endpoint:
         reason = excerpt(str(body or error.response.reason_phrase))
         status = f"{self} answered status {error.status_code}"
         if _passes(error):
-            remedy = f"see the server's log, raise `max_retries`, or lower {FEWER}"
+            remedy = f"see the server's log, raise `max_retries`, or lower {self.eases}"
             return RuntimeError(f"{status} {attempts}: {reason}: {remedy}")
         return ValueError(f"{status}: {reason}: {self._remedy(error.status_code)}")
 

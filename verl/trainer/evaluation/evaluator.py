@@ -13,6 +13,7 @@ import torch
 
 from verl.agents.setup import check_conversations, schemas_of
 from verl.config.ppo import PPOConfig
+from verl.config.reward_servers import without_teachers
 from verl.data.loader import load_readers, make_loaders, media_options
 from verl.logger.tracker import Tracker
 from verl.protocol import DataProto
@@ -108,7 +109,7 @@ def running_evaluator(
     with ExitStack() as stack:
         cache = open_cache(stack)
         servers = stack.enter_context(
-            RewardServers(config.reward_servers, pool.device, folder, config.num_devices)
+            RewardServers(without_teachers(config.reward_servers), pool.device, folder, config.num_devices)
         )
         reward = open_reward(stack, worker.scoring, folder, servers)
         media = media_options(data, worker.rollout)

@@ -22,7 +22,7 @@ LOGS = "reward_servers"  # folder of the servers' output, in that of the run
 
 
 class RewardServers(AbstractContextManager["RewardServers"]):
-    """All models that the reward function asks.
+    """All models that the reward function asks, and the teachers that are served.
 
     Example::
 
@@ -49,6 +49,11 @@ class RewardServers(AbstractContextManager["RewardServers"]):
         self._lock = threading.RLock()
         self._num_awake = 0  # blocks of `awake` that are open
         self.specs = {name: ServerSpec(name, config, self._board(name)) for name, config in configs.items()}
+
+    @property
+    def judges(self) -> dict[str, ServerSpec]:
+        """The models that the reward function asks."""
+        return {name: spec for name, spec in self.specs.items() if not spec.config.teaches}
 
     @property
     def share_devices(self) -> bool:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Frozen models that the policy learns from, each for its own rows, on one data-parallel rank."""
 
+from collections.abc import Mapping
 from functools import cached_property
 
 import torch
@@ -25,17 +26,28 @@ from verl.workers.roles.metric_sums import MetricSums
 from verl.workers.roles.updater import compute_experience
 
 TEACHER_LOG_PROBS = "teacher_log_probs"  # (B, R): of the sampled tokens
-TEACHER_KEYS = (TEACHER_IDS, TEACHER_LOG_PROBS, *TENSORS)
+TOP_IDS = "teacher_top_ids"  # (B, R, Z) int32: the most likely tokens, from a server
+TOP_LOG_PROBS = "teacher_top_log_probs"  # (B, R, Z)
+TEACHER_KEYS = (TEACHER_IDS, TEACHER_LOG_PROBS, TOP_IDS, TOP_LOG_PROBS, *TENSORS)
 
 
 class Teachers:
     """The teachers of a run, in the order of `distillation.teacher_models`.
 
     All ranks run each teacher as often, those without rows for it as well: FSDP's collectives need all.
+
+    Args:
+        forwards: None of a teacher behind a server, whose answers are columns of the batch.
+        device: The policy's.
     """
 
-    def __init__(self, forwards: dict[str, PackedForward], loss: DistillationLossConfig) -> None:
-        self.forwards, self.loss = forwards, loss
+    def __init__(
+        self,
+        forwards: Mapping[str, PackedForward | None],
+        loss: DistillationLossConfig,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.forwards, self.loss, self.device = forwards, loss, device
 
     @cached_property
     def names(self) -> list[str]:
@@ -54,8 +66,13 @@ class Teachers:
         targets = []
         for number, forward in enumerate(self.forwards.values()):
             is_own = self._is_own(micro, number)
-            head = forward.head_logits(seen_by_teachers(micro[is_own.nonzero()[:, 0]]), temperature)
-            targets.append(TokenTargets(is_own[rows].nonzero()[:, 0], head))
+            own = micro[is_own.nonzero()[:, 0]]
+            given = (
+                self._answered(own)
+                if forward is None
+                else forward.head_logits(seen_by_teachers(own), temperature)
+            )
+            targets.append(TokenTargets(is_own[rows].nonzero()[:, 0], given))
         return Divergence(targets, self._compare)
 
     def per_token(self, student: TokenLogProbs, tensors: dict[str, Tensor]) -> Tensor:
@@ -87,6 +104,7 @@ class Teachers:
         Collective over all ranks; `config` has the sizes of micro batches.
         """
         number, forward = self.names.index(name), self.forwards[name]
+        assert forward is not None, "nothing loads a teacher behind a server"
 
         def log_probs(micro: DataProto) -> Tensor:
             own = self._is_own(micro, number).nonzero()[:, 0]
@@ -102,6 +120,14 @@ class Teachers:
             return torch.ones(len(batch), dtype=torch.bool)
         return batch.batch[TEACHER_IDS] == number
 
+    def _answered(self, micro: DataProto) -> TopTokens:
+        """Return what a server said about the tokens of `loss_mask`."""
+        tensors = micro.batch
+        mask = tensors["loss_mask"].bool()
+        top = tensors[TOP_LOG_PROBS][mask]  # (K, Z)
+        top = torch.cat([top, log_of_others(top)], -1)
+        return TopTokens(tensors[TOP_IDS][mask].long().to(self.device), top.to(self.device))
+
     def _compare(self, policy: HeadLogits, teacher: Distributions) -> Tensor:
         is_forward = self.loss.is_forward
         if isinstance(teacher, HeadLogits):
@@ -112,7 +138,26 @@ class Teachers:
                 return linear_kl(policy, teacher, is_forward=is_forward)
             teacher = top_tokens(teacher, self.loss.topk)
         assert isinstance(teacher, TopTokens), "there are two kinds"
+        check_vocabulary(teacher.ids, len(policy.weight))
         return top_kl(linear_top_log_probs(policy, teacher.ids), teacher.log_probs, is_forward=is_forward)
+
+
+def log_of_others(top: Tensor) -> Tensor:
+    """Return the log-probability of all tokens but the `top` (..., Z): (..., 1).
+
+    It is at least that of one rounding of 1 in float32, below which a server's numbers do not tell it.
+    """
+    others = 1 - top.double().exp().sum(-1, keepdim=True)
+    return others.clamp_min(torch.finfo(torch.float32).eps).log().to(top.dtype)
+
+
+def check_vocabulary(ids: Tensor, size: int) -> None:
+    """Raise a ValueError if a teacher named a token that the policy does not have."""
+    if ids.numel() and (largest := int(ids.max())) >= size:
+        raise ValueError(
+            f"a teacher behind a server finds token {largest} likely, and the policy's vocabulary has {size}:"
+            " lower `distillation.distillation_loss.topk`, or load the teacher with `model_path`"
+        )
 
 
 def seen_by_teachers(micro: DataProto) -> DataProto:

@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from verl.config.reward_servers import RewardServerConfig
+from verl.config.reward_servers import TEACHER, RewardServerConfig
 from verl.distributed.backends import hiding_variables, showing
 from verl.utils.cuda_builds import repair_cuda_builds
 from verl.utils.processes.child_process import ChildProcess, describe_exit, signal_when_parent_dies
@@ -35,6 +35,7 @@ RUNNERS = {
     "score": ("pooling", "auto"),  # a classifier with one class, or by the cosine of two vectors
     "classify": ("pooling", "classify"),
     "embed": ("pooling", "embed"),
+    TEACHER: ("generate", "auto"),
 }
 # Variables of the server's processes, unless the user has set them.
 ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1"}
@@ -70,6 +71,8 @@ def server_arguments(launch: ServerLaunch, host: str, port: int) -> list[str]:
         "tensor-parallel-size": config.tensor_parallel_size, "middleware": MIDDLEWARE,
     }  # fmt: skip
     options |= {"max-model-len": config.max_model_len, "max-num-seqs": config.max_num_seqs}
+    if config.teaches:
+        options["max-logprobs"] = -1  # as many as a request asks for
     switches = {
         "enforce-eager": config.enforce_eager, "trust-remote-code": config.trust_remote_code,
         "disable-uvicorn-access-log": True,

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What teachers behind servers are asked, and what becomes of their answers and failures."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from tests.helpers.chat_server import ChatServer, Reply
+from verl.config.distillation import DistillationLossConfig
+from verl.protocol import DataProto, objects
+from verl.trainer.served_teachers.model import TeacherModel
+from verl.trainer.served_teachers.stage import ServedTeachers
+from verl.workers.roles.teachers import check_vocabulary, log_of_others
+
+SAMPLED = DistillationLossConfig("low_var_kl")
+
+
+def log_prob(token):
+    return -token / 8
+
+
+def answers(body):
+    """The log-probs of a prompt: of its tokens, and of the most likely ones, which are 1, 2, ..."""
+    tokens = [{token, *range(1, body["prompt_logprobs"] + 1)} for token in body["prompt"]]
+    entries = [{str(one): {"logprob": log_prob(one), "rank": one} for one in each} for each in tokens]
+    return Reply(body=json.dumps({"choices": [{"prompt_logprobs": [None, *entries[1:]]}]}))
+
+
+def make_batch(**columns):
+    """Prompts (3, 2), padded on the left, and responses (3, 3), padded on the right."""
+    ids = torch.tensor([[0, 9, 5, 6, 0], [8, 9, 7, 0, 0], [8, 9, 5, 6, 7]])
+    mask = torch.tensor([[0, 1, 1, 1, 0], [1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
+    tensors = {"input_ids": ids, "attention_mask": mask, "responses": ids[:, 2:]}
+    return DataProto.from_single_dict(tensors | columns)
+
+
+def add(server, batch, loss=SAMPLED, number=0, **options):
+    teacher = TeacherModel(server.url, "served", "math", **options)
+    return ServedTeachers({number: teacher}, loss).add_to(batch)
+
+
+def test_a_server_is_asked_about_each_row_without_padding():
+    with ChatServer(answers) as server:
+        added = add(server, make_batch()).batch["teacher_log_probs"]
+
+    asked = sorted(server.requests, key=lambda body: body["prompt"])
+    assert [body["prompt"] for body in asked] == [[8, 9, 5, 6, 7], [8, 9, 7], [9, 5, 6]]
+    assert asked[0] == {
+        "model": "served", "prompt": [8, 9, 5, 6, 7], "max_tokens": 1, "temperature": 1.0,
+        "prompt_logprobs": 0,
+    }  # fmt: skip
+    expected = [[log_prob(5), log_prob(6), 0], [log_prob(7), 0, 0], [log_prob(5), log_prob(6), log_prob(7)]]
+    torch.testing.assert_close(added, torch.tensor(expected))
+
+
+def test_rows_of_other_teachers_keep_what_those_have_said():
+    given = torch.full((3, 3), -9.0)
+    batch = make_batch(teacher_ids=torch.tensor([0, 1, 0]), teacher_log_probs=given)
+
+    with ChatServer(answers) as server:
+        added = add(server, batch, number=1).batch["teacher_log_probs"]
+
+    assert len(server.requests) == 1
+    assert added.tolist() == [[-9.0] * 3, [log_prob(7), -9.0, -9.0], [-9.0] * 3]
+
+
+def test_the_most_likely_tokens_are_sorted_and_leave_the_sampled_one_out():
+    with ChatServer(answers) as server:
+        added = add(server, make_batch(), DistillationLossConfig("forward_kl_topk", topk=2)).batch
+
+    assert added["teacher_top_ids"].dtype == torch.int32
+    assert added["teacher_top_ids"][2].tolist() == [[1, 2]] * 3
+    assert added["teacher_top_log_probs"][1].tolist() == [[log_prob(1), log_prob(2)], [0, 0], [0, 0]]
+
+
+def test_all_other_tokens_have_what_the_most_likely_ones_leave():
+    top = torch.tensor([[0.5, 0.25], [1.0, 0.0]]).log()
+
+    others = log_of_others(top)
+
+    assert others[0].item() == pytest.approx(math.log(0.25))
+    assert others[1].item() == pytest.approx(math.log(2**-23))
+
+
+def test_a_busy_server_is_asked_again_and_no_more_at_once_than_allowed():
+    with ChatServer(Reply("busy", 503), answers) as server:
+        add(server, make_batch(), max_concurrency=1)
+
+    assert len(server.requests) == 4
+    assert server.most_running == 1
+
+
+@pytest.mark.parametrize(
+    ("reply", "error", "message"),
+    [
+        (
+            Reply("no", 503),
+            RuntimeError,
+            "status 503 in up to 1 attempts: .*lower `max_concurrency`$",
+        ),
+        (Reply("too long", 400), ValueError, "status 400: too long: its `--max-model-len` must exceed"),
+        (Reply("hello"), RuntimeError, "answered without `prompt_logprobs`: serve it with vLLM"),
+        (
+            Reply(body='{"choices": [{"prompt_logprobs": [null]}]}'),
+            RuntimeError,
+            "answered about 1 tokens, and was asked about",
+        ),
+    ],
+)
+def test_errors_name_the_teacher_and_its_address(reply, error, message):
+    with ChatServer(reply) as server, pytest.raises(error, match=message) as raised:
+        add(server, make_batch(), max_retries=0)
+
+    assert f"the teacher `math` ('served' at {server.url})" in str(raised.value)
+
+
+def test_a_teacher_that_leaves_the_token_out_is_an_error():
+    entries = [None, *({"3": {"logprob": -1.0}} for _ in range(4))]
+    reply = Reply(body=json.dumps({"choices": [{"prompt_logprobs": entries}]}))
+
+    with ChatServer(reply) as server, pytest.raises(RuntimeError, match="gave 1 log-probs at token 5, which"):
+        add(server, make_batch()[2:])
+
+
+def test_rows_with_media_are_refused_before_any_request():
+    batch = make_batch(multi_modal_data=objects([None, None, {"images": ["a.png"]}]))
+
+    with ChatServer(answers) as server, pytest.raises(ValueError, match=r"math\.server` is asked about text"):
+        add(server, batch)
+
+    assert server.requests == []
+
+
+def test_a_token_that_the_policy_does_not_have_is_an_error():
+    check_vocabulary(torch.tensor([[63]]), 64)
+    with pytest.raises(ValueError, match="finds token 64 likely, and the policy's vocabulary has 64"):
+        check_vocabulary(torch.tensor([[64]]), 64)
