@@ -93,7 +93,7 @@ def test_other_optimizers_keep_less():
 
 
 def test_the_plan_knows_the_sizes_of_chunks_and_tiles():
-    chunks = {"cpu": logit_chunks.CHUNK_BYTES, "cuda": logit_chunks.CHUNK_BYTES_CUDA}
+    chunks = {False: logit_chunks.CHUNK_BYTES, True: logit_chunks.CHUNK_BYTES_CUDA}
 
     assert chunks == memory_model.CHUNK_BYTES
     assert (logit_chunks.PRODUCT_ROWS, tiled_mlp.TILE) == (memory_model.PRODUCT_ROWS, TILE)
