@@ -355,7 +355,7 @@ def test_the_table_names_each_key_once_with_known_letters():
 
     assert all(name == row.name for name, row in BATCH_KEYS.items())
     assert all(set(dims) <= letters and dims[0] == "B" for row in BATCH_KEYS.values() for dims in row.dims)
-    assert {row.kind for row in BATCH_KEYS.values()} == {"int64", "float32", "mask", "object"}
+    assert {row.kind for row in BATCH_KEYS.values()} == {"int32", "int64", "float32", "mask", "object"}
 
 
 def test_a_batch_that_matches_the_table_passes_the_check():

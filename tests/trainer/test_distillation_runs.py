@@ -41,6 +41,7 @@ def two_teachers(folder, *overrides):
     )  # fmt: skip
 
 
+@pytest.mark.slow  # three runs; resumed runs of other kinds are in every suite
 def test_a_resumed_run_with_two_teachers_equals_an_unbroken_one(folder):
     whole = train(folder / "whole", *two_teachers(folder))
     train(folder / "resumed", *two_teachers(folder), "trainer.max_steps=2")

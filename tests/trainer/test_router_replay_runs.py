@@ -33,6 +33,7 @@ def run(folder, mode, steps, *overrides, name=None):
     return train(folder / (name or mode), *arguments, replay, f"trainer.max_steps={steps}")
 
 
+@pytest.mark.slow  # tests/equivalence and test_engine_routes.py keep its promise in every suite
 def test_the_engines_routes_bring_its_log_probs_and_the_trainers_together(folder):
     plain = run(folder, "off", 1)[1]
     replayed = run(folder, "r3", 2)
