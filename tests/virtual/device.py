@@ -97,6 +97,14 @@ class Module(backend_registration._DummyBackendModule):
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.bfloat16, torch.float16]
 
+    def get_rng_state(self, device: Any = None) -> torch.Tensor:
+        return torch.empty(0, dtype=torch.uint8)  # it has no values to draw
+
+    def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None: ...
+
+    def get_device_name(self, device: Any = None) -> str:
+        return "virtual"
+
     def get_device_capability(self, device: Any = None) -> tuple[int, int]:
         return 0, 0  # that of no package's kernels
 

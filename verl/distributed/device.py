@@ -95,11 +95,9 @@ def group_device(group: dist.ProcessGroup | None = None) -> str:
 
 
 def device_name(device: torch.device | str | None = None) -> str | None:
-    """Return the name of a GPU, by default of the first kind that torch can use; None for the CPU."""
-    kinds = filter(is_usable, gpu_backends()) if device is None else [backend_of(device)]
-    backend = next(iter(kinds), None)
-    module = None if backend is None else module_of(backend.name)
-    return None if module is None else module.get_device_name(device)
+    """Return the name of a GPU, by default of the first kind here; None for the CPU and without the GPU."""
+    backend = next(filter(is_usable, gpu_backends() if device is None else [backend_of(device)]), None)
+    return None if backend is None else module_of(backend.name).get_device_name(device)
 
 
 def set_device(device: str, local_rank: int) -> torch.device:

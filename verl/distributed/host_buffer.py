@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from verl.distributed.backends import USUAL_GPU
-from verl.distributed.device import has_kernels, module_of
+from verl.distributed.device import module_of
 
 PAGE = 4096
 
 
 def host_buffer(num_bytes: int, device: torch.device, owner: Any) -> Tensor:
     """Allocate bytes in host memory, page-locked for devices of CUDA until `owner` is gone."""
-    if not has_kernels(device):
+    if device.type != USUAL_GPU:
         return torch.empty(num_bytes, dtype=torch.uint8)
     # torch's own page-locked memory comes in powers of two, which would waste up to half of it.
     whole = torch.empty(-(-num_bytes // PAGE) * PAGE + PAGE, dtype=torch.uint8)
