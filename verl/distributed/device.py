@@ -41,8 +41,7 @@ def resolve_device(name: str, cluster: Mapping[str, float] = MappingProxyType({}
                 " set trainer.device=cpu or repair the installation"
             )
         return name
-    usable = next(filter(is_usable, gpu_backends()), None)
-    if usable is not None:
+    if (usable := usable_gpu()) is not None:
         return usable.name
     for backend in gpu_backends():
         if count := cluster.get(backend.resource):
@@ -57,10 +56,13 @@ def resolve_device(name: str, cluster: Mapping[str, float] = MappingProxyType({}
 
 def is_usable(backend: DeviceBackend) -> bool:
     """Return whether torch can use a device of this kind in this process."""
-    if backend.package is not None and importlib.util.find_spec(backend.package) is None:
-        return False
-    module = module_of(backend.name)
+    module = None if _lacks_package(backend) else module_of(backend.name)
     return module is not None and module.is_available()
+
+
+def usable_gpu() -> DeviceBackend | None:
+    """Return the first kind of GPU that torch can use in this process."""
+    return next(filter(is_usable, gpu_backends()), None)
 
 
 def module_of(device: torch.device | str) -> Any:
@@ -96,8 +98,10 @@ def group_device(group: dist.ProcessGroup | None = None) -> str:
 
 def device_name(device: torch.device | str | None = None) -> str | None:
     """Return the name of a GPU, by default of the first kind here; None for the CPU and without the GPU."""
-    backend = next(filter(is_usable, gpu_backends() if device is None else [backend_of(device)]), None)
-    return None if backend is None else module_of(backend.name).get_device_name(device)
+    backend = usable_gpu() if device is None else backend_of(device)
+    if backend is None or not is_usable(backend):
+        return None
+    return module_of(backend.name).get_device_name(device)
 
 
 def set_device(device: str, local_rank: int) -> torch.device:
@@ -118,9 +122,12 @@ def set_device(device: str, local_rank: int) -> torch.device:
 
 
 def _found(backend: DeviceBackend) -> str:
-    lacks = backend.package is not None and importlib.util.find_spec(backend.package) is None
-    missing = f"without {backend.package}" if lacks else "and no usable GPU"
+    missing = f"without {backend.package}" if _lacks_package(backend) else "and no usable GPU"
     return f"torch {torch.__version__} {missing}"
+
+
+def _lacks_package(backend: DeviceBackend) -> bool:
+    return backend.package is not None and importlib.util.find_spec(backend.package) is None
 
 
 def to_device(values: T, device: torch.device | str) -> T:
@@ -164,13 +171,13 @@ def set_seed(seed: int) -> None:
 
 def gpu_random_state() -> Tensor | None:
     """Return the state of the current GPU's generator; None on a machine without one."""
-    backend = next(filter(is_usable, gpu_backends()), None)
+    backend = usable_gpu()
     return None if backend is None else module_of(backend.name).get_rng_state()
 
 
 def set_gpu_random_state(state: Tensor | None) -> None:
     """Restore a result of `gpu_random_state`; no effect without a GPU."""
-    backend = next(filter(is_usable, gpu_backends()), None)
+    backend = usable_gpu()
     if state is not None and backend is not None:
         module_of(backend.name).set_rng_state(state)
 

@@ -206,10 +206,8 @@ class ModelWorker(SavingWorker[ShardedModel]):
     def _build_teacher(self, name: str, config: TeacherConfig) -> ShardedModel:
         setup, model = self.setup, config.model
         if config.num_video_frames is not None:
-            family, options = (
-                family_of(load_model_config(model)),
-                media_of_teacher(config, self.options.media),
-            )
+            family = family_of(load_model_config(model))
+            options = media_of_teacher(config, self.options.media)
             assert isinstance(family, MediaFamily), "its data set has media"
             assert model.tokenizer_path is not None, "that of its model unless given"
             processor = load_processor(model.tokenizer_path, None, model.trust_remote_code)
