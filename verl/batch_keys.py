@@ -92,6 +92,7 @@ BATCH_KEYS: dict[str, BatchKey] = {
         BatchKey("accepted_tokens", (("B",),), "int64", "rollout (speculative)", "metrics"),
         BatchKey("row_ids", (("B",),), "int64", "collector", "balancing, resampling, update"),
         BatchKey("rollout_steps", (("B",),), "int64", "collector", "metrics"),
+        BatchKey("sequence_weights", (("B",),), "float32", "collector (early stop)", "update"),
         BatchKey("reward_baselines", (("B",),), "float32", "collector", "advantage (remax)"),
         BatchKey("token_level_scores", (("B", "R"),), "float32", "reward", "KL penalty, metrics"),
         BatchKey("reward_components", (("B", "K"),), "float32", "reward", "advantage (gdpo)"),

@@ -49,6 +49,17 @@ def test_the_gradient_is_the_weight_of_each_token(mode, weights):
 
 
 @pytest.mark.parametrize("mode", list(AGGREGATIONS))
+def test_a_row_of_weight_two_counts_as_two_rows(mode):
+    weights, twice = torch.tensor([2.0, 1.0, 1.0]), [0, 0, 1, 2]
+    denominators = count_denominators(MASK, weights)._replace(max_length=MAX_LENGTH)
+
+    torch.testing.assert_close(
+        aggregate_loss(LOSS, MASK, mode, denominators, weights),
+        aggregate_loss(LOSS[twice], MASK[twice], mode, denominators_of(MASK[twice])),
+    )
+
+
+@pytest.mark.parametrize("mode", list(AGGREGATIONS))
 @pytest.mark.parametrize("split", [[[0, 1, 2]], [[0], [1], [2]], [[2, 0], [], [1]], [[1, 2], [0]]])
 def test_micro_batch_losses_sum_to_the_mini_batch_loss(mode, split):
     denominators = denominators_of(MASK)

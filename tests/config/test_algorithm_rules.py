@@ -60,6 +60,7 @@ def test_verls_names_of_estimators_are_accepted(minimal, verls, ours):
 
 
 CORRECTION = "algorithm.rollout_correction"
+EARLY, FILTER = "algorithm.early_stop.after", "algorithm.online_filtering=true"
 TURNS = "worker.rollout.multi_turn"
 LONE = [
     "gae",
@@ -106,6 +107,14 @@ LONE = [
         ),
         (["trainer.rejection_sample_multiplier=2"], ["needs `trainer.rejection_sample=true`"]),
         (["algorithm.filter_low=0.9", "algorithm.filter_high=0.1"], ["filter_low", "must be below"]),
+        ([f"{EARLY}=2"], [EARLY, "(2) needs a filter", "algorithm.online_filtering=true"]),
+        ([FILTER, f"{EARLY}=5"], [EARLY, "(5) must be below", "worker.rollout.n", "(5)"]),
+        ([FILTER, f"{EARLY}=2", "algorithm.adv_estimator=sppo"], [EARLY, "must be null", "sppo", "grpo"]),
+        ([FILTER, f"{EARLY}=2", "algorithm.use_pf_ppo=true"], [EARLY, "must be null", "use_pf_ppo"]),
+        (
+            [FILTER, f"{EARLY}=2", "trainer.async_training.mode=partial"],
+            [EARLY, "must be null", "mode=partial", "one_step_off"],
+        ),
         (
             ["worker.actor.adaptive_entropy.enabled=true", "worker.actor.entropy_coef=0.1"],
             ["worker.actor.entropy_coef", "(0.1)", "max_entropy_coef", "(0.005)"],

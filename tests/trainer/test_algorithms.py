@@ -96,6 +96,24 @@ def test_filtered_prompts_are_carried_over_steps_and_over_a_stop(folder):
     assert all("reward/overlong_penalty" in unbroken[step] for step in range(1, 7))
 
 
+@pytest.mark.slow  # three runs; tests/trainer/rollouts/test_early_stop.py has scripted responses
+def test_prompts_that_are_stopped_early_are_not_sampled_on_and_a_resumed_run_stops_the_same(folder):
+    stopping = [
+        "algorithm.online_filtering=true",
+        "algorithm.filter_key=accuracy",
+        "algorithm.early_stop.after=2",
+        "algorithm.early_stop.keep_probability=0.5",
+        "worker.reward.batch_size=1",
+        "worker.rollout.n=4",
+    ]
+    unbroken, resumed = stopped_and_resumed(folder / "early_stop", arguments(folder, *stopping), steps=6)
+
+    assert_same(unbroken, resumed, range(1, 7))
+    assert sum(metrics["early_stop/stopped"] for metrics in unbroken.values()) > 0
+    assert any(metrics["early_stop/effective_groups"] < 4 for metrics in unbroken.values())
+    assert all(metrics["filter/trained"] == 4 for metrics in unbroken.values())
+
+
 @pytest.mark.slow  # one more run; tests/workers/roles/test_prime.py compares it in every suite
 def test_prime_trains_its_process_rewards_along_with_the_policy(folder):
     prime = [

@@ -80,13 +80,32 @@ def seq_sum_norm(per_token: Tensor, mask: Tensor, denominators: LossDenominators
     return seq_sum(per_token, mask, denominators) / denominators.max_length
 
 
-def aggregate_loss(per_token: Tensor, mask: Tensor, mode: str, denominators: LossDenominators) -> Tensor:
-    """Return the contribution of these rows (B, R) to the loss of their mini batch; 0 if that is empty."""
+def aggregate_loss(
+    per_token: Tensor,
+    mask: Tensor,
+    mode: str,
+    denominators: LossDenominators,
+    weights: Tensor | None = None,
+) -> Tensor:
+    """Return the contribution of these rows (B, R) to the loss of their mini batch; 0 if that is empty.
+
+    Args:
+        weights: Weights of the rows, (B,); a row of weight w counts as w rows, also in `denominators`.
+    """
     check_same_shape(per_token=per_token, mask=mask)
+    if weights is not None:
+        per_token = per_token * weights.unsqueeze(-1)
     return AGGREGATIONS[mode](per_token, mask, denominators)
 
 
-def count_denominators(mask: Tensor) -> LossDenominators:
-    """Count the tokens and non-empty sequences of a mask (B, R); sum both over the ranks before use."""
+def count_denominators(mask: Tensor, weights: Tensor | None = None) -> LossDenominators:
+    """Count the tokens and non-empty sequences of a mask (B, R); sum both over the ranks before use.
+
+    Args:
+        weights: Weights of the rows, (B,), see `aggregate_loss`.
+    """
     lengths = mask.ne(0).sum(-1)  # (B,)
-    return LossDenominators(lengths.sum().to(torch.float32), lengths.gt(0).sum().to(torch.float32))
+    counts = lengths.gt(0)  # (B,)
+    if weights is not None:
+        lengths, counts = lengths * weights.double(), counts * weights.double()
+    return LossDenominators(lengths.sum().to(torch.float32), counts.sum().to(torch.float32))

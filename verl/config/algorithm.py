@@ -37,6 +37,11 @@ NEEDS_OF: dict[str, frozenset[str]] = {
     "prime": frozenset({"group", "process_rewards"}),
     "remax": frozenset({"reward_baselines"}),
 }
+# Estimators that compare nothing but the responses to one prompt.
+WITHIN_GROUPS = (
+    *("grpo", "grpo_passk", "opo", "optimal_token_baseline", "remax", "rloo"),
+    *("tir_optimal_token_baseline", "turn_grpo"),
+)
 KL_NAMES = ("kl", "abs", "mse", "low_var_kl", "kl+", "abs+", "mse+", "low_var_kl+", "full", "flow_grpo")
 EXACT_KL = (
     "full",
@@ -54,6 +59,28 @@ class PFPPOConfig:
         choices=("pow", "max_min", "max_random"),
     )
     weight_pow: float = option(2.0, "Exponent of the `pow` method.", minimum=0.0)
+
+
+@dataclass(frozen=True)
+class EarlyStopConfig:
+    """Groups that a filter stops before all of their responses are sampled."""
+
+    after: int | None = option(
+        None,
+        "Responses to a prompt after which the filter looks at their scores: a prompt that it would leave out"
+        " is sampled on only with `keep_probability`; null samples all responses at once.",
+        minimum=2,
+    )
+    keep_probability: float = option(
+        0.5,
+        "Probability of sampling on such a prompt, whose responses then weigh 1 / `keep_probability`.",
+        minimum=0.01,
+        maximum=1.0,
+    )
+
+    @property
+    def is_used(self) -> bool:
+        return self.after is not None
 
 
 @dataclass(frozen=True)
@@ -161,6 +188,9 @@ class AlgorithmConfig:
     filter_key: str = option("overall", "Score for online filtering and rejection sampling.")
     filter_low: float = option(0.01, "Lower bound of the mean score in online filtering, exclusive.")
     filter_high: float = option(0.99, "Upper bound of the mean score in online filtering, exclusive.")
+    early_stop: EarlyStopConfig = option(
+        EarlyStopConfig, "Stop of prompts that a filter is likely to leave out."
+    )
     use_pf_ppo: bool = option(False, "Resample the sequences of a step by score (PF-PPO).")
     pf_ppo: PFPPOConfig = option(PFPPOConfig, "Weights of PF-PPO.")
     rollout_correction: RolloutCorrectionConfig = option(

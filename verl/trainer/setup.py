@@ -56,6 +56,7 @@ from verl.trainer.ray_trainer import RayPPOTrainer
 from verl.trainer.reward_servers.servers import RewardServers
 from verl.trainer.rollouts.balancing import Balancer
 from verl.trainer.rollouts.collector import RolloutCollector
+from verl.trainer.rollouts.early_stop import check_scored_alone, make_early_stop
 from verl.trainer.rollouts.engines import Engines, OwnEngines, SharedEngines
 from verl.trainer.rollouts.group_filter import make_group_filter, make_quota
 from verl.trainer.rollouts.partial_rollouts import PartialRollouts
@@ -98,6 +99,7 @@ def running_trainer(
                 RewardServers(config.reward_servers, pool.device, folder, config.num_devices)
             )
             reward = open_reward(stack, worker.scoring, folder, servers)
+            check_scored_alone(algorithm.early_stop, reward, worker.reward.batch_size)
             media = media_options(data, worker.rollout)
             kind = kind_of(data, worker, trainer)
             readers = kind.readers(media, cache)
@@ -137,7 +139,10 @@ def running_trainer(
         group_filter = make_group_filter(algorithm, trainer.rejection_sample)
         quota = make_quota(data, trainer, mini_batches.values())
         prompts = endless(loaders.train)
-        collector = RolloutCollector(sampler, prompts, group_filter, quota, algorithm, worker.reward)
+        collector = RolloutCollector(
+            sampler, prompts, group_filter, quota, algorithm, worker.reward,
+            make_early_stop(algorithm, group_filter, data.seed),
+        )  # fmt: skip
         at_once = worker.rollout.sequences_at_once(is_gpu(pool.device))
         sampling = make_schedule(engines, collector, trainer.async_training, training_steps, at_once)
         balancer = Balancer(config.dp_size, worker.rollout.n, mini_batches, worker.actor.share_prompt)

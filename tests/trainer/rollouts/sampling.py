@@ -11,6 +11,7 @@ from verl.checkpoint.manifest import read_manifest, write_manifest
 from verl.config.ppo import PPOConfig
 from verl.protocol import DataProto, objects
 from verl.trainer.rollouts.collector import RolloutCollector
+from verl.trainer.rollouts.early_stop import make_early_stop
 from verl.trainer.rollouts.group_filter import make_group_filter, make_quota
 from verl.trainer.rollouts.sampler import Sampler
 from verl.workers.rollout.base import FinishedResponse
@@ -64,8 +65,9 @@ class Engine:
                 yield [self.respond(uid, number, sample, options)]
 
     def respond(self, uid, number, sample, options):
-        score = self.greedy_score if options.is_greedy else self.scores_of(number)[sample]
-        tokens = [number + 1] * ((number + sample) % (RESPONSE_LENGTH - 1)) + [round(10 * score)]
+        place = options.first_sample + sample  # among all responses to the prompt
+        score = self.greedy_score if options.is_greedy else self.scores_of(number)[place]
+        tokens = [number + 1] * ((number + place) % (RESPONSE_LENGTH - 1)) + [round(10 * score)]
         return FinishedResponse(uid, sample, tokens, [-self.weights] * len(tokens), "stop")
 
     def save_checkpoint(self, folder, model_only, copies):
@@ -131,13 +133,15 @@ def make_collector(config, engine, manager, prompts=None):
     prompts = numbered_prompts(config.loader_batch_size) if prompts is None else prompts
     algorithm, trainer = config.algorithm, config.trainer
     mini_batches = [role.global_batch_size for role in config.trained_roles.values()]
+    group_filter = make_group_filter(algorithm, trainer.rejection_sample)
     return RolloutCollector(
         make_sampler(config, engine, manager),
         prompts,
-        make_group_filter(algorithm, trainer.rejection_sample),
+        group_filter,
         make_quota(config.data, trainer, mini_batches),
         algorithm,
         config.worker.reward,
+        make_early_stop(algorithm, group_filter, config.data.seed),
     )
 
 

@@ -211,6 +211,20 @@ def test_the_entropy_bonus_raises_the_entropy(folder):
     assert second["actor/entropy"] > first["actor/entropy"]
 
 
+@pytest.mark.parametrize("mode", ["token", "seq"])
+def test_a_sequence_of_weight_two_changes_the_policy_as_two_sequences(folder, mode):
+    options = {"loss_avg_mode": mode, "entropy_coef": 0.1}
+    batch, twice = make_batch(4), [0, 0, 1, 1, 2, 3]
+    weighted = batch.merge({"sequence_weights": torch.tensor([2.0, 2.0, 1.0, 1.0])})
+    actor, other = make_actor(folder, **options), make_actor(folder, global_batch_size=6, **options)
+
+    metrics, expected = actor.update(weighted, 1.0), other.update(batch[twice], 1.0)
+
+    for name, value in weights(actor).items():
+        torch.testing.assert_close(value, weights(other)[name], rtol=1e-5, atol=1e-7)
+    assert metrics["actor/pg_loss"] == pytest.approx(expected["actor/pg_loss"], rel=1e-5)
+
+
 @pytest.mark.parametrize(("num_rows", "global_batch_size"), [(6, 4), (2, 4)])
 def test_rows_that_do_not_divide_into_mini_batches_are_refused(folder, num_rows, global_batch_size):
     actor = make_actor(folder, global_batch_size=global_batch_size)

@@ -128,6 +128,21 @@ def pool(tmp_path):
         yield pool
 
 
+def test_a_later_part_of_a_prompts_conversations_has_random_numbers_of_its_own(tiny, engine, pool):
+    rules, rows = rules_with(tiny, always_calls(), max_assistant_turns=1), rows_of(tiny, 1)
+
+    def tokens(n, first_sample):
+        sampling = replace(SAMPLING, seed=7, n=n, first_sample=first_sample)
+        found = sorted(lead(engine, pool, rules, rows, sampling), key=lambda one: one.sample)
+        assert [one.sample for one in found] == list(range(n))
+        return [tuple(one.token_ids) for one in found]
+
+    first, later = tokens(2, 0), tokens(2, 2)
+
+    assert len({*first, *later}) == 4
+    assert tokens(1, 3) == later[1:]
+
+
 def test_log_probs_of_three_turns_with_images_between_them_are_the_trainers(tiny, engine, pool):
     rules, rows = rules_with(tiny, always_calls()), rows_of(tiny, 3)
 

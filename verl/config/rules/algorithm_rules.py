@@ -4,8 +4,9 @@
 from collections.abc import Iterator
 from dataclasses import fields
 
-from verl.config.algorithm import AlgorithmConfig
+from verl.config.algorithm import WITHIN_GROUPS, AlgorithmConfig
 from verl.config.data import DataConfig
+from verl.config.files.extensions import is_extension
 from verl.config.model import ModelConfig
 from verl.config.rollout import RolloutConfig
 from verl.config.trainer import TrainerConfig
@@ -17,6 +18,8 @@ def algorithm_problems(
 ) -> Iterator[str]:
     """Yield every combination that makes no sense, except of `group_problems`."""
     yield from _filters(algorithm, worker, trainer)
+    if algorithm.early_stop.is_used:
+        yield from _early_stop(algorithm, worker.rollout, trainer)
     yield from _critic(algorithm, worker, trainer)
     yield from _prime(algorithm, worker)
     yield from _bypass(algorithm, worker)
@@ -54,6 +57,36 @@ def _filters(algorithm: AlgorithmConfig, worker: WorkerConfig, trainer: TrainerC
         yield "`trainer.rejection_sample_multiplier` above 1 needs `trainer.rejection_sample=true`"
     if (algorithm.online_filtering or trainer.rejection_sample) and not worker.scores_when_sampled:
         yield "`worker.reward.reward_function` must be set to filter prompts: sampling sees only its scores"
+
+
+def _early_stop(algorithm: AlgorithmConfig, rollout: RolloutConfig, trainer: TrainerConfig) -> Iterator[str]:
+    key, after, mode = "`algorithm.early_stop.after`", algorithm.early_stop.after, trainer.async_training.mode
+    if not algorithm.online_filtering and not trainer.rejection_sample:
+        yield (
+            f"{key} ({after}) needs a filter that leaves prompts out: `algorithm.online_filtering=true` or"
+            " `trainer.rejection_sample=true`"
+        )
+    if after is not None and after >= rollout.n:
+        yield f"{key} ({after}) must be below `worker.rollout.n` ({rollout.n}): else there is nothing to stop"
+    if trainer.async_training.continues_responses:
+        yield (
+            f"{key} must be null with `trainer.async_training.mode={mode}`, got {after}: that begins all"
+            " responses to a prompt at once; use off or one_step_off"
+        )
+    estimator = algorithm.adv_estimator
+    if not is_extension(estimator) and estimator not in WITHIN_GROUPS:
+        yield (
+            f"{key} must be null with `algorithm.adv_estimator={estimator}`, which compares the responses of"
+            f" several prompts and would have to weigh them: use one of {', '.join(WITHIN_GROUPS)}"
+        )
+    correction = algorithm.rollout_correction
+    for option, value in (
+        ("algorithm.use_pf_ppo", algorithm.use_pf_ppo),
+        ("algorithm.rollout_correction.rollout_is_batch_normalize", correction.rollout_is_batch_normalize),
+        ("trainer.diffusion", trainer.diffusion),
+    ):
+        if value:
+            yield f"{key} must be null with `{option}=true`, got {after}"
 
 
 def _critic(algorithm: AlgorithmConfig, worker: WorkerConfig, trainer: TrainerConfig) -> Iterator[str]:

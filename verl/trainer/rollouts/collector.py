@@ -5,22 +5,26 @@ Without a filter that is one rollout batch, still being scored. With a filter (`
 for scores, leaves out uninformative groups, and carries surplus groups to the next step.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from verl.config.algorithm import AlgorithmConfig
 from verl.config.worker import RewardConfig
 from verl.protocol import DataProto
 from verl.trainer.metrics import Metrics
+from verl.trainer.rollouts.early_stop import WEIGHTS, EarlyStop, StopCounts
 from verl.trainer.rollouts.group_filter import GroupFilter, Quota
 from verl.trainer.rollouts.sampler import Sampler, with_uids
 from verl.trainer.rollouts.scores import ScoredGroups, Scoring, column_of, shaping_terms
 from verl.utils.rank_logger import get_logger
+from verl.workers.rollout.base import SamplingOptions
 
 logger = get_logger(__name__)
 
@@ -39,6 +43,7 @@ class CollectedGroups:
 
     kept: list[ScoredGroups]
     sampled: list[Tensor] = field(default_factory=list)  # scores of all groups of each call, (G, n)
+    stops: StopCounts = field(default_factory=StopCounts)
 
     @property
     def num_kept(self) -> int:
@@ -60,11 +65,13 @@ class RolloutCollector:
         quota: Quota,
         algorithm: AlgorithmConfig,
         reward: RewardConfig,
+        early_stop: EarlyStop | None = None,
     ) -> None:
         self.sampler = sampler
         self.prompts = prompts
         self.filter = group_filter  # None keeps every group
         self.quota = quota
+        self.early_stop = early_stop
         self.filter_key = algorithm.filter_key
         self.has_baselines = "reward_baselines" in algorithm.needs
         self.reward = reward
@@ -114,7 +121,8 @@ class RolloutCollector:
         parts: list[DataProto] = []
         scorings: list[Scoring] = []
         while sum(map(len, parts)) < self.quota.target * self.group_size:
-            sequences, scoring = self._sample(next(self.prompts), step, len(parts))
+            prompts = self._numbered(next(self.prompts), step, len(parts))
+            sequences, scoring = self._sample(prompts)
             parts.append(sequences)
             scorings.append(scoring)
         return Collected(DataProto.concat(parts), Scoring([one.result for one in scorings]), {})
@@ -130,12 +138,11 @@ class RolloutCollector:
                     break
                 raise self._shortage(collected, carried_in, group_filter)
             prompts = self._next_prompts(quota.wanted(collected.num_kept))
-            sequences, scoring = self._sample(prompts, step, calls)
-            groups = ScoredGroups(sequences, scoring.result(), self.group_size)
-            scores = self._filter_scores(groups)  # (G, n)
-            kept = group_filter.keep(scores).nonzero().flatten()  # (K,)
+            groups, scores = self._sample_scored(self._numbered(prompts, step, calls), collected.stops)
+            kept = group_filter.keep(scores[: len(groups)]).nonzero().flatten()  # (K,)
             collected.sampled.append(scores)
-            collected.kept.append(groups.select(kept))
+            if len(kept):
+                collected.kept.append(groups.select(kept))
         return self._divide(collected, carried_in)
 
     def _divide(self, collected: CollectedGroups, carried_in: int) -> Collected:
@@ -152,6 +159,8 @@ class RolloutCollector:
             "filter/trained": float(len(trained)),
         }
         metrics |= self.filter_metrics(collected.sampled, trained)
+        if self.early_stop is not None:
+            metrics |= collected.stops.metrics(trained)
         return Collected(trained.sequences, Scoring([lambda: trained.values]), metrics)
 
     def _next_prompts(self, wanted: int) -> DataProto:
@@ -161,18 +170,62 @@ class RolloutCollector:
             parts.append(next(self.prompts))
         return DataProto.concat(parts)
 
-    def _sample(self, prompts: DataProto, step: int, call: int) -> tuple[DataProto, Scoring]:
-        """Sample a group for each prompt, and before it the greedy response of `remax`."""
+    def _numbered(self, prompts: DataProto, step: int, call: int) -> DataProto:
         prompts = with_uids(prompts, f"step{step}-{call}")
-        prompts = prompts.merge({"rollout_steps": torch.full((len(prompts),), self.weights_of)})
+        return prompts.merge({"rollout_steps": torch.full((len(prompts),), self.weights_of)})
+
+    def _sample(self, prompts: DataProto) -> tuple[DataProto, Scoring]:
+        """Sample a group for each prompt, and before it the greedy response of `remax`."""
         if not self.has_baselines:
             return self.sampler.sample(prompts, self.sampler.options)
-        greedy, greedy_scoring = self.sampler.sample(prompts, self.sampler.greedy_options)
+        baselines = self._sample_greedily(prompts)
         sequences, scoring = self.sampler.sample(prompts, self.sampler.options)
-        terms = shaping_terms(greedy.batch["response_mask"], self.reward)
-        baselines = torch.tensor(greedy_scoring.result()["overall"])  # (G,)
-        baselines = baselines + terms.get("overlong_penalty", 0.0)
-        return sequences.merge({"reward_baselines": baselines.repeat_interleave(self.group_size)}), scoring
+        column = baselines().repeat_interleave(self.group_size)
+        return sequences.merge({"reward_baselines": column}), scoring
+
+    def _sample_greedily(self, prompts: DataProto) -> Callable[[], Tensor]:
+        """Sample a response to each prompt; return a function that waits for their scores, (G,)."""
+        greedy, scoring = self.sampler.sample(prompts, self.sampler.greedy_options)
+        penalty = shaping_terms(greedy.batch["response_mask"], self.reward).get("overlong_penalty", 0.0)
+        return lambda: torch.tensor(scoring.result()["overall"]) + penalty
+
+    def _sample_scored(self, prompts: DataProto, counts: StopCounts) -> tuple[ScoredGroups, Tensor]:
+        """Sample groups and wait for their scores.
+
+        Returns:
+            The groups that were sampled to the end, and the scores of all prompts, (G, n), theirs first. A
+            response that was not sampled has nan.
+        """
+        if self.early_stop is None:
+            sequences, scoring = self._sample(prompts)
+            groups = ScoredGroups(sequences, scoring.result(), self.group_size)
+            return groups, self._filter_scores(groups)
+        first, rest = self.early_stop.parts(self.sampler.options)
+        groups = self._scored(prompts, first)
+        scores = self._filter_scores(groups)  # (G, after)
+        decision = self.early_stop.decide(scores, prompts.non_tensor_batch["uid"])
+        counts.add(decision, first.n, rest.n)
+        stopped = pad(scores[decision.is_stopped], (0, rest.n), value=math.nan)  # (S, n)
+        going = (~decision.is_stopped).nonzero().flatten()  # (K,)
+        if not len(going):
+            return groups.select(going), stopped
+        groups = self._sample_on(groups.select(going), prompts[going], rest, decision.weights[going])
+        return groups, torch.cat([self._filter_scores(groups), stopped])
+
+    def _sample_on(
+        self, groups: ScoredGroups, prompts: DataProto, options: SamplingOptions, weights: Tensor
+    ) -> ScoredGroups:
+        """Sample the rest of the responses of groups with weights (G,)."""
+        groups = groups.extend(self._scored(prompts, options))
+        columns = {WEIGHTS: weights}
+        if self.has_baselines:
+            columns["reward_baselines"] = self._sample_greedily(prompts)()
+        repeated = {key: column.repeat_interleave(self.group_size) for key, column in columns.items()}
+        return replace(groups, sequences=groups.sequences.merge(repeated))
+
+    def _scored(self, prompts: DataProto, options: SamplingOptions) -> ScoredGroups:
+        sequences, scoring = self.sampler.sample(prompts, options)
+        return ScoredGroups(sequences, scoring.result(), options.n)
 
     def judge(self, group: ScoredGroups) -> tuple[Tensor, bool]:
         """Return the scores of one group that the filter reads, (1, n), and whether it keeps the group."""
@@ -202,9 +255,9 @@ class RolloutCollector:
             )
 
     def _filter_scores(self, groups: ScoredGroups) -> Tensor:
-        """The scores that the filter reads, (G, n) float64."""
+        """The scores that the filter reads, (G, group_size) float64."""
         column = column_of(groups.values, self.filter_key, "algorithm.filter_key")
-        return column.view(-1, self.group_size)
+        return column.view(-1, groups.group_size)
 
     def _joined(self, scores: Sequence[Tensor]) -> Tensor:
         empty = torch.zeros(0, self.group_size, dtype=torch.float64)
@@ -230,6 +283,7 @@ class RolloutCollector:
             "data.max_response_length": (tensors["responses"].shape[-1], sampler.response_length),
             "worker.rollout.speculative": ("drafted_tokens" in tensors, sampler.counts_drafts),
             "algorithm.adv_estimator=remax": ("reward_baselines" in tensors, self.has_baselines),
+            "algorithm.early_stop.after": (WEIGHTS in tensors, self.early_stop is not None),
         }
         changed = {option: pair for option, pair in found.items() if pair[0] != pair[1]}
         if changed:

@@ -8,7 +8,7 @@ more entry in `shaping_terms`.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -255,6 +255,16 @@ class ScoredGroups:
     def concat(parts: Sequence["ScoredGroups"]) -> "ScoredGroups":
         sequences = DataProto.concat([part.sequences for part in parts])
         return ScoredGroups(sequences, join_values([part.values for part in parts]), parts[0].group_size)
+
+    def extend(self, others: "ScoredGroups") -> "ScoredGroups":
+        """Join groups of the same prompts: each gets the sequences of the other after its own."""
+        sizes = self.group_size, others.group_size
+        ends = len(self.sequences), len(self.sequences) + len(others.sequences)
+        own, new = torch.arange(ends[0]), torch.arange(*ends)
+        order = torch.cat([own.view(-1, sizes[0]), new.view(-1, sizes[1])], dim=-1)  # (G, n)
+        sequences = DataProto.concat([self.sequences, others.sequences])
+        joined = ScoredGroups(sequences, join_values([self.values, others.values]), 1)
+        return replace(joined.select(order.flatten()), group_size=sum(sizes))
 
     def split(self, first: int) -> tuple["ScoredGroups", "ScoredGroups"]:
         """Split off the `first` groups, which share memory with these; the others are copied."""

@@ -14,7 +14,7 @@ from verl.agents.rules import ConversationRules
 from verl.data.media.loader import MediaData
 from verl.workers.continued_sampling import ContinuedSampling
 from verl.workers.conversations.agent_leader import AgentLeader, AgentServices, CallId, Step, Turn
-from verl.workers.conversations.keys import Begun, Columns, Key, samples_of, seed_offset
+from verl.workers.conversations.keys import Begun, Columns, Key, placed, samples_of, seed_offset
 from verl.workers.rollout.base import FinishedResponse, RolloutRequest, SamplingOptions
 
 STEPS = 4  # of the engine, after which calls are taken
@@ -55,7 +55,7 @@ class AgentDriver:
         try:
             self.submit(rows, sampling)
             while self._open:
-                yield [replace(response, versions=[]) for response in self.step(sys.maxsize)]
+                yield [placed(response, sampling) for response in self.step(sys.maxsize)]
         finally:
             self._end(self._open)
 
@@ -64,7 +64,7 @@ class AgentDriver:
         self._options = replace(sampling, n=1)
         continued: set[Key] = set()
         for row in rows:
-            for key in samples_of(row, sampling.n, begun):
+            for key in samples_of(row, sampling, begun):
                 self._open.add(key)
                 if key in self._parked:
                     continued.add(key)

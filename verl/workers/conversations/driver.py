@@ -25,6 +25,7 @@ from verl.workers.conversations.keys import (
     Key,
     columns_of,
     finished_response,
+    placed,
     samples_of,
     seed_offset,
     stop_problem,
@@ -91,7 +92,7 @@ class ConversationDriver:
             while self._open:
                 ended = self.step(sys.maxsize)
                 if ended:
-                    yield [replace(response, versions=[]) for response in ended]
+                    yield [placed(response, sampling) for response in ended]
         finally:
             self.sampling.abort([*(row["uid"] for row in rows), *self._open])
             self._end(self._open)
@@ -103,12 +104,13 @@ class ConversationDriver:
         whole: list[Columns] = []  # all samples begin
         single: list[Key] = []
         for row in rows:
-            keys = samples_of(row, sampling.n, begun)
+            keys = samples_of(row, sampling, begun)
             parked = [key for key in keys if key in self._parked]
             for key in keys:
                 if key not in self._parked:
                     self._start(key, row, sampling.seed)
-            if len(keys) == sampling.n and not parked and not self.rules.has_environment:
+            is_whole = len(keys) == sampling.n and not sampling.first_sample
+            if is_whole and not parked and not self.rules.has_environment:
                 whole.append(row)  # these have the same first request
             else:
                 single += keys

@@ -3,11 +3,12 @@
 
 import hashlib
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from verl.agents.conversation import FinishedConversation
 from verl.agents.rules import ConversationRules
-from verl.workers.rollout.base import FinishedResponse
+from verl.workers.rollout.base import FinishedResponse, SamplingOptions
 
 MAX_SEED = 1 << 31  # environments hand it to generators of random numbers
 
@@ -22,10 +23,15 @@ class Key(NamedTuple):
     sample: int
 
 
-def samples_of(row: Columns, n: int, begun: Begun | None) -> list[Key]:
-    """Return the conversations of a row: `n`, or the unfinished ones."""
-    uid = row["uid"]
-    return [Key(uid, sample) for sample in (begun or {}).get(uid) or range(n)]
+def samples_of(row: Columns, sampling: SamplingOptions, begun: Begun | None) -> list[Key]:
+    """Return the conversations of a row: all of `sampling`, or the unfinished ones."""
+    uid, first = row["uid"], sampling.first_sample
+    return [Key(uid, sample) for sample in (begun or {}).get(uid) or range(first, first + sampling.n)]
+
+
+def placed(response: FinishedResponse, sampling: SamplingOptions) -> FinishedResponse:
+    """Return a response of a batch with its place among those of the call; one set of weights sampled it."""
+    return replace(response, sample=response.sample - sampling.first_sample, versions=[])
 
 
 def finished_response(key: Key, done: FinishedConversation) -> FinishedResponse:

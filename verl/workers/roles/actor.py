@@ -32,6 +32,7 @@ OPTIONAL_KEYS = [
     "old_log_probs",
     "row_ids",
     "ref_log_probs",
+    "sequence_weights",
     "rollout_is_weights",
     "rollout_log_probs",
     CHOICES,
@@ -230,7 +231,7 @@ class DataParallelPPOActor:
         if "old_log_probs" not in tensors:
             mini_batch.computed.append(result.log_probs.detach())
         policy = self._policy_loss(result.log_probs, tensors)
-        loss = self._aggregate(policy.per_token, mask, mini_batch)
+        loss = self._aggregate(policy.per_token, tensors, mini_batch)
         metrics.add_loss("actor/pg_loss", loss)
         for name, values in policy.statistics.items():
             metrics.add_mean(f"actor/{name}", values, mask)
@@ -238,14 +239,14 @@ class DataParallelPPOActor:
         if not self.training.uses_advantages:
             loss = torch.zeros_like(loss)
         if entropy_coef:
-            loss = loss - entropy_coef * self._aggregate(result.entropy, mask, mini_batch)
+            loss = loss - entropy_coef * self._aggregate(result.entropy, tensors, mini_batch)
         if self.distillation is not None:
             loss = loss + self.distillation.coef * self._distillation_loss(result, tensors, mini_batch)
         kl_loss = self.training.kl_loss
         if kl_loss:
             ref_log_probs = tensors.get("ref_log_probs")
             per_token = kl_divergence(result.log_probs, ref_log_probs, mask, kl_loss.kind, result.kl)
-            kl = self._aggregate(per_token, mask, mini_batch)
+            kl = self._aggregate(per_token, tensors, mini_batch)
             metrics.add_loss("actor/kl_loss", kl)
             if kl_loss.coef:
                 loss = loss + kl_loss.coef * kl
@@ -256,13 +257,14 @@ class DataParallelPPOActor:
     ) -> Tensor:
         assert self.distillation is not None, "asked before"
         per_token = self.distillation.teachers.per_token(result, tensors)
-        loss = self._aggregate(per_token, tensors["loss_mask"], mini_batch)
+        loss = self._aggregate(per_token, tensors, mini_batch)
         mini_batch.metrics.add_loss("distillation/loss", loss)
         self.distillation.teachers.add_metrics(mini_batch.metrics, per_token, tensors)
         return loss
 
-    def _aggregate(self, per_token: Tensor, mask: Tensor, mini_batch: MiniBatch) -> Tensor:
-        return aggregate_loss(per_token, mask, self.config.loss_avg_mode, mini_batch.denominators)
+    def _aggregate(self, per_token: Tensor, tensors: dict[str, Tensor], mini_batch: MiniBatch) -> Tensor:
+        mask, weights = tensors["loss_mask"], tensors.get("sequence_weights")
+        return aggregate_loss(per_token, mask, self.config.loss_avg_mode, mini_batch.denominators, weights)
 
     def _policy_loss(self, log_probs: Tensor, tensors: dict[str, Tensor]) -> PolicyLoss:
         # of each token, with importance weights of the batch or of the bypass mode

@@ -207,8 +207,9 @@ class Updater:
             )
 
     def _global_denominators(self, parts: list[DataProto]) -> list[LossDenominators]:
-        masks = [part.batch["loss_mask"] for part in parts]
-        counts = torch.stack([torch.stack(count_denominators(mask)[:2]) for mask in masks])  # (parts, 2)
+        tensors = [part.batch for part in parts]
+        counts = [count_denominators(each["loss_mask"], each.get("sequence_weights")) for each in tensors]
+        counts = torch.stack([torch.stack(each[:2]) for each in counts])  # (parts, 2)
         counts = counts.to(self.forward.device)
         dist.all_reduce(counts, group=self.group)
         return [LossDenominators(tokens, sequences, self.max_response_length) for tokens, sequences in counts]
