@@ -102,28 +102,33 @@ def test_a_model_that_names_no_blocks_is_refused():
         monkey_patch.compile_blocks(model)
 
 
-def sharded_differences(rank, world_size, folder):
+def sharded_differences(rank, world_size, folder, expert_ranks):
     """Run a model that is compiled and sharded, and one that is only sharded."""
-    found = []
+    lengths = ([5, 9], [9], [7, 3, 20], [31])
+    found, graphs = [], []
     original = monkey_patch.compile_blocks
     model_builder.compile_blocks = lambda model: original(model, backend="aot_eager")
     for is_compiled in (False, True):
         config = ModelConfig(model_path=folder, compile_blocks=is_compiled)
-        fsdp = FSDPConfig(mp_param_dtype="fp32", torch_dtype="fp32")
+        fsdp = FSDPConfig(mp_param_dtype="fp32", torch_dtype="fp32", expert_parallel_size=expert_ranks)
         mesh = make_mesh(world_size, -1, "cpu")
         model = model_builder.build_model(config, fsdp, mesh=mesh, device="cpu", trainable=True)
-        log_probs, *grads = results(model, [5, 9], None)
-        found.append([log_probs, *(grad.full_tensor() for grad in grads)])
+        found.append([])
+        for each in lengths:
+            log_probs, *grads = results(model, each, None)
+            found[-1] += [log_probs, *(grad.full_tensor() for grad in grads)]
+            graphs.append(counters["stats"]["unique_graphs"])
         names = [name for name, _ in full_named_tensors(model)]
         assert not [name for name in names if "_orig_mod" in name]
-    assert counters["stats"]["unique_graphs"] > 0
+    assert graphs[3] == 0 < graphs[5] == graphs[-1], "other lengths were not compiled again"
     return max(((x - y).abs().max() / y.abs().max()).item() for x, y in zip(*found, strict=True))
 
 
 @pytest.mark.slow
 @pytest.mark.heavy
-def test_compiled_blocks_are_sharded_like_eager_ones(tmp_path):
-    folder = str(save_tiny_model(tmp_path, "qwen2", num_hidden_layers=2))
+@pytest.mark.parametrize(("family", "expert_ranks"), [("qwen2", 1), ("qwen3_moe", 2)])
+def test_compiled_blocks_are_sharded_like_eager_ones(tmp_path, family, expert_ranks):
+    folder = str(save_tiny_model(tmp_path, family, num_hidden_layers=2))
 
-    for difference in run_distributed(sharded_differences, 2, folder):
+    for difference in run_distributed(sharded_differences, 2, folder, expert_ranks):
         assert difference <= 2e-6
