@@ -62,3 +62,11 @@ def test_ranks_of_one_node_use_its_links_and_others_the_adapters_that_they_share
     assert cluster.link(8) == cluster.link(2) == 0.75 * 300e9
     assert cluster.link(32) == 0.85 * 8 * 25e9
     assert cluster.link(4, stride=8) == 0.85 * 25e9  # one GPU of each node
+
+
+def test_in_an_all_to_all_one_adapter_brings_what_ranks_of_other_nodes_send():
+    cluster = parse_cluster("4x8xA100")
+
+    assert cluster.exchange(1) == cluster.exchange(8) == cluster.link(8)
+    assert cluster.exchange(16) == pytest.approx(0.85 * 25e9 * 15 / 8)  # 8 of 15 others are on the other node
+    assert cluster.exchange(32) == pytest.approx(0.85 * 25e9 * 31 / 24)

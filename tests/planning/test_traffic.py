@@ -23,7 +23,8 @@ def test_a_rank_receives_its_part_of_divided_experts_and_all_of_the_rest():
     whole, divided = (collectives(SHAPE, setup, WORK, is_update=False) for setup in (WHOLE, DIVIDED))
 
     assert whole.sharding == pytest.approx(2 * 260 * 7 / 8)
-    assert divided.sharding == pytest.approx(2 * (100 * 7 / 8 + 160 / 4 * 1 / 2))  # from one other rank
+    assert divided.sharding == pytest.approx(2 * 100 * 7 / 8)
+    assert divided.expert_sharding == pytest.approx(2 * 160 / 4 * 1 / 2)  # from one other rank
 
 
 def test_tokens_travel_to_their_experts_and_back():
@@ -39,5 +40,6 @@ def test_tokens_travel_to_their_experts_and_back():
 def test_gradients_of_divided_experts_are_summed_over_the_ranks_that_hold_them():
     update = collectives(SHAPE, DIVIDED, WORK, is_update=True)
 
-    gathered = 2 * ((40 * 7 / 8 + 160 / 4 * 1 / 2) * 2 + 60 * 7 / 8)  # layers twice, the root once
-    assert update.sharding == pytest.approx(gathered + 4 * (100 * 7 / 8 + 160 / 4 * 1 / 2))
+    gathered = 2 * (40 * 7 / 8 * 2 + 60 * 7 / 8)  # layers twice, the root once
+    assert update.sharding == pytest.approx(gathered + 4 * 100 * 7 / 8)
+    assert update.expert_sharding == pytest.approx((2 * 2 + 4) * 160 / 4 * 1 / 2)

@@ -49,7 +49,8 @@ def _check_work(case, phases, plan):
         work = pass_work(plan.run, model, each, plan.lengths, shape)
         work = replace(work, micro_batches=2)  # the rows fill theirs to the last token
         moved = traffic.collectives(shape, setup, work, is_update=each.is_update, copies=copies)
-        assert moved.sharding + moved.replicas == pytest.approx(received(phase) / updates, rel=0.01, abs=1e4)
+        weights = moved.sharding + moved.expert_sharding + moved.replicas
+        assert weights == pytest.approx(received(phase) / updates, rel=0.01, abs=1e4)
         assert moved.experts == pytest.approx(exchanged(phase) / updates, rel=0.01, abs=1e6)
         done = operations.update(shape, setup, work) if each.is_update else operations.forward(shape, work)
         if shape.tower is None:

@@ -202,6 +202,10 @@ class FSDPConfig:
     mp_reduce_dtype: str = dtype_option("fp32", "Data type of the gradient reduction.")
     mp_buffer_dtype: str = dtype_option("fp32", "Data type of buffers such as rotary frequencies.")
 
+    def shards(self, world_size: int) -> int:
+        """Return the ranks that share one copy of the weights."""
+        return self.fsdp_size if 0 < self.fsdp_size < world_size else world_size
+
 
 @dataclass(frozen=True)
 class OffloadConfig:

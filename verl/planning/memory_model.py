@@ -96,6 +96,8 @@ class ModelShape:
     frozen_experts: int = 0  # joint tensors of experts that stay frozen without an adapter
     experts: int = 0  # weights of all joint experts
     trained_experts: int = 0
+    divisible_experts: int = 0  # of a layer, that `expert_parallel_size` must divide; 0: they stay whole
+    has_expert_biases: bool = False
 
     @property
     def head(self) -> int:
@@ -104,6 +106,10 @@ class ModelShape:
     @property
     def trained_head(self) -> int:
         return min(self.head, self.trained_root)
+
+    def divides_into(self, size: int) -> bool:
+        """Return whether the experts of a layer can be divided over `size` ranks."""
+        return size == 1 or (self.divisible_experts > 0 and self.divisible_experts % size == 0)
 
     @property
     def trained_text(self) -> str:

@@ -120,10 +120,15 @@ def context_bytes(device: str) -> int:
     return CONTEXT_BYTES if on_gpu(device) else 0
 
 
+def shape_of(model: PlannedModel, read_shape: ReadShape) -> ModelShape:
+    """Read the sizes of a model."""
+    trained = model.optim is not None
+    return read_shape(model.model, model.fsdp, option=model.option, is_trained=trained, head=model.head)
+
+
 def held_model(model: PlannedModel, world_size: int, device: str, read_shape: ReadShape) -> HeldModel:
     """Read the sizes of a model and share it out among the ranks."""
-    fsdp, is_trained, option = model.fsdp, model.optim is not None, model.option
-    shape = read_shape(model.model, fsdp, option=option, is_trained=is_trained, head=model.head)
+    fsdp, is_trained, shape = model.fsdp, model.optim is not None, shape_of(model, read_shape)
     if model.router_replay != "off" and not shape.routes:
         raise ValueError(
             f"`worker.actor.router_replay` must be 'off', got {model.router_replay!r}: the model is no"
@@ -131,7 +136,7 @@ def held_model(model: PlannedModel, world_size: int, device: str, read_shape: Re
         )
     setup = ModelSetup(
         device=device,
-        ranks=fsdp.fsdp_size if 0 < fsdp.fsdp_size < world_size else world_size,
+        ranks=fsdp.shards(world_size),
         c=NUMBER_BYTES[fsdp.mp_param_dtype],
         r=NUMBER_BYTES[fsdp.mp_reduce_dtype],
         checkpointing=model.model.enable_gradient_checkpointing,

@@ -23,7 +23,13 @@ from verl.models.lora import (
     experts_without_adapter,
 )
 from verl.models.mixture.choices import check_replay, route_bytes
-from verl.models.mixture.experts import check_divisible, expert_modules, expert_option, has_biases
+from verl.models.mixture.experts import (
+    check_divisible,
+    divisible_experts,
+    expert_modules,
+    expert_option,
+    has_biases,
+)
 from verl.models.mixture.routing import logits_per_token
 from verl.models.scalar_head import make_scalar
 from verl.models.tiled_mlp import has_tiles, tile_mlps
@@ -143,6 +149,8 @@ def model_shape(model: PreTrainedModel) -> ModelShape:
         frozen_experts=len(experts_without_adapter(model)) if is_adapted else 0,
         experts=_count(experts),
         trained_experts=_count(param for param in experts if param.requires_grad),
+        divisible_experts=divisible_experts(model),
+        has_expert_biases=has_biases(model),
     )
 
 

@@ -72,6 +72,11 @@ class PlannedModel:
     prompt: int | None = None  # tokens of its longest prompts, if they are not the policy's
 
     @property
+    def section(self) -> str:
+        """Section of its options, such as `fsdp`."""
+        return f"{TEACHERS}.{self.role}" if self.is_teacher else f"worker.{self.role}"
+
+    @property
     def option(self) -> str:
         """Section of the option `model_path`."""
-        return f"{TEACHERS}.{self.role}" if self.is_teacher else f"worker.{self.role}.model"
+        return self.section if self.is_teacher else f"{self.section}.model"

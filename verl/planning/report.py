@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 from verl.config.schema import value_at
 from verl.config.trainer import RunTree
 from verl.distributed.backends import on_gpu
+from verl.planning.expert_sizes import expert_sizes
 from verl.planning.machine import GIB, Machine, MemoryPlan, Phase, find_machine
 from verl.planning.memory_plan import REWARD, Planner, read_pictures
 from verl.planning.planned_run import PlannedRun
@@ -53,10 +54,12 @@ def make_planner(describe: Describe[C], machine: Machine) -> Planner[C]:
     shapes = {}
 
     def read(model, fsdp, *, option, **options):  # noqa: ANN001, ANN003, ANN202 - as `read_shape`
-        key = repr((model, fsdp.torch_dtype, fsdp.expert_parallel_size, options))
+        key = repr((model, fsdp.torch_dtype, options))
         if key not in shapes:
-            known = stored_shape(model, fsdp, **options)
-            shapes[key] = known or read_shape(model, fsdp, option=option, **options)
+            shapes[key] = stored_shape(model, fsdp, **options)
+        known = shapes[key]
+        if known is None or not known.divides_into(fsdp.expert_parallel_size):  # then it says why not
+            shapes[key] = read_shape(model, fsdp, option=option, **options)
         return shapes[key]
 
     pictures = {}
@@ -198,7 +201,7 @@ def misfit_text(config: C, phase: Phase, plan: MemoryPlan, planner: Planner[C]) 
 
 def remedy(config: C, phase: Phase, planner: Planner[C]) -> Changes:
     """Find the least intrusive change that makes a phase fit: one option if one does, else several."""
-    candidates = list(_remedies(config, planner.describe(config), phase))
+    candidates = list(_remedies(config, planner, phase))
     for changes in candidates:
         if _fits(with_options(config, changes), planner, name=phase.name):
             return changes
@@ -210,13 +213,16 @@ def remedy(config: C, phase: Phase, planner: Planner[C]) -> Changes:
     return {}
 
 
-def _remedies(config: Any, run: PlannedRun, phase: Phase) -> Iterator[Changes]:
+def _remedies(config: Any, planner: Planner[Any], phase: Phase) -> Iterator[Changes]:
     """Yield options that lower a phase, the least intrusive first; `docs/memory.md` lists them."""
+    run = planner.describe(config)
     if phase.size_option is not None:
         now = value_at(config, phase.size_option)
         yield from ({phase.size_option: size} for size in run.sizes(phase.size_option) if size < now)
     if phase.updated_role is not None:
         yield {f"worker.{phase.updated_role}.model.enable_gradient_checkpointing": True}
+    if phase.size_option is not None:  # further ranks save little and are behind slower links
+        yield from expert_sizes(run, planner.read_shape, at_most=run.trainer.n_gpus_per_node)
     if phase.name == "gen":
         yield from _lower_shares(ENGINE_SHARE, value_at(config, ENGINE_SHARE))
     if phase.name == REWARD:

@@ -7,6 +7,7 @@ implementation its config chooses: grouped products on GPUs.
 """
 
 import functools
+import math
 from typing import Any
 
 import torch
@@ -34,6 +35,11 @@ def expert_modules(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if all(hasattr(module, name) for name in INTERFACE)]
 
 
+def divisible_experts(model: PreTrainedModel) -> int:
+    """Return the experts of each layer, or what divides the experts of all; 0 if they must stay whole."""
+    return 0 if _adapted(model) else math.gcd(*map(_count, expert_modules(model)))
+
+
 def check_divisible(model: PreTrainedModel, size: int, option: str) -> None:
     """Raise a ValueError unless the experts of a model can be divided over `size` ranks.
 
@@ -51,12 +57,15 @@ def check_divisible(model: PreTrainedModel, size: int, option: str) -> None:
             f"`{option}` ({size}) must divide the {uneven} experts of a layer of {name}: set it to"
             f" {divisors[-1]}"
         )
-    adapted = [each.name for each in adapted_parameters(model) if ".experts." in each.name]
-    if adapted:
+    if adapted := _adapted(model):
         raise ValueError(
             f"`{option}` ({size}) must be 1 with adapters on experts ({adapted[0]}): remove them from"
             " `lora.target_parameters`; adapters on other modules are possible"
         )
+
+
+def _adapted(model: PreTrainedModel) -> list[str]:
+    return [each.name for each in adapted_parameters(model) if ".experts." in each.name]
 
 
 def has_biases(model: nn.Module) -> bool:

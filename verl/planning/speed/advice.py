@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from verl.config.ppo import PPOConfig
 from verl.config.schema import ConfigError, check_config, value_at
 from verl.config.trainer import RunTree
+from verl.planning.expert_sizes import expert_sizes
 from verl.planning.memory_plan import Planner
 from verl.planning.report import Changes, with_options
 from verl.planning.speed.step_time import Predictor
@@ -79,6 +80,7 @@ def _candidates(config: Any, predict: Predictor[Any]) -> Iterator[Changes]:
         yield {f"{section}.dynamic_batching": True}
         if cluster.nodes > 1:
             yield {f"{section}.fsdp.fsdp_size": cluster.gpus}
+    yield from expert_sizes(run, predict.read_shape)
     for ranks in (1, 2, 4, 8, 16):
         yield {"worker.actor.ulysses_size": ranks}
         yield {"worker.actor.ring_size": ranks}

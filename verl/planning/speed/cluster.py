@@ -82,6 +82,14 @@ class Cluster:
         adapters = max(1, self.gpus // stride)
         return min(within, NETWORK_SHARE * self.gpu.network * adapters)
 
+    def exchange(self, ranks: int) -> float:
+        """Bytes a second that each of `ranks` neighbors receives from the others in an all-to-all."""
+        within, elsewhere = self.link(min(ranks, self.gpus)), ranks - self.gpus
+        if elsewhere <= 0:
+            return within
+        # What ranks of other nodes send comes through the adapter of the GPU alone.
+        return min(within, NETWORK_SHARE * self.gpu.network * (ranks - 1) / elsewhere)
+
 
 def parse_cluster(text: str) -> Cluster:
     """Read `8xH100`, `16x8xH200` or `4xA100-40GB`.

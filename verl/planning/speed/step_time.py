@@ -150,6 +150,9 @@ def _pass_time(
     parts["launching kernels"] = kernels - sum(parts.values())
     moved = moving_seconds(run, model, work, cluster, is_update=update)
     parts["collectives"] = moved - HIDDEN_SHARE * min(moved, kernels)
+    # The experts wait for their tokens.
+    sent = _collectives(run, model, work, cluster, is_update=update).experts
+    parts["sending tokens"] = sent / cluster.exchange(setup.expert_ranks)
     if update:
         parts["optimizer"] = OPTIMIZER_PASSES * model.weights * work.repeats / cluster.memory
     copied = copied_bytes(model, is_update=update)
@@ -192,20 +195,30 @@ def launch_seconds(model: HeldModel, work: PassWork, *, is_update: bool) -> floa
 def moving_seconds(
     run: PlannedRun, model: HeldModel, work: PassWork, cluster: Cluster, *, is_update: bool
 ) -> float:
-    """Seconds of a pass in collectives, and in copies of weights that stay in host memory."""
-    setup, shared = model.setup, run.lengths.ranks
-    ulysses = shared // run.ring
-    copies = max(1, cluster.world_size // setup.ranks)
-    moved = traffic.collectives(
-        model.shape, setup, work, is_update=is_update, copies=copies, ulysses=ulysses, ring=run.ring
-    )
-    seconds = moved.sharding / cluster.link(setup.ranks) + moved.heads / cluster.link(ulysses)
+    """Seconds of a pass in collectives that products may hide, and in copies of weights in host memory."""
+    setup, ulysses = model.setup, run.lengths.ranks // run.ring
+    moved = _collectives(run, model, work, cluster, is_update=is_update)
+    seconds = moved.sharding / cluster.link(setup.ranks) + moved.heads / cluster.exchange(ulysses)
     seconds += moved.ring / cluster.link(run.ring, ulysses)
-    seconds += moved.replicas / cluster.link(copies, setup.ranks)
-    seconds += moved.experts / cluster.link(setup.expert_ranks)
+    seconds += moved.replicas / cluster.link(_copies(model, cluster), setup.ranks)
+    seconds += moved.expert_sharding / cluster.link(setup.expert_shards, setup.expert_ranks)
     if model.is_streamed:
         seconds += (1 + is_update) * work.micro_batches * model.weights / cluster.pcie
     return seconds
+
+
+def _collectives(
+    run: PlannedRun, model: HeldModel, work: PassWork, cluster: Cluster, *, is_update: bool
+) -> traffic.Collectives:
+    copies, ulysses = _copies(model, cluster), run.lengths.ranks // run.ring
+    return traffic.collectives(
+        model.shape, model.setup, work, is_update=is_update, copies=copies, ulysses=ulysses, ring=run.ring
+    )
+
+
+def _copies(model: HeldModel, cluster: Cluster) -> int:
+    """Copies of the weights, with hybrid sharding."""
+    return max(1, cluster.world_size // model.setup.ranks)
 
 
 def copied_bytes(model: HeldModel, *, is_update: bool) -> float:

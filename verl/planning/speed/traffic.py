@@ -11,22 +11,23 @@ from verl.planning.speed.workload import PassWork
 class Collectives:
     """Bytes that a rank receives, by the ranks that take part."""
 
-    sharding: float  # all-gathers and reduce-scatters of weights and gradients
+    sharding: float  # all-gathers and reduce-scatters of weights and gradients, but divided experts'
     replicas: float  # all-reduces of gradients between copies of the weights
     heads: float  # all-to-alls of Ulysses
     ring: float  # keys and values that travel around
-    experts: float = 0.0  # all-to-alls of tokens to divided experts and back
+    expert_sharding: float  # the same of divided experts, between the ranks that hold the same ones
+    experts: float  # all-to-alls of tokens to divided experts and back
 
     @property
     def total(self) -> float:
-        return self.sharding + self.replicas + self.heads + self.ring + self.experts
+        return sum(vars(self).values())
 
 
-def _others_shards(params: float, experts: float, setup: ModelSetup) -> float:
-    """Weights that a rank receives when each rank gathers `params`, of which divided `experts` in part."""
-    shards = setup.expert_shards
+def _others_shards(params: float, experts: float, setup: ModelSetup) -> tuple[float, float]:
+    """Weights that a rank receives when each gathers `params` and its part of divided `experts` in them."""
+    shards, experts = setup.expert_shards, experts if setup.expert_ranks > 1 else 0.0
     rest = (params - experts) * (setup.ranks - 1) / setup.ranks
-    return rest + experts / setup.expert_ranks * (shards - 1) / shards
+    return rest, experts / setup.expert_ranks * (shards - 1) / shards
 
 
 def gathered_bytes(shape: ModelShape, setup: ModelSetup) -> float:
@@ -48,13 +49,15 @@ def collectives(
     passes = 2 if is_update and not setup.keeps_gathered else 1
     # The root stays gathered until a backward pass.
     root = setup.c * shape.root * (setup.ranks - 1) / setup.ranks
-    layers = setup.c * _others_shards(shape.params, shape.experts, setup) - root
-    sharding = work.micro_batches * passes * layers + root * (work.micro_batches if is_update else 1)
-    replicas = 0.0
+    rest, experts = _others_shards(shape.params, shape.experts, setup)
+    gathers = work.micro_batches * passes
+    sharding = gathers * (setup.c * rest - root) + root * (work.micro_batches if is_update else 1)
+    expert_sharding, replicas = gathers * setup.c * experts, 0.0
     if is_update:
         gradients = work.micro_batches * setup.r * shape.trained
-        reduced = _others_shards(shape.trained, shape.trained_experts, setup)
-        sharding += work.micro_batches * setup.r * reduced
+        rest, experts = _others_shards(shape.trained, shape.trained_experts, setup)
+        sharding += work.micro_batches * setup.r * rest
+        expert_sharding += work.micro_batches * setup.r * experts
         replicas = 2 * gradients / setup.ranks * (copies - 1) / copies
     text = shape.text
     queries, cached = text.heads * text.head_dim, text.kv_heads * text.head_dim
@@ -65,7 +68,7 @@ def collectives(
     around = states * 2 * cached * (ring - 1)
     routed = states * 2 * text.choices * text.hidden  # to the experts and back
     routed *= (setup.expert_ranks - 1) / setup.expert_ranks
-    return Collectives(sharding, replicas, heads, around, routed)
+    return Collectives(sharding, replicas, heads, around, expert_sharding, routed)
 
 
 def offloaded_bytes(weights: int, state: int, *, is_update: bool) -> float:
