@@ -147,6 +147,12 @@ class DataProto:
         batch = TensorDict(tensors, batch_size=(len(self),)) if tensors else None
         return DataProto(batch, arrays, meta_info)
 
+    def without(self, keys: Iterable[str]) -> "DataProto":
+        """Return a new batch without the named keys, where it has them. Tensors are shared."""
+        left_out = set(keys)
+        tensors = [key for key in _tensors(self) if key not in left_out]
+        return self.select(tensors, [key for key in self.non_tensor_batch if key not in left_out])
+
     def merge(
         self, other: "DataProto | Mapping[str, Tensor | np.ndarray]", replace: Iterable[str] = ()
     ) -> "DataProto":
@@ -155,10 +161,7 @@ class DataProto:
         A key of both must be equal, unless `replace` names it: then the value of `other` counts.
         """
         other = other if isinstance(other, DataProto) else DataProto.from_single_dict(other)
-        replaced = set(replace) & set(other.keys())
-        tensors = [key for key in _tensors(self) if key not in replaced]
-        arrays = [key for key in self.non_tensor_batch if key not in replaced]
-        return self.select(tensors, arrays).union(other)
+        return self.without(set(replace) & set(other.keys())).union(other)
 
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> "DataProto":
         """Repeat each row: a a b b if interleaved, else a b a b."""

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import numpy as np
 import pytest
 import torch
 
@@ -29,6 +30,14 @@ TP2_DP2 = [AxisRank(0, 2, True), AxisRank(0, 2, False), AxisRank(1, 2, True), Ax
 
 def test_a_batch_is_split_into_equal_parts_in_order():
     assert values_of(shard(numbers(1, 2, 3, 4), 2, even=True)) == [[1, 2], [3, 4]]
+
+
+def test_parts_lack_the_columns_that_a_method_does_not_read_and_the_batch_keeps_them():
+    batch = numbers(1, 2).merge({"words": np.array(["a", "b"], dtype=object), "more": torch.zeros(2)})
+
+    parts = shard(batch, 2, even=True, unread=("words", "more", "others"))
+    assert [part.keys() for part in parts] == [["numbers"]] * 2
+    assert sorted(batch.keys()) == ["more", "numbers", "words"]
 
 
 def test_parts_that_may_be_uneven_differ_by_at_most_one_row():

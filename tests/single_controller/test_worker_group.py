@@ -105,6 +105,7 @@ def test_a_batch_is_returned_unchanged(group):
     assert back.batch["numbers"].tolist() == [0, 1, 2, 3]
     assert back.non_tensor_batch["uid"].tolist() == [0, 1, 2, 3]
     assert back.meta_info == {"temperature": 1.0}
+    assert group.echo_numbers(batch).keys() == ["numbers"]
 
 
 def test_an_in_place_change_affects_only_the_workers_copy(group):

@@ -87,6 +87,10 @@ class EchoWorker(Worker):
     def echo(self, batch: DataProto) -> DataProto:
         return batch
 
+    @register(Dispatch.SHARD, phase="echo", unread=("uid",))
+    def echo_numbers(self, batch: DataProto) -> DataProto:
+        return batch
+
     @register(Dispatch.SHARD, phase="length")
     def length(self, batch: DataProto) -> int:
         return len(batch)

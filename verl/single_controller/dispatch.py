@@ -36,6 +36,7 @@ class RemoteMethod:
     phase: str  # name of the work, for error messages
     streaming: bool
     axis: str
+    unread: tuple[str, ...] = ()  # large columns of batches that it is not sent
 
 
 class AxisRank(NamedTuple):
@@ -47,17 +48,23 @@ class AxisRank(NamedTuple):
 
 
 def register(
-    dispatch: Dispatch, phase: str, *, streaming: bool = False, axis: str = "train"
+    dispatch: Dispatch,
+    phase: str,
+    *,
+    streaming: bool = False,
+    axis: str = "train",
+    unread: tuple[str, ...] = (),
 ) -> Callable[[F], F]:
     """Declare that a worker group may call the method; `phase` names its work in error messages.
 
     A streaming method is a generator whose items reach the caller as they arrive, from all ranks. Its batches
     need not divide evenly: parts differ by at most one row and may be empty. `Dispatch.SHARD` splits along
-    `axis`, "train" or "rollout".
+    `axis`, "train" or "rollout". Columns in `unread` stay with the caller.
     """
 
     def decorator(method: F) -> F:
-        setattr(method, ATTRIBUTE, RemoteMethod(method.__name__, dispatch, phase, streaming, axis))
+        known = RemoteMethod(method.__name__, dispatch, phase, streaming, axis, unread)
+        setattr(method, ATTRIBUTE, known)
         return method
 
     return decorator
@@ -82,10 +89,11 @@ def check_axis(axis: str, axis_ranks: Sequence[AxisRank | None]) -> list[AxisRan
     return known
 
 
-def shard(value: Any, size: int, even: bool) -> list[Any]:
-    """Return the `size` parts of a batch in order; any other value is repeated."""
+def shard(value: Any, size: int, even: bool, unread: tuple[str, ...] = ()) -> list[Any]:
+    """Return the `size` parts of a batch in order, without some columns; any other value is repeated."""
     if not isinstance(value, DataProto):
         return [value] * size
+    value = value.without(unread)
     if even and len(value) % size:
         raise ValueError(
             f"a batch of {len(value)} rows cannot be split evenly over {size} data-parallel ranks:"

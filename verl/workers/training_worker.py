@@ -22,6 +22,7 @@ from verl.protocol import DataProto
 from verl.single_controller.dispatch import Dispatch, register
 from verl.workers.base_worker import ModelWorker
 from verl.workers.engine_check import SampledRow, check_engine, differences
+from verl.workers.packing.row_routes import ROUTES
 from verl.workers.roles.actor import ActorTraining, DataParallelPPOActor, DistillationLoss
 from verl.workers.roles.critic import DataParallelPPOCritic
 from verl.workers.roles.prime import DataParallelPrimeModel, check_prime_tokenizer
@@ -218,13 +219,13 @@ class TrainingWorker(ModelWorker):
         routes = self.actor.old_routes
         return DataProto.from_dict(tensors, None if routes is None else {"old_routes": routes})
 
-    @register(Dispatch.SHARD, phase="ref")
+    @register(Dispatch.SHARD, phase="ref", unread=ROUTES)
     def compute_ref_log_probs(self, batch: DataProto) -> DataProto:
         with self._loaded(batch, self.reference_model):
             result = self.reference.compute_log_probs(batch, self.config.rollout.temperature)
         return DataProto.from_dict({"ref_log_probs": result.log_probs})
 
-    @register(Dispatch.SHARD, phase="teacher")
+    @register(Dispatch.SHARD, phase="teacher", unread=ROUTES)
     def compute_teacher_log_probs(self, batch: DataProto) -> DataProto:
         """Compute `teacher_log_probs`, of each row under its teacher; zero for teachers behind a server."""
         assert self.teachers is not None, "the run has teachers"
@@ -235,32 +236,32 @@ class TrainingWorker(ModelWorker):
                 total += self.teachers.compute_log_probs(name, actor, self.group, batch, temperature)
         return DataProto.from_dict({TEACHER_LOG_PROBS: total})
 
-    @register(Dispatch.SHARD, phase="values")
+    @register(Dispatch.SHARD, phase="values", unread=ROUTES)
     def compute_values(self, batch: DataProto) -> DataProto:
         with self._loaded(batch, self.critic_model):
             return DataProto.from_dict({"values": self.critic.compute_values(batch)})
 
-    @register(Dispatch.SHARD, phase="reward_model")
+    @register(Dispatch.SHARD, phase="reward_model", unread=ROUTES)
     def compute_reward_model_scores(self, batch: DataProto) -> DataProto:
         with self._loaded(batch, self.reward_model):
             return DataProto.from_dict({"reward_model_scores": self.scorer.score(batch)})
 
-    @register(Dispatch.SHARD, phase="prime_ref")
+    @register(Dispatch.SHARD, phase="prime_ref", unread=ROUTES)
     def compute_prime_ref_log_probs(self, batch: DataProto) -> DataProto:
         with self._loaded(batch, self.prime_reference):
             return DataProto.from_dict({"prime_ref_log_probs": self.prime.compute_ref_log_probs(batch)})
 
-    @register(Dispatch.SHARD, phase="process_rewards")
+    @register(Dispatch.SHARD, phase="process_rewards", unread=ROUTES)
     def compute_process_rewards(self, batch: DataProto) -> DataProto:
         with self._loaded(batch, self.prime_model):
             return DataProto.from_dict({"process_rewards": self.prime.compute_process_rewards(batch)})
 
-    @register(Dispatch.SHARD, phase="update_prime")
+    @register(Dispatch.SHARD, phase="update_prime", unread=ROUTES)
     def update_prime(self, batch: DataProto) -> dict[str, float]:
         with self._loaded(batch, self.prime_model, with_optimizer=True):
             return self.prime.update(batch)
 
-    @register(Dispatch.SHARD, phase="update_critic")
+    @register(Dispatch.SHARD, phase="update_critic", unread=ROUTES)
     def update_critic(self, batch: DataProto) -> dict[str, float]:
         start = time.perf_counter()
         with self._loaded(batch, self.critic_model, with_optimizer=True):

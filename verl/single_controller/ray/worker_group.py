@@ -152,8 +152,8 @@ class RayWorkerGroup:
         method = self.methods[name]
         axis_ranks = self._ranks_on(method.axis) if method.dispatch is Dispatch.SHARD else None
         size = axis_ranks[0].size if axis_ranks else 1
-        arguments = [_parts(value, size, even=not method.streaming) for value in args]
-        keywords = {key: _parts(value, size, even=not method.streaming) for key, value in kwargs.items()}
+        arguments = [_parts(value, size, method) for value in args]
+        keywords = {key: _parts(value, size, method) for key, value in kwargs.items()}
         references = {}
         for rank, worker in self._alive_workers().items():
             index = axis_ranks[rank].index if axis_ranks else 0
@@ -327,7 +327,8 @@ def _remote_form(worker: Any, method: RemoteMethod, is_first: bool) -> Any:
     return worker.stream.options(**options).remote
 
 
-def _parts(value: Any, size: int, even: bool) -> list[Any]:
+def _parts(value: Any, size: int, method: RemoteMethod) -> list[Any]:
     if isinstance(value, DataProto):  # each part is stored once, however many ranks read it
-        return [ray.put(part) for part in dispatch.shard(value, size, even)]
+        parts = dispatch.shard(value, size, even=not method.streaming, unread=method.unread)
+        return [ray.put(part) for part in parts]
     return [value if isinstance(value, SMALL) else ray.put(value)] * size

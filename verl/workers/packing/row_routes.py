@@ -20,6 +20,7 @@ from verl.workers.packing.sp_rows import SPRows
 
 ENGINE_ROUTES = "rollout_routes"  # column: of the engine that sampled
 OLD_ROUTES = "old_routes"  # column: of the pass that computes `old_log_probs`
+ROUTES = (ENGINE_ROUTES, OLD_ROUTES)
 MATCHES = "route_matches"  # column (B, 2) float32: choices of the trainer equal to the engine's, and all
 
 
