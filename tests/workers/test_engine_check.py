@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model that no file describes is compared with its rollout engine before it is trained."""
 
+import copy
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -9,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 from PIL import ImageOps
+from torch import nn
 
 from tests.helpers.families import load_tiny
 from tests.helpers.family_training import load_model
 from tests.helpers.unnamed_families import UNNAMED
 from tests.workers.rollout.reference import change_weights, hub_tensors, rollout_config, setup_of
+from verl.config.rollout import RolloutConfig
 from verl.data.media.loader import DecodedMedia, MediaLoader
 from verl.data.media.sizes import MediaOptions
 from verl.models import tiny as tiny_models
@@ -116,6 +119,46 @@ def test_rounding_is_allowed_by_the_rougher_type():
         check_engine("vllm", "llava", [torch.float32, torch.float32], found)
 
 
+@torch.no_grad()
+def in_fp8(model):
+    """A copy whose linear layers round weights and activations to FP8, with a scale for each row."""
+    model = copy.deepcopy(model)
+    head = model.get_output_embeddings()
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and module is not head:
+            module.weight.copy_(rounded(module.weight))
+            module.register_forward_pre_hook(lambda _module, given: (rounded(given[0]), *given[1:]))
+    return model
+
+
+def rounded(values):
+    scales = values.abs().amax(-1, keepdim=True).clamp(min=1e-9) / torch.finfo(torch.float8_e4m3fn).max
+    return (values / scales).to(torch.float8_e4m3fn).to(values.dtype) * scales
+
+
+def test_a_quantized_engine_passes_that_reads_images_as_the_trainer_does(model, engine, requests, media):
+    found = differences(in_fp8(model), sample(engine, requests, media), torch.device("cpu"))
+
+    assert 0.02 < found.of_text < 0.25 and 0.02 < found.with_images < 0.25
+    check_engine("vllm", "llava", [torch.bfloat16], found, is_quantized=True)
+
+
+@pytest.mark.parametrize(
+    ("found", "allowed"),
+    [
+        (Differences(0.3, 0.1), "at most 0.25 and 0.5 are allowed"),  # images cost 0.2 more than text
+        (Differences(0.1, 0.6), "at most 0.75 and 0.5 are allowed"),
+        (Differences(float("inf"), float("inf")), "at most inf and 0.5 are allowed"),
+    ],
+)
+def test_of_a_quantized_engine_images_are_held_against_text(found, allowed):
+    with pytest.raises(NotImplementedError, match=f"{allowed}.*quantization=null"):
+        check_engine("vllm", "llava", [torch.bfloat16], found, is_quantized=True)
+    check_engine("vllm", "llava", [torch.bfloat16], Differences(0.24, 0.1), is_quantized=True)
+    with pytest.raises(NotImplementedError, match=r"at most 0\.15 and 0\.15 are allowed"):
+        check_engine("vllm", "llava", [torch.bfloat16], Differences(0.24, 0.1))
+
+
 def test_log_probs_that_are_no_numbers_are_refused(model, engine, requests, media):
     rows = sample(engine, requests, media)
     rows[0].response.log_probs[0] = float("nan")
@@ -205,7 +248,7 @@ def test_the_first_sync_compares_and_syncs_again_and_later_ones_only_sync(
     host.engine, host.media, host.tokenizer = counting, media, tiny.processor.tokenizer
     host.tower = None
     worker.host, host.continued = host, ContinuedSampling(counting)
-    rollout = SimpleNamespace(name="hf", dtype="fp32", max_model_len=None, limit_images=0)
+    rollout = RolloutConfig(name="hf", dtype="fp32")
     worker.config = SimpleNamespace(
         rollout=rollout, actor=SimpleNamespace(fsdp=SimpleNamespace(mp_param_dtype="fp32"))
     )

@@ -193,7 +193,9 @@ class TrainingWorker(ModelWorker):
         with self.policy.loaded():
             measured = differences(self.policy.model, rows, self.device)
         dtypes = engine_dtype, torch_dtype(config.actor.fsdp.mp_param_dtype)
-        check_engine(config.rollout.name, self.policy.model.config.model_type, dtypes, measured)
+        is_quantized = config.rollout.quantization is not None
+        model_type = self.policy.model.config.model_type
+        check_engine(config.rollout.name, model_type, dtypes, measured, is_quantized=is_quantized)
 
     @register(Dispatch.SHARD, phase="old")
     def compute_log_probs(self, batch: DataProto) -> DataProto:
