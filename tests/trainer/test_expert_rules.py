@@ -5,7 +5,7 @@ import pytest
 
 from tests.helpers.training import QUICKSTART
 from verl.config.ppo import PPOConfig
-from verl.config.schema import load_config
+from verl.config.schema import ConfigError, load_config
 from verl.models.tiny import save_tiny_model
 from verl.planning.planned_run import planned_ppo
 from verl.planning.report import dry_run_memory
@@ -45,6 +45,24 @@ def load(folders, model, *options):
 
 def check(folders, model, *options):
     check_divided_experts(planned_ppo(load(folders, model, *options)))
+
+
+def taught_by(folders, model, *options):
+    teacher = "distillation.teacher_models.big"
+    given = ["distillation.enabled=true", f"{teacher}.model_path={folders[model]}"]
+    return [*given, *(f"{teacher}.fsdp.{each}" for each in options)]
+
+
+def test_a_teachers_experts_have_the_rules_of_all_and_its_own_option_in_messages(folders):
+    size = "`distillation.teacher_models.big.fsdp.expert_parallel_size`"
+
+    check(folders, "dense", *taught_by(folders, "mixture", "expert_parallel_size=2"))
+    with pytest.raises(ValueError, match=rf"{size} \(4\) must divide the 6 experts .* set it to 3"):
+        check(folders, "dense", *taught_by(folders, "odd", "expert_parallel_size=4"))
+    with pytest.raises(ConfigError, match=rf"must be divisible by {size} \(3\)"):
+        load(folders, "dense", *taught_by(folders, "odd", "expert_parallel_size=3"))
+    with pytest.raises(ConfigError, match=rf"big.fsdp.fsdp_size` \(1\) must be divisible by {size} \(2\)"):
+        load(folders, "dense", *taught_by(folders, "odd", "fsdp_size=1", "expert_parallel_size=2"))
 
 
 def test_experts_that_the_ranks_share_evenly_are_accepted(folders):

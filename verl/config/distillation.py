@@ -175,6 +175,11 @@ class DistillationConfig:
         return {name: teacher for name, teacher in self.teachers.items() if teacher.server is None}
 
     @property
+    def sharding(self) -> dict[str, FSDPConfig]:
+        """Section `fsdp` of each loaded teacher, by the section of the teacher."""
+        return {f"{TEACHERS}.{name}": teacher.fsdp for name, teacher in self.loaded.items()}
+
+    @property
     def is_alone(self) -> bool:
         """True if the policy learns from teachers and not from rewards."""
         return self.enabled and not self.distillation_loss.use_task_rewards

@@ -234,9 +234,11 @@ class PPOConfig(RunTree):
             yield problem
 
     def _sizes(self) -> Iterator[str]:
-        sharding: dict[str, FSDPConfig] = {role: getattr(self.worker, role).fsdp for role in self.models}
+        sharding: dict[str, FSDPConfig] = {
+            f"worker.{role}": getattr(self.worker, role).fsdp for role in self.models
+        }
         yield from self._engines()
-        yield from self.rank_problems(sharding)
+        yield from self.rank_problems(sharding | self.distillation.sharding)
         yield from self._batches()
         for role, config in self.trained_roles.items():
             yield from self._mini_batches(role, config)

@@ -109,5 +109,5 @@ class SFTConfig(RunTree):
                 )
         yield from self.input_problems()
         yield from self.kernel_problems()
-        yield from self.rank_problems({"actor": actor.fsdp})
+        yield from self.rank_problems({"worker.actor": actor.fsdp} | self.distillation.sharding)
         yield from self.dp_problems("`worker.actor.global_batch_size`", actor.global_batch_size)

@@ -245,20 +245,18 @@ class RunTree:
         """Yield a sentence for each size that the ranks cannot be divided into.
 
         Args:
-            sharding: Section `fsdp` of each loaded model, by role.
+            sharding: Section `fsdp` of each loaded model, by the section that it is in.
         """
         shared = "`worker.actor.ulysses_size` x `worker.actor.ring_size`"
         yield from divisible(WORLD, self.world_size, shared, self.sp_size)
-        for role, fsdp in sharding.items():
+        for section, fsdp in sharding.items():
             if fsdp.fsdp_size > 0:
-                name = f"`worker.{role}.fsdp.fsdp_size`"
+                name = f"`{section}.fsdp.fsdp_size`"
                 yield from divisible(WORLD, self.world_size, name, fsdp.fsdp_size)
             ranks = (WORLD, self.world_size)
             if 0 < fsdp.fsdp_size < self.world_size:
-                ranks = (f"`worker.{role}.fsdp.fsdp_size`", fsdp.fsdp_size)
-            yield from divisible(
-                *ranks, f"`worker.{role}.fsdp.expert_parallel_size`", fsdp.expert_parallel_size
-            )
+                ranks = (f"`{section}.fsdp.fsdp_size`", fsdp.fsdp_size)
+            yield from divisible(*ranks, f"`{section}.fsdp.expert_parallel_size`", fsdp.expert_parallel_size)
 
     def dp_problems(self, name: str, sequences: int) -> Iterator[str]:
         """Yield a sentence unless each data parallel rank gets the same number of sequences."""

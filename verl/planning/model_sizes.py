@@ -93,7 +93,7 @@ def check_experts(planned: PlannedModel) -> None:
         FileNotFoundError: The folder has no config that can be read.
         ValueError: The model is dense, or its experts, adapters or optimizer do not allow it.
     """
-    size, option = planned.fsdp.expert_parallel_size, f"worker.{planned.role}.model"
+    size, option = planned.fsdp.expert_parallel_size, planned.option
     if size == 1:
         return
     empty = _meta_model(planned.model, option, planned.head)

@@ -74,8 +74,8 @@ def has_biases(model: nn.Module) -> bool:
 
 
 def expert_option(model_option: str) -> str:
-    """Return the key of `expert_parallel_size` next to that of a model, such as `worker.actor.model`."""
-    return f"{model_option.rpartition('.')[0]}.fsdp.expert_parallel_size"
+    """Return the key of `expert_parallel_size` of a model, such as `worker.actor.model` or a teacher."""
+    return f"{model_option.removesuffix('.model')}.fsdp.expert_parallel_size"
 
 
 def _count(module: nn.Module) -> int:
