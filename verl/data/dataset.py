@@ -81,6 +81,7 @@ class RowCheck(NamedTuple):
     length: int = 0
     num_learned: int = 0
     digest: bytes = b""
+    late_columns: tuple[str, ...] = ()  # that the file was not known to have
 
 
 class RowDataset(Dataset, ABC):
@@ -132,6 +133,8 @@ class RowDataset(Dataset, ABC):
         )
         self.rows = self.open_rows(files, option)
         self.notes = self._check_columns(option)  # on columns that nothing reads
+        # Of a mapped file those of a sample, until all its rows are read.
+        self.columns = dict.fromkeys(column for source in self.rows.sources for column in source.columns)
         self.bad_rows: list[BadRow] = []
         self.num_overlong = 0  # rows left out because they exceed the token limit
         # Tokens of each row, 0 for a bad row. Media tokens only count with `data.filter_overlong_prompts`,
@@ -221,7 +224,8 @@ class RowDataset(Dataset, ABC):
             if rendered.media and self.config.filter_overlong_prompts:
                 shape = self._media_reader.read(rendered.media, decode=False)
                 ids = self._expand(ids, shape)
-            return RowCheck(None, len(ids), sum(rendered.is_trained), row_digest(row))
+            late = tuple(row.keys() - self.columns)
+            return RowCheck(None, len(ids), sum(rendered.is_trained), row_digest(row), late)
         except ValueError as error:
             return RowCheck(str(error))
 
@@ -257,12 +261,18 @@ class RowDataset(Dataset, ABC):
         """Return the rows of a stream, which are checked when they are read."""
         total = len(self.rows)
         sample = sorted({place * (total - 1) // (DIGESTED_ROWS - 1) for place in range(DIGESTED_ROWS)})
-        digests = b"".join(row_digest(self.rows[index]) for index in sample)
+        digests = b"".join(self._digest_of(index) for index in sample)
         self.digest = hashlib.blake2b(b"%d %s" % (total, digests), digest_size=16).hexdigest()
         for note in self.notes:
             logger.warning(note)
         logger.info("data opened as a stream: rows=%d", total)
         return range(total)
+
+    def _digest_of(self, index: int) -> bytes:
+        try:
+            return row_digest(self.rows[index])
+        except ValueError:  # which is said when the stream comes to it
+            return b"bad row"
 
     def _usable_rows(self, option: str) -> list[int]:
         workers = self.config.filter_overlong_prompts_workers
@@ -277,6 +287,7 @@ class RowDataset(Dataset, ABC):
         self.num_learned = [check.num_learned for check in checks]
         usable = []
         for index, check in enumerate(checks):
+            self.columns.update(dict.fromkeys(sorted(check.late_columns)))
             if check.reason is not None:
                 self.bad_rows.append(BadRow(index, self.rows.where(index), check.reason))
             elif self.config.filter_overlong_prompts and check.length > self.limit:

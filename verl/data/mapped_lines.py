@@ -1,118 +1,138 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of a large file of JSON lines, which stay on disk and are parsed one at a time.
+"""Rows of a large file of JSON lines, which stay on disk and are parsed when they are asked for.
 
-The first time that a file is opened, every line is checked, and the offsets of the rows are stored in a cache
-(`XDG_CACHE_HOME`, or `~/.cache`). Later runs map both into memory: neither grows with the number of rows. The
-cache is keyed by the file's path, size and time of change.
+Opening such a file counts the lines that start in each of its blocks, which takes as long as reading it, and
+parses a sample of the rows. Every other row is checked when it is read. In memory are two numbers for each
+block: a thousandth of the file.
 """
 
-import hashlib
-import json
 import mmap
-import os
-import tempfile
-from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from verl.data.plain_files import TEXT, Row, Source, check_listed, parse_line, read_jsonl
-from verl.utils.rank_logger import get_logger
+from verl.data.plain_files import FIRST_ROWS, TEXT, Row, Source, parse_line, read_jsonl, unreadable
 
 MAPPED_BYTES = 64 << 20  # of a file; smaller ones are read whole, in a second
+BLOCK = 16 << 10  # bytes, which are searched to find a row
+CHUNK = 1 << 20  # bytes that are counted at once, a multiple of `BLOCK`
+SPACED_ROWS = 512  # over the whole file, that are parsed when it is opened
+END, USUAL = ord("\n"), ord("{")  # the last byte of a line, and the first one of a row
 
-logger = get_logger(__name__)
+
+class Counts(NamedTuple):
+    """Numbers before each block of a file and at its end, (blocks + 1,)."""
+
+    lines: np.ndarray
+    rows: np.ndarray  # lines that are not blank
+
+
+class MappedFile:
+    """A file of JSON lines, mapped into memory; a line belongs to the block of the line end before it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with path.open("rb") as file:
+            self.text = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self.bytes = np.frombuffer(self.text, dtype=np.uint8)
+        self.text.madvise(mmap.MADV_SEQUENTIAL)
+        self.counts = self._count()
+        self.text.madvise(mmap.MADV_RANDOM)  # else a row reads its neighbors, too
+
+    def __len__(self) -> int:
+        return int(self.counts.rows[-1])
+
+    def row(self, number: int) -> Row:
+        """Parse a row; a ValueError names its line."""
+        start, line = self._find(number)
+        try:
+            text = self._line(start)
+        except UnicodeDecodeError as error:
+            raise ValueError(f"line {line} is not UTF-8 text: {error}") from error
+        return parse_line(line, text)
+
+    def _find(self, number: int) -> tuple[int, int]:
+        """Return the offset of a row and the number of its line."""
+        lines, rows = self.counts
+        block = int(np.searchsorted(rows, number, side="right")) - 1
+        starts, place = self._starts(block), number - int(rows[block])
+        if rows[block + 1] - rows[block] < len(starts):
+            place = [place for place, start in enumerate(starts) if not self._is_blank(int(start))][place]
+        return int(starts[place]), int(lines[block]) + place + 1
+
+    def _starts(self, block: int) -> np.ndarray:
+        offset = block * BLOCK
+        starts = np.flatnonzero(self.bytes[offset : offset + BLOCK] == END) + (offset + 1)
+        starts = starts[starts < len(self.bytes)]
+        return starts if block else np.concatenate([[0], starts])
+
+    def _count(self) -> Counts:
+        size = len(self.bytes)
+        lines, blanks = np.zeros((2, -(-size // BLOCK) + 1), dtype=np.int64)
+        lines[1], blanks[1] = 1, self._is_blank(0)  # no line end is before the first line
+        buffers = np.empty((2, CHUNK), dtype=bool)  # new ones would take longer than the counts
+        for offset in range(0, size, CHUNK):
+            # a line end that is the last byte starts no line
+            ends, firsts = (
+                self.bytes[offset : min(offset + CHUNK, size - 1)],
+                self.bytes[offset + 1 :][:CHUNK],
+            )
+            is_end = np.equal(ends, END, out=buffers[0, : len(ends)])
+            is_odd = np.not_equal(firsts, USUAL, out=buffers[1, : len(ends)])
+            for start in range(0, len(ends), BLOCK):
+                lines[(offset + start) // BLOCK + 1] += np.count_nonzero(is_end[start : start + BLOCK])
+            is_odd &= is_end
+            for place in np.flatnonzero(is_odd).tolist() if is_odd.any() else ():
+                blanks[(offset + place) // BLOCK + 1] += self._is_blank(offset + place + 1)
+        return Counts(lines.cumsum(), (lines - blanks).cumsum())
+
+    def _is_blank(self, start: int) -> bool:
+        return not self._line(start, errors="replace").strip()
+
+    def _line(self, start: int, errors: str = "strict") -> str:
+        stop = self.text.find(b"\n", start)
+        line = self.text[start:] if stop < 0 else self.text[start:stop]
+        return line.decode("utf-8" if start else TEXT, errors)
 
 
 class MappedLines(Sequence[Row]):
-    """Rows of a file, parsed when they are asked for.
+    """Rows of a mapped file, parsed when they are asked for.
 
     Args:
-        text: The whole file, mapped into memory.
-        starts: Offsets of the rows and of the end of the last one, (rows + 1,).
+        rows: Which rows of the file these are.
     """
 
-    def __init__(self, text: mmap.mmap, starts: np.ndarray) -> None:
-        self.text, self.starts = text, starts
+    def __init__(self, file: MappedFile, rows: range) -> None:
+        self.file, self.rows = file, rows
 
     def __len__(self) -> int:
-        return len(self.starts) - 1
+        return len(self.rows)
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
-            start, stop, step = index.indices(len(self))
-            assert step == 1, "rows are sliced without steps"
-            return MappedLines(self.text, self.starts[start : max(start, stop) + 1])
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"row {index} of {len(self)}")
-        start, stop = self.starts[index % len(self) :][:2].tolist()
-        return json.loads(self.text[start:stop].decode(TEXT))
+            return MappedLines(self.file, self.rows[index])
+        number = self.rows[index]
+        try:
+            return self.file.row(number)
+        except (ValueError, RecursionError) as error:
+            raise unreadable(self.file.path, error) from error
 
     def __iter__(self) -> Iterator[Row]:
         return (self[index] for index in range(len(self)))
 
 
 def read_lines(path: Path) -> Source:
-    """Open a file of JSON lines, in memory or mapped."""
+    """Open a file of JSON lines, in memory or mapped; the columns of a mapped one are those of a sample."""
     if path.stat().st_size < MAPPED_BYTES:
         return read_jsonl(path)
-    index, columns = stored_index(path) or _store(path, *build_index(path))
-    with path.open("rb") as file:
-        text = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    text.madvise(mmap.MADV_RANDOM)  # else a row reads its neighbors, too
-    return Source(str(path), MappedLines(text, index), columns)
+    file = MappedFile(path)
+    columns = {column for number in sampled_places(len(file)) for column in file.row(number)}
+    return Source(str(path), MappedLines(file, range(len(file))), sorted(columns))
 
 
-def build_index(path: Path) -> tuple[np.ndarray, list[str]]:
-    """Check every line; return the offsets of rows and end, and the columns of all rows."""
-    starts, columns, offset = array("Q"), set(), 0
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            row = parse_line(number, line.decode(TEXT))
-            if row is not None:
-                check_listed([row])
-                columns.update(row)
-                starts.append(offset)
-            offset += len(line)
-    starts.append(offset)
-    return np.frombuffer(starts, dtype=np.uint64), sorted(columns)
-
-
-def stored_index(path: Path) -> tuple[np.ndarray, list[str]] | None:
-    """Return the index of an earlier run; None if there is none for the file as it is now."""
-    offsets, columns = _places(path)
-    if not columns.is_file():
-        return None
-    return np.load(offsets, mmap_mode="r"), json.loads(columns.read_text())
-
-
-def _store(path: Path, starts: np.ndarray, columns: list[str]) -> tuple[np.ndarray, list[str]]:
-    places = _places(path)
-    try:
-        places[0].parent.mkdir(parents=True, exist_ok=True)
-        _replace(places[0], lambda file: np.save(file, starts))
-        _replace(
-            places[1], lambda file: file.write(json.dumps(columns).encode())
-        )  # last: then both are there
-    except OSError as error:
-        logger.warning("the index of rows could not be stored: path=%s error=%s", places[0], error)
-        return starts, columns
-    return np.load(places[0], mmap_mode="r"), columns
-
-
-def _replace(place: Path, write: Any) -> None:
-    # other processes may open the same file at the same time
-    with tempfile.NamedTemporaryFile(dir=place.parent, delete=False) as file:
-        write(file)
-    os.replace(file.name, place)
-
-
-def _places(path: Path) -> tuple[Path, Path]:
-    """Return the files of offsets and of columns."""
-    state = path.stat()
-    key = f"{path.resolve()} {state.st_size} {state.st_mtime_ns}"
-    name = hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "verl" / "rows"
-    return folder / f"{name}.npy", folder / f"{name}.json"
+def sampled_places(num_rows: int) -> list[int]:
+    """Return the places of the first rows, and of others in equal distances up to the last one."""
+    spaced = {place * (num_rows - 1) // (SPACED_ROWS - 1) for place in range(SPACED_ROWS)}
+    return sorted(place for place in spaced | set(range(FIRST_ROWS)) if 0 <= place < num_rows)

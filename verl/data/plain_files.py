@@ -68,20 +68,21 @@ def json_fault(error: json.JSONDecodeError) -> str:
 
 def parse_lines(lines: Iterable[str]) -> list[Row]:
     """Parse JSON lines; a ValueError names the line as an editor counts it."""
-    parsed = (parse_line(number, line) for number, line in enumerate(lines, start=1))
-    rows = [row for row in parsed if row is not None]
-    check_listed(rows)
-    return rows
+    return [parse_line(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
 
 
-def parse_line(number: int, line: str) -> Any:
-    """Parse one of the JSON lines; None for an empty one."""
+def parse_line(number: int, line: str) -> Row:
+    """Parse one of the JSON lines that is not blank; a ValueError names it."""
     text = line.rstrip("\r\n")  # else the end of a broken line counts as the start of another
     try:
-        value = json.loads(text) if text.strip() else None
+        row = json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"line {number} is not JSON: {json_fault(error)}") from error
-    return value
+    if not isinstance(row, dict):
+        raise ValueError(
+            f'line {number} must be a row, such as {{"prompt": "2 + 3", "answer": "5"}}, got {text:.80}'
+        )
+    return row
 
 
 def read_jsonl(path: Path) -> Source:

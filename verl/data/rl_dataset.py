@@ -47,6 +47,7 @@ class RLHFDataset(RowDataset):
         # `reserved` are names that columns must not use in a batch.
         super().__init__(*arguments, **options)
         self._names = self._column_names(reserved)
+        self._unknown: set[str] = set()  # columns that were warned of
 
     def _check_columns(self, option: str) -> list[str]:
         notes = super()._check_columns(option)
@@ -65,6 +66,7 @@ class RLHFDataset(RowDataset):
         return collate_fn(items)
 
     def _make_item(self, row: Row, rendered: Rendered, shape: MediaShape | None) -> Item:
+        self._warn_of_columns(row)
         prompt_ids = rendered.raw_ids
         if shape is not None:
             prompt_ids = self._expand(prompt_ids, shape)
@@ -83,12 +85,21 @@ class RLHFDataset(RowDataset):
         }
         return item | {name: row.get(column) for column, name in self._names.items()}
 
+    def _warn_of_columns(self, row: Row) -> None:
+        """Say once that a stream's row has a column that no row of the sample has."""
+        for column in row.keys() - self.columns - self._unknown:
+            self._unknown.add(column)
+            logger.warning(
+                "a column is not passed on, because no row of the sample has it: column=%s (give it to the"
+                " first row of its file, as null for example)", column,
+            )  # fmt: skip
+
     def _column_names(self, reserved: Container[str]) -> dict[str, str]:
         """Map the columns that travel with the prompt to their names in the batch."""
         config, names = self.config, {}
         media = {config.image_key, config.video_key, *self._columns.values()}
         read = {config.prompt_key, config.answer_key}
-        for column in dict.fromkeys(column for source in self.rows.sources for column in source.columns):
+        for column in self.columns:
             is_taken = column in TENSORS + COLUMNS or column in reserved
             if column in media or (is_taken and column in read):
                 continue
