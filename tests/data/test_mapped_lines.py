@@ -133,6 +133,10 @@ def prompts(path, changed):
     return str(write(path, "\n".join(rows)))
 
 
+def columns_of(loader):
+    return [batch.non_tensor_batch for batch in loader]
+
+
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_bad_line_is_a_bad_row_of_the_run(streaming, text_model, tmp_path, sample_of_ends):
     path = prompts(tmp_path / "a.jsonl", '{"prompt": ')
@@ -150,13 +154,13 @@ def test_a_column_of_rows_far_from_the_sample(text_model, tmp_path, sample_of_en
 
     # all rows are read before the first step, so it travels with all of them
     loader = make_train(text_model, tmp_path, train_files=path, shuffle=False)
-    batches = [batch.non_tensor_batch for batch in loader]
+    batches = columns_of(loader)
     assert batches[0]["level"].tolist() == [None] * 4
     assert batches[17]["level"].tolist() == [None, None, 3, None]
 
     # a stream would have batches with it and without it
     loader = make_train(text_model, tmp_path, train_files=path, shuffle=False, streaming=True)
-    batches = [batch.non_tensor_batch for batch in loader]
+    batches = columns_of(loader)
     assert not any("level" in batch for batch in batches)
     assert batches[17]["hint"].tolist() == [None, None, "five", None]
     assert caplog.text.count("no row of the sample has it: column=level") == 1

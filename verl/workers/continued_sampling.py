@@ -18,6 +18,7 @@ from verl.workers.rollout.base import (
     RolloutEngine,
     RolloutRequest,
     SamplingOptions,
+    join_drafts,
 )
 
 SEED_STRIDE = 1_000_003  # between the seeds before and after a token
@@ -162,4 +163,5 @@ class ContinuedSampling:
             log_probs=before.log_probs + response.log_probs,
             versions=before.versions + [self.version] * len(response.token_ids),
             routes=join_routes(before.routes, response.routes),
+            drafts=join_drafts(before.drafts, response.drafts),
         )

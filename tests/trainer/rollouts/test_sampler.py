@@ -13,8 +13,8 @@ from verl.config.multi_turn import MultiTurnConfig
 from verl.protocol import DataProto, objects
 from verl.trainer.rollouts.engines import SharedEngines
 from verl.trainer.rollouts.sampler import with_uids
-from verl.trainer.rollouts.sequences import join_responses
-from verl.workers.rollout.base import FinishedResponse
+from verl.trainer.rollouts.sequences import draft_columns, join_responses
+from verl.workers.rollout.base import Drafts, FinishedResponse
 
 
 def test_sequences_come_in_the_order_of_their_prompts_in_whatever_order_they_finish(reward_manager):
@@ -56,6 +56,17 @@ def test_positions_continue_from_the_prompt_and_padding_is_masked():
     assert joined.non_tensor_batch["finish_reason"].tolist() == ["length"]
     assert joined.batch["prompts"].shape == (1, PROMPT_LENGTH)
     assert not joined.non_tensor_batch.keys() & {"raw_prompt_ids"}
+
+
+def test_drafts_are_columns_also_where_an_agent_had_no_turn():
+    responses = [
+        FinishedResponse("a", sample, [5], [-0.5], "stop", drafts=drafts)
+        for sample, drafts in enumerate([Drafts(6, 4), None])
+    ]
+
+    columns = draft_columns(responses)
+
+    assert columns["drafted_tokens"].tolist() == [6, 0] and columns["accepted_tokens"].tolist() == [4, 0]
 
 
 def test_the_greedy_response_differs_from_the_sampled_ones_only_in_how_it_is_sampled():

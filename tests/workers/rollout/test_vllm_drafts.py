@@ -3,10 +3,13 @@
 
 import importlib.util
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
+from tests.helpers.conversations import rules_of
 from tests.workers.rollout.reference import (
     collect,
     hub_tensors,
@@ -15,9 +18,15 @@ from tests.workers.rollout.reference import (
     rollout_config,
     setup_of,
 )
+from verl.agents.interface import ToolCall
+from verl.agents.parsers.interface import CallFormat
+from verl.agents.tools.pool import ToolPool
+from verl.config.multi_turn import MultiTurnConfig
 from verl.config.rollout import SpeculativeConfig
 from verl.models.tiny import save_tiny_model
-from verl.workers.rollout.base import RolloutRequest, SamplingOptions
+from verl.workers.continued_sampling import ContinuedSampling
+from verl.workers.conversations.driver import ConversationDriver
+from verl.workers.rollout.base import Drafts, RolloutRequest, SamplingOptions, join_drafts
 from verl.workers.rollout.engines import build_rollout_engine
 from verl.workers.rollout.vllm_drafts import expand_to_tokens
 
@@ -131,6 +140,59 @@ def test_banned_tokens_are_not_sampled_from_drafts_either(drafting, monkeypatch)
 
     assert all(often not in response.token_ids for response in responses.values())
     assert largest_difference(model, [RolloutRequest("a", prompt)], responses, TEMPERATURE) < 1e-4
+
+
+TOOL = """
+def wait(number: int) -> str:
+    \"\"\"Wait.
+
+    Args:
+        number: How long.
+    \"\"\"
+    return "and on"
+"""
+
+
+@pytest.mark.heavy
+def test_drafts_of_conversations_are_those_of_all_turns_and_of_their_interrupted_parts(
+    drafting, tmp_path, monkeypatch
+):
+    engine, model, _ = drafting
+    counted, add = [], engine.drafts.add
+    monkeypatch.setattr(engine.drafts, "add", lambda *values: counted.append(values[1:]) or add(*values))
+    (tmp_path / "tools.py").write_text(TOOL)
+    options = MultiTurnConfig(enable=True, tools=(f"{tmp_path / 'tools.py'}:wait",))
+    form = CallFormat(lambda text, schemas: [ToolCall("wait", {"number": 1})], "")
+    rules = rules_of(
+        tokenizer=AutoTokenizer.from_pretrained(model.name_or_path), max_tokens=200, max_assistant_turns=3
+    )
+    row = {"raw_prompt_ids": PROMPT, "prompt_messages": [{"role": "user", "content": "?"}]}
+    rows = [row | {"uid": uid, "multi_modal_data": None} for uid in "ab"]
+    # every other token ends a turn
+    sampling = SamplingOptions(n=4, max_tokens=200).override({"stop_token_ids": list(range(30, 300, 2))})
+
+    with ToolPool(options) as pool:
+        driver = ConversationDriver(
+            ContinuedSampling(engine), pool, replace(rules, format=form), lambda _: None
+        )
+        driver.submit(rows, sampling)
+        responses = driver.step(2)
+        assert not responses and engine.num_unfinished
+        driver.interrupt()
+        driver.submit(rows, sampling)
+        while len(responses) < 8:
+            responses += driver.step(16)
+
+    assert sum(len(response.trajectory.turns) > 1 for response in responses) > 1
+    proposed, accepted = (sum(response.drafts[index] for response in responses) for index in (0, 1))
+    assert (proposed, accepted) == tuple(map(sum, zip(*counted, strict=True)))
+    assert 0 < accepted < proposed
+
+
+def test_drafts_of_two_parts_are_added():
+    assert join_drafts(Drafts(3, 1), Drafts(4, 2)) == Drafts(7, 3)
+    assert join_drafts(None, Drafts(4, 2)) == join_drafts(Drafts(4, 2), None) == Drafts(4, 2)
+    assert join_drafts(None, None) is None
 
 
 def test_each_token_of_a_draft_gets_the_option_of_its_request():

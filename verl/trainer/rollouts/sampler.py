@@ -14,7 +14,7 @@ from verl.protocol import DataProto, objects
 from verl.rewards.manager import NoRewardFunction, RewardJob, RewardManager, TurnRewards
 from verl.trainer.rollouts.engines import Engines
 from verl.trainer.rollouts.scores import Scoring, unscored
-from verl.trainer.rollouts.sequences import join_responses
+from verl.trainer.rollouts.sequences import draft_columns, join_responses
 from verl.workers.rollout.base import FinishedResponse, SamplingOptions
 
 Progress = Callable[[int, int, str], None]  # done, total, unit
@@ -49,7 +49,7 @@ class Sampler:
         rollout = worker.rollout
         multi_turn = rollout.multi_turn
         self.converses = multi_turn.enable
-        self.counts_drafts = rollout.speculative.is_used and not self.converses
+        self.counts_drafts = rollout.speculative.is_used
         self.columns = None if self.converses else SAMPLED_FROM  # that engines read; tools may read all
         self.options = SamplingOptions(
             n=rollout.n,
@@ -113,6 +113,8 @@ class Sampler:
     ) -> tuple[DataProto, Scoring]:
         n, pad_token_id = len(responses) // len(prompts), self.tokenizer.pad_token_id
         sequences = join_responses(prompts, responses, n, self._width(responses), pad_token_id)
+        if self.counts_drafts:
+            sequences = sequences.merge(draft_columns(responses))
         failed = [row for row, one in enumerate(responses) if one.trajectory and one.trajectory.is_masked]
         return sequences, Scoring([partial(unscored, job.result, failed)])
 

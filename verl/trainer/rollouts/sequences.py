@@ -12,7 +12,7 @@ from verl.models.families.mrope import continue_positions
 from verl.models.mixture.routes import extend_routes
 from verl.protocol import DataProto, objects
 from verl.workers.packing.row_routes import ENGINE_ROUTES
-from verl.workers.rollout.base import FinishedResponse
+from verl.workers.rollout.base import Drafts, FinishedResponse
 
 PROMPT_ONLY = {"prompt_position_ids", "raw_prompt_ids"}  # needed to sample, unused afterwards
 # Columns of a row that an own prompt replaces, by its attribute.
@@ -57,14 +57,17 @@ def join_responses(
         joined = joined.merge({"rollout_versions": versions_of(responses, response_length)})
     if any(response.routes is not None for response in responses):
         joined = joined.merge({ENGINE_ROUTES: routes_of(responses, joined.batch["attention_mask"])})
-    drafts = [response.drafts for response in responses if response.drafts is not None]
-    if len(drafts) == len(responses):  # not of conversations
-        drafted, accepted = torch.tensor(drafts, dtype=torch.int64).unbind(-1)  # (B,)
-        joined = joined.merge({"drafted_tokens": drafted, "accepted_tokens": accepted})
     trajectories = [response.trajectory for response in responses]
     if not any(trajectories):
         return joined
     return joined.merge(join_conversations(trajectories, joined), replace=["loss_mask", "position_ids"])
+
+
+def draft_columns(responses: Sequence[FinishedResponse]) -> dict[str, Tensor]:
+    """Return the numbers of drafted and of accepted tokens, (B,) int64; 0 of an agent without a turn."""
+    drafts = [response.drafts or Drafts() for response in responses]
+    drafted, accepted = torch.tensor(drafts, dtype=torch.int64).unbind(-1)  # (B,)
+    return {"drafted_tokens": drafted, "accepted_tokens": accepted}
 
 
 def versions_of(responses: Sequence[FinishedResponse], response_length: int) -> Tensor:

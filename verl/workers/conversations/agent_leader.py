@@ -17,7 +17,7 @@ from verl.agents.tools.pool import ToolPool
 from verl.data.media.loader import MediaData
 from verl.utils.rank_logger import get_logger
 from verl.workers.conversations.keys import Columns, Key, columns_of, finished_response, stop_problem
-from verl.workers.rollout.base import FinishedResponse
+from verl.workers.rollout.base import Drafts, FinishedResponse, join_drafts
 
 WAIT_S = 0.02  # for a call, while the engine has nothing to do
 MAX_REPORTS = 3  # agents without a turn that are logged; others are only counted
@@ -69,6 +69,7 @@ class _Run:
     is_held: bool = False  # the agent's clock is stopped
     has_turn: bool = False  # since the clock was stopped
     result: AgentResult | None = None  # of an agent that has ended
+    drafts: Drafts | None = None  # of the turns that it was answered with
 
 
 class AgentLeader:
@@ -110,6 +111,7 @@ class AgentLeader:
         key, number = turn.uid
         run = self._runs[key]
         incoming, call = run.calls.pop(number)
+        run.drafts = join_drafts(run.drafts, turn.drafts)
         tokens = turn.token_ids, turn.log_probs
         run_of = turn.finish_reason, _at(run), turn.versions, turn.routes
         reply = run.conversation.complete(call, *tokens, *run_of)
@@ -211,7 +213,7 @@ class AgentLeader:
             step.problem = stop_problem("an agent", result.text)
         is_masked = result.failed and self.options.on_tool_error == "end"
         done = run.conversation.finish(result, reason, is_masked)
-        step.ended.append(finished_response(key, done))
+        step.ended.append(finished_response(key, done, run.drafts))
 
     def _checked(self, conversation: AgentConversation, result: AgentResult) -> AgentResult:
         """Return a result, failed if it does not fit the conversation."""

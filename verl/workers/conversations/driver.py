@@ -30,7 +30,13 @@ from verl.workers.conversations.keys import (
     seed_offset,
     stop_problem,
 )
-from verl.workers.rollout.base import FinishedResponse, RolloutRequest, SamplingOptions
+from verl.workers.rollout.base import (
+    Drafts,
+    FinishedResponse,
+    RolloutRequest,
+    SamplingOptions,
+    join_drafts,
+)
 
 WAIT_S = 0.05  # for an answer, while the engine has nothing to do
 STEPS = 4  # of the engine, after which it is seen whether an answer has come
@@ -46,6 +52,7 @@ class _Open:
     is_calling: bool = False  # its calls are not answered
     begun: FinishedResponse | None = None  # its turn, if that was interrupted
     answer: list[Observation] | None = None  # that came while it was parked
+    drafts: Drafts | None = None  # of its turns
 
     @property
     def is_done(self) -> bool:
@@ -172,11 +179,11 @@ class ConversationDriver:
             opened.started += self._now
 
     def _finish(self, key: Key) -> FinishedResponse:
-        conversation = self._open.pop(key).conversation
-        assert conversation is not None, "a conversation that has ended has begun"
+        opened = self._open.pop(key)
+        assert opened.conversation is not None, "a conversation that has ended has begun"
         if self.pool is not None:
             self.pool.end(key)
-        return finished_response(key, conversation.finish())
+        return finished_response(key, opened.conversation.finish(), opened.drafts)
 
     def _end(self, conversations: dict[Key, _Open]) -> None:
         if self.pool is not None:
@@ -199,6 +206,7 @@ class ConversationDriver:
         opened = self._open[key]
         conversation = opened.conversation
         assert conversation is not None, "a turn follows a request"
+        opened.drafts = join_drafts(opened.drafts, turn.drafts)
         at = self._now - opened.started
         tokens = turn.token_ids, turn.log_probs
         calls = conversation.add_turn(*tokens, turn.finish_reason, at, turn.versions, turn.routes)

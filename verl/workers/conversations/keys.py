@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from verl.agents.conversation import FinishedConversation
 from verl.agents.rules import ConversationRules
-from verl.workers.rollout.base import FinishedResponse, SamplingOptions
+from verl.workers.rollout.base import Drafts, FinishedResponse, SamplingOptions
 
 MAX_SEED = 1 << 31  # environments hand it to generators of random numbers
 
@@ -34,7 +34,7 @@ def placed(response: FinishedResponse, sampling: SamplingOptions) -> FinishedRes
     return replace(response, sample=response.sample - sampling.first_sample, versions=[])
 
 
-def finished_response(key: Key, done: FinishedConversation) -> FinishedResponse:
+def finished_response(key: Key, done: FinishedConversation, drafts: Drafts | None) -> FinishedResponse:
     return FinishedResponse(
         key.uid,
         key.sample,
@@ -44,6 +44,7 @@ def finished_response(key: Key, done: FinishedConversation) -> FinishedResponse:
         done.trajectory,
         done.versions,
         done.routes,
+        drafts,
     )
 
 

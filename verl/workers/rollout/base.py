@@ -94,6 +94,11 @@ class Drafts(NamedTuple):
         return Drafts(self.proposed + proposed, self.accepted + accepted)
 
 
+def join_drafts(first: Drafts | None, second: Drafts | None) -> Drafts | None:
+    """Add the numbers of two parts of a response; None of an engine without speculative decoding."""
+    return first or second if first is None or second is None else first.plus(*second)
+
+
 @dataclass(frozen=True)
 class FinishedResponse:
     """One sampled response."""

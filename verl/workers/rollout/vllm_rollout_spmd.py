@@ -214,13 +214,16 @@ class VLLMRollout(StepwiseEngine):
     def _begun(self) -> list[FinishedResponse]:
         processor = self.engine.output_processor
         begun = []
-        for uid, sample, internal in self.running.values():
+        for name, (uid, sample, internal) in self.running.items():
             state = processor.request_states[internal]
             tokens, log_probs = list(state.detokenizer.output_token_ids), state.logprobs_processor.logprobs
             assert len(tokens) == len(log_probs.start_indices), "every sampled token has a log-prob"
             routes = self._routes(internal, len(tokens))
             values = sampled_log_probs(log_probs)
-            begun.append(FinishedResponse(uid, sample, tokens, values, INTERRUPTED, routes=routes))
+            drafts = self._drafts_of(name)
+            begun.append(
+                FinishedResponse(uid, sample, tokens, values, INTERRUPTED, routes=routes, drafts=drafts)
+            )
         return begun
 
     def _drop(self, uids: set[Any]) -> None:
