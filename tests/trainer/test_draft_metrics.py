@@ -30,7 +30,6 @@ class Talk:
         pass
 """
 DRAFTS = (
-    "data.max_response_length=48",
     "worker.rollout.speculative.method=ngram",
     "worker.rollout.speculative.prompt_lookup_min=1",
     "trainer.max_steps=1",
@@ -72,7 +71,7 @@ def check_drafts(metrics):
 @pytest.mark.heavy
 @pytest.mark.slow  # test_vllm_drafts.py keeps its promise in every suite
 def test_a_run_says_which_part_of_its_drafts_was_accepted(folder):
-    options = (*DRAFTS, "worker.rollout.ignore_eos=true")
+    options = (*DRAFTS, "data.max_response_length=48", "worker.rollout.ignore_eos=true")
 
     metrics = train(folder / "run", *quickstart_arguments(folder, folder / "model", *options))[1]
 
@@ -88,6 +87,7 @@ def test_a_run_of_conversations_counts_the_drafts_of_all_turns(folder):
     file.write_text(json.dumps(settings | {"eos_token_id": list(range(0, 300, 4))}))  # which end a turn
     options = (
         *DRAFTS,
+        "data.max_response_length=192",
         f"data.override_chat_template={ROOT / 'examples/chat_template/tiny_tools.jinja'}",
         "worker.rollout.multi_turn.enable=true",
         f"worker.rollout.multi_turn.environment={folder / 'talk.py'}:Talk",
