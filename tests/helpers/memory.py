@@ -174,7 +174,7 @@ def measure_phases(
     with tempfile.TemporaryDirectory() as folder, unittest.mock.patch.dict(os.environ, threshold):
         files = json.loads((Path(str(cases[0].actor.model.model_path)) / "config.json").read_text())
         tiny = save_tiny_model(folder, files["model_type"])
-        of_ranks = run_distributed(_measure_cases, world_size, tiny, cases, timeout_s=1500)
+        of_ranks = run_distributed(_measure_cases, world_size, tiny, cases, timeout_s=1500, method="spawn")
     return [
         {phase: max(found[number][phase] for found in of_ranks) for phase in of_ranks[0][number]}
         for number in range(len(cases))
