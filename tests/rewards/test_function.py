@@ -240,11 +240,12 @@ def test_what_the_function_raises_comes_out_as_it_is_in_this_process(reward_file
         load_reward_function(path).score(ROWS)
 
 
-def test_loading_and_scoring_import_neither_torch_nor_ray(reward_file):
+def test_loading_and_scoring_import_neither_torch_nor_ray_nor_what_reads_configs(reward_file):
     path = reward_file("def main(inputs): return [{'overall': 1.0} for _ in inputs]")
     code = (
         "import sys; from verl.rewards import worker_process; from verl.rewards.function import *;"
-        f"load_reward_function({path!r}).score([{{}}]); print({{'torch', 'ray', 'numpy'}} & set(sys.modules))"
+        f"load_reward_function({path!r}).score([{{}}]);"
+        "print({'torch', 'ray', 'numpy', 'omegaconf', 'yaml'} & set(sys.modules))"
     )
 
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -10,9 +10,10 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from verl.config.reward_servers import RewardServerConfig, without_teachers
+if TYPE_CHECKING:  # a scoring process starts without the packages that read configs
+    from verl.config.reward_servers import RewardServerConfig
 
 SECTION = "reward_servers"
 CHAT_DEFAULTS = {"temperature": 0.0, "max_tokens": 512}
@@ -58,7 +59,7 @@ class ServerSpec:
     """A model and where it is, as plain data that is sent to scoring processes."""
 
     name: str
-    config: RewardServerConfig
+    config: "RewardServerConfig"
     board: Board | None = None  # of a model that the run serves; None while it does not
 
     @property
@@ -70,9 +71,9 @@ class ServerSpec:
 Specs = Mapping[str, ServerSpec]
 
 
-def specs_of(configs: Mapping[str, RewardServerConfig]) -> dict[str, ServerSpec]:
+def specs_of(configs: "Mapping[str, RewardServerConfig]") -> dict[str, ServerSpec]:
     """Describe the servers of the reward function, of which the run has started none."""
-    return {name: ServerSpec(name, config) for name, config in without_teachers(configs).items()}
+    return {name: ServerSpec(name, config) for name, config in configs.items() if not config.teaches}
 
 
 def connect(specs: Specs) -> dict[str, Any]:
