@@ -67,12 +67,25 @@ def test_the_page_has_one_file_and_one_setting_for_each_kind():
     assert [title[0].lower() + title[1:] for title in SECTIONS] == linked
 
 
+@pytest.fixture(scope="module")
+def arguments(tmp_path_factory):
+    """Arguments whose model and rows are there: a data set is checked with its first row."""
+    folder = make_folder(tmp_path_factory.mktemp("questions"))
+    return [
+        *minimal_arguments(folder),
+        f"worker.actor.model.model_path={folder / 'model'}",
+        f"data.train_files={folder / 'train.jsonl'}",
+        f"data.val_files={folder / 'val.jsonl'}",
+        "data.prompt_key=problem",
+    ]
+
+
 @pytest.mark.parametrize("title", SECTIONS)
-def test_the_file_of_a_section_passes_its_check(title, files, tmp_path, monkeypatch):
+def test_the_file_of_a_section_passes_its_check(title, files, arguments, monkeypatch):
     monkeypatch.chdir(files)
     (setting,) = SETTINGS[title]
 
-    check_extensions(load_config(PPOConfig, [*minimal_arguments(tmp_path), setting]))
+    check_extensions(load_config(PPOConfig, [*arguments, setting]))
 
 
 def test_the_config_of_the_page_is_accepted(files, tmp_path, monkeypatch):
