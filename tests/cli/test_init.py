@@ -17,6 +17,7 @@ from verl.config.ppo import PPOConfig
 from verl.config.schema import load_config
 from verl.config.sft import SFTConfig
 from verl.planning.device_defaults import load_run_config
+from verl.trainer.main import main as train
 
 MEDIA = {
     "image": ("image", b"\x89PNG"),
@@ -76,6 +77,16 @@ def test_the_config_is_short_commented_and_loads(folders, kind, monkeypatch):
     assert len(re.findall("#", text)) >= 8
     assert config.worker.actor.model.model_path == str(folders / kind / "tiny-model")
     assert config.trainer.project_name == kind
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "sft"])
+def test_a_dry_run_in_the_folder_plans_its_run(folders, kind, monkeypatch, capsys):
+    monkeypatch.chdir(folders / kind)
+
+    assert train(["config=run.yaml", "--dry-run"]) == 0
+
+    printed = capsys.readouterr().out
+    assert "plan of a training step" in printed and "memory at its most" in printed
 
 
 @pytest.mark.parametrize("kind", ["image", "text"])

@@ -10,12 +10,10 @@ import pytest
 from verl.cli.init import KINDS, main
 from verl.logger.file import read_log
 
-pytestmark = pytest.mark.heavy
-
-OTHERS = [pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS if kind != "image"]
+pytestmark = [pytest.mark.heavy, pytest.mark.slow]  # tests/cli/test_init.py plans such runs in every suite
 
 
-@pytest.mark.parametrize("kind", ["image", *OTHERS])
+@pytest.mark.parametrize("kind", KINDS)
 def test_two_steps_of_a_folder_as_it_is(kind, tmp_path):
     folder = tmp_path / kind
     assert main([str(folder), "--kind", kind]) == 0
