@@ -15,6 +15,7 @@ from tests.helpers.family_training import (
     assert_small,
     batch_of,
     load_model,
+    own_results,
     training_errors,
 )
 from verl.distributed.sequence_parallel import SequenceParallel
@@ -35,19 +36,21 @@ def groups():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_packed_and_shared_turns_are_the_padded_ones(kind):
-    tiny = load_tiny(kind)
+    tiny, turns = load_tiny(kind), groups()
+    own = own_results(tiny, turns)
 
-    assert_small(training_errors(tiny, groups(), share_prompt=False))
-    assert_small(training_errors(tiny, groups(), share_prompt=True))
-    assert_small(training_errors(tiny, groups(), share_prompt=True, parts=[[3, 0], [1, 4, 2]]))
+    assert_small(training_errors(tiny, turns, share_prompt=False, own=own))
+    assert_small(training_errors(tiny, turns, share_prompt=True, own=own))
+    assert_small(training_errors(tiny, turns, share_prompt=True, parts=[[3, 0], [1, 4, 2]], own=own))
 
 
 def errors_on_four_ranks(rank, world_size, folder):
-    tiny = open_tiny(folder)
+    tiny, turns = open_tiny(folder), groups()
+    own = own_results(tiny, turns)
     sizes = ((4, 1), (2, 2), (1, 4))
     groups_of_ranks = [SequenceParallel.build(range(world_size), *each) for each in sizes]
     return [
-        training_errors(tiny, groups(), share_prompt=shared, sp=sp)
+        training_errors(tiny, turns, share_prompt=shared, sp=sp, own=own)
         for sp in groups_of_ranks
         for shared in (False, True)
     ]

@@ -37,12 +37,14 @@ from tests.helpers.family_training import (
     LARGEST,
     TEMPERATURE,
     Group,
+    Own,
     Row,
     as_batch,
     batch_of,
     errors_on_ranks,
     load_model,
     own_forward,
+    own_results,
     relative_difference,
     training_errors,
 )
@@ -98,12 +100,18 @@ def groups_of(kind: str) -> list[Group]:
     return groups
 
 
+@cache
+def own_of(kind: str) -> Own:
+    """What packed rows and shared prompts are both compared with."""
+    return own_results(load_tiny(kind), groups_of(kind))
+
+
 def packed(kind: str) -> Error:
-    return max(training_errors(load_tiny(kind), groups_of(kind), share_prompt=False))
+    return max(training_errors(load_tiny(kind), groups_of(kind), share_prompt=False, own=own_of(kind)))
 
 
 def shared(kind: str) -> Error:
-    return max(training_errors(load_tiny(kind), groups_of(kind), share_prompt=True))
+    return max(training_errors(load_tiny(kind), groups_of(kind), share_prompt=True, own=own_of(kind)))
 
 
 def adapted(kind: str) -> Error:

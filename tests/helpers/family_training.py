@@ -64,6 +64,16 @@ class HeldMedia:
         return [self.held[int(str(ref))] for _, ref in references_in_order(multi_modal_data)]
 
 
+class Own(NamedTuple):
+    """A batch, and what the model's own padded forward makes of it: computed once for all comparisons."""
+
+    batch: DataProto
+    held: HeldMedia
+    weights: Tensor  # (B, R), of log-probs in the loss
+    results: tuple[Tensor, Tensor]  # log-probs and entropies (B, R)
+    model: Any  # with the gradients of the loss
+
+
 class Row(NamedTuple):
     """A prompt and a response."""
 
@@ -164,6 +174,16 @@ def own_forward(tiny: Tiny, model: Any, batch: DataProto, held: HeldMedia) -> tu
     return taken * keys["loss_mask"], entropy * keys["loss_mask"]
 
 
+def own_results(tiny: Tiny, groups: Sequence[Group]) -> Own:
+    """Run the model's own padded forward and backward."""
+    batch, held = batch_of(tiny, groups)
+    weights = torch.randn(batch.batch["responses"].shape, generator=torch.Generator().manual_seed(2))
+    model = load_model(tiny, False)
+    results = own_forward(tiny, model, batch, held)
+    _loss(results, weights).backward()
+    return Own(batch, held, weights, (results[0].detach(), results[1].detach()), model)
+
+
 def training_errors(
     tiny: Tiny,
     groups: Sequence[Group],
@@ -172,18 +192,16 @@ def training_errors(
     sp: SequenceParallel | None = None,
     checkpointed: bool = False,
     parts: Sequence[Sequence[int]] | None = None,  # rows of micro batches
+    own: Own | None = None,  # of the groups, if it is known
 ) -> Errors:
     """Compare packed log-probs, entropies and gradients with those of the model's own padded forward."""
-    batch, held = batch_of(tiny, groups)
-    plain, packed = load_model(tiny, False), load_model(tiny, True)
+    batch, held, weights, expected, plain = own or own_results(tiny, groups)
+    packed = load_model(tiny, True)
     if checkpointed:
         packed.gradient_checkpointing_enable({"use_reentrant": False})
         packed.train()
     forward = PackedForward(packed, packed.config, held, share_prompt=share_prompt, sp=sp)
     assert forward.shares_prompts == share_prompt
-    weights = torch.randn(batch.batch["responses"].shape, generator=torch.Generator().manual_seed(2))
-    expected = own_forward(tiny, plain, batch, held)
-    _loss(expected, weights).backward()
     error = 0.0
     for chosen in parts or [list(range(len(batch)))]:
         rows = list(chosen)
@@ -215,17 +233,12 @@ def relative_difference(model: Any, other: Any, *, summed: bool) -> float:
     return (difference / size) ** 0.5
 
 
-def fsdp_errors(
-    tiny: Tiny, groups: Sequence[Group], rank: int, world_size: int, share_prompt: bool
-) -> Errors:
+def fsdp_errors(tiny: Tiny, own: Own, rank: int, world_size: int, share_prompt: bool) -> Errors:
     """Compare FSDP ranks, of which the last has no rows in its last micro batch, with one process."""
-    batch, held = batch_of(tiny, groups)
-    plain, model = load_model(tiny, False), load_model(tiny, True)
+    batch, held, weights, expected, plain = own
+    model = load_model(tiny, True)
     for module in [*fsdp_blocks(model), model]:
         fully_shard(module)
-    weights = torch.randn(batch.batch["responses"].shape, generator=torch.Generator().manual_seed(2))
-    expected = own_forward(tiny, plain, batch, held)
-    _loss(expected, weights).backward()
     forward, error = PackedForward(model, model.config, held, share_prompt=share_prompt), 0.0
     for rows in _parts(len(batch), rank, world_size):
         result = forward.log_probs(batch[rows], TEMPERATURE, with_entropy=True)
@@ -256,13 +269,14 @@ def errors_on_ranks(
     """Return the errors of each division over all ranks, with prompts apart and shared."""
     found: dict[tuple[str, bool], Errors] = {}
     tiny = open_tiny(folder)
+    own = own_results(tiny, groups)
     for division, shared in itertools.product(divisions, share):
         if division == "fsdp":
-            found[division, shared] = fsdp_errors(tiny, groups, rank, world_size, shared)
+            found[division, shared] = fsdp_errors(tiny, own, rank, world_size, shared)
             continue
         sizes = (world_size, 1) if division == "ulysses" else (1, world_size)
         sp = SequenceParallel.build(range(world_size), *sizes)
-        found[division, shared] = training_errors(tiny, groups, share_prompt=shared, sp=sp)
+        found[division, shared] = training_errors(tiny, groups, share_prompt=shared, sp=sp, own=own)
     return found
 
 
