@@ -11,7 +11,7 @@ from verl.single_controller.ray.worker_group import RayWorkerGroup
 @pytest.fixture(scope="package")
 def ray_session():
     """One Ray cluster for these tests, with more CPUs than cores so that groups can run together."""
-    connect(num_cpus=8)
+    connect(num_cpus=12)
     yield
     ray.shutdown()
 

@@ -144,7 +144,7 @@ def test_too_few_cpus_is_an_error_with_found_needed_and_remedy(ray_session):
     message = str(caught.value)
     assert "`trainer.n_gpus_per_node` (64)" in message
     assert "64 CPUs" in message
-    assert "8 CPUs" in message
+    assert "12 CPUs" in message
     assert "lower `trainer.n_gpus_per_node`" in message
 
 

@@ -154,13 +154,13 @@ def test_a_stopped_rank_is_ended_even_without_a_timeout(joined):
 
 
 def test_an_exception_that_cannot_be_pickled_still_arrives(make_group):
-    error = failure_of(make_group(OddWorker).raise_unpicklable)
+    error = failure_of(make_group(OddWorker, processes=1).raise_unpicklable)
 
     assert "UnpicklableError: 1 and 2" in str(error)
 
 
 def test_a_worker_that_exits_is_a_failure(make_group):
-    error = failure_of(make_group(OddWorker).exit)
+    error = failure_of(make_group(OddWorker, processes=1).exit)
 
     assert error.phase == "odd"
 
