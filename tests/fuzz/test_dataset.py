@@ -128,8 +128,15 @@ def check_opens_or_names(open_dataset, kind, file):
         assert named is not None and named[1].startswith(first.reason), str(raised.value)
 
 
-@pytest.mark.parametrize("kind", ["text", "media"])
-@pytest.mark.parametrize("suffix", [".jsonl", ".json"])
+@pytest.mark.parametrize(
+    ("suffix", "kind"),
+    [
+        (".jsonl", "text"),
+        (".json", "media"),
+        pytest.param(".jsonl", "media", marks=pytest.mark.slow),
+        pytest.param(".json", "text", marks=pytest.mark.slow),
+    ],
+)
 @given(tables)
 @example([GOOD, GOOD | {"prompt": "\ud800"}])
 @example([GOOD, GOOD | {"images": ["~nobody/c.png"], "prompt": "<image>"}])
