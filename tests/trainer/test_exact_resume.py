@@ -13,7 +13,7 @@ from verl.models.tiny import save_tiny_model
 sys.path.insert(0, str(QUICKSTART))
 from shapes import write_questions
 
-pytestmark = pytest.mark.slow  # three runs each; tests/trainer/test_training.py kills a shorter one
+pytestmark = pytest.mark.slow  # three runs each; tests/trainer/test_training.py resumes a shorter one
 HALF = 3  # steps
 REWARD = Path(__file__).with_name("scored_by_letters.py")
 FILTER = [

@@ -15,6 +15,7 @@ def run(folder, name, *options):
     return train(folder / name, *quickstart_arguments(folder, folder / "model", *STEPS, *options))
 
 
+@pytest.mark.slow  # tests/models/families/test_vila.py compares vLLM after such prompts in every suite
 def test_the_engine_reads_features_of_the_weights_of_each_step(tmp_path):
     folder = make_folder(tmp_path, "vila")
 
