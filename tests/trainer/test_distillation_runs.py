@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole runs with teachers on two CPU processes."""
+"""Whole runs with teachers on one CPU process or two."""
 
 import json
 import sys
@@ -19,6 +19,7 @@ pytestmark = pytest.mark.heavy
 
 ALONE = ("distillation.enabled=true", "distillation.distillation_loss.use_task_rewards=false")
 TEACHERS = "distillation.teacher_models"
+ONE_PROCESS = "trainer.n_gpus_per_node=1"  # tests/equivalence/test_distillation.py divides batches
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +60,7 @@ def test_token_rewards_of_the_teacher_lower_the_kl_next_to_those_of_the_task(fol
         *quickstart_arguments(
             folder, folder / "model", "distillation.enabled=true", "trainer.max_steps=6",
             "distillation.distillation_loss.loss_mode=k1", "worker.actor.entropy_coef=0",
-            "distillation.distillation_loss.use_policy_gradient=true",
+            "distillation.distillation_loss.use_policy_gradient=true", ONE_PROCESS,
             f"{TEACHERS}.big.model_path={folder / 'teacher'}",
         ),
     )  # fmt: skip
@@ -93,6 +94,7 @@ def test_rows_without_a_teacher_and_teachers_of_other_tokens_end_the_run_before_
     assert "Traceback" not in finished.stderr and "verl.optim.build" not in finished.stderr
 
 
+@pytest.mark.slow  # tests/equivalence/test_video_teacher.py compares such a teacher in every suite
 def test_a_run_whose_teacher_sees_more_frames_than_the_policy_keeps_its_prompts_apart(tmp_path):
     save_tiny_model(tmp_path / "model", "qwen2_5_vl")
     save_tiny_model(tmp_path / "teacher", "qwen2_5_vl", seed=1)
@@ -119,8 +121,9 @@ def test_fine_tuning_on_a_teachers_distributions_lowers_the_kl(folder):
     metrics = fine_tune(
         folder / "sft",
         *arguments_for(
-            folder, *ALONE, "trainer.max_steps=8", f"{TEACHERS}.big.model_path={folder / 'teacher'}",
+            folder, *ALONE, "trainer.max_steps=8", ONE_PROCESS,
             "distillation.distillation_loss.loss_mode=forward_kl",
+            f"{TEACHERS}.big.model_path={folder / 'teacher'}",
         ),
     )  # fmt: skip
 
