@@ -81,12 +81,22 @@ def check_equal(folder, metrics, expected, expected_folder):
     assert all(one[key].equal(other[key]) for key in other) and len(other) > 20
 
 
+def test_a_stream_of_another_process_has_the_trainers_log_probs_of_every_step(arguments, tmp_path):
+    metrics = train(tmp_path, *arguments, *STREAM, FRESH)
+
+    assert [*metrics] == [1, 2, 3, 4]
+    assert all(values["rollout/log_probs_diff_max"] < 1e-4 for values in metrics.values())
+    assert all(values["async/staleness_max"] == 0.0 for values in metrics.values())
+    assert metrics[4]["actor/grad_norm"] > 0
+
+
+@pytest.mark.slow  # two runs each
 @pytest.mark.parametrize(
     ("num_cores", "options"),
     [
-        pytest.param(2, [*OWN, COLLECTIVE, CORRECTED], marks=pytest.mark.slow, id="own processes"),
+        pytest.param(2, [*OWN, COLLECTIVE, CORRECTED], id="own processes"),
         pytest.param(2, [*STREAM, FRESH], id="stream"),
-        pytest.param(1, [*PARTIAL, FRESH], marks=pytest.mark.slow, id="partial"),
+        pytest.param(1, [*PARTIAL, FRESH], id="partial"),
     ],
 )
 def test_without_staleness_other_ways_to_sample_equal_sampling_in_turn_bit_for_bit(
