@@ -45,9 +45,11 @@ def test_a_run_that_is_resumed_learns_bit_for_bit_what_the_unbroken_one_does(tmp
         tmp_path, "sd3", "worker.rollout.train_timestep_fraction=0.7", "worker.rollout.val_num_steps=7"
     )
 
-    unbroken = train(tmp_path / "unbroken", *arguments, "trainer.max_steps=2")
-    train(tmp_path / "resumed", *arguments, "trainer.max_steps=1")
-    resumed = train(tmp_path / "resumed", *arguments, "trainer.max_steps=2", "trainer.val_before_train=true")
+    arguments += ["trainer.max_steps=2", "trainer.save_limit=-1"]
+    checkpoint = f"trainer.load_checkpoint_path={tmp_path / 'unbroken' / 'global_step_1'}"
+
+    unbroken = train(tmp_path / "unbroken", *arguments)
+    resumed = train(tmp_path / "resumed", *arguments, checkpoint, "trainer.val_before_train=true")
 
     assert unbroken[2]["actor/grad_norm"] > 0 and unbroken[2]["actor/kl_loss"] > 0
     assert learned(resumed[2]) == learned(unbroken[2])
