@@ -36,7 +36,7 @@ from verl.models.hub_names import HubNames
 from verl.models.tiny import save_tiny_model
 from verl.workers.rollout.base import EngineSetup, RolloutRequest, SamplingOptions
 from verl.workers.rollout.engines import build_rollout_engine
-from verl.workers.rollout.lora_sync import engine_adapter
+from verl.workers.rollout.vllm.lora_sync import engine_adapter
 from verl.workers.sharded_model import ModelSetup, ShardedModel
 
 MIB = 1 << 20

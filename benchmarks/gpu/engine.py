@@ -35,7 +35,6 @@ from verl.config.rollout import RolloutConfig
 from verl.distributed.device import resident_bytes, synchronize
 from verl.distributed.fsdp import local_part, sharded_parameters
 from verl.models.hub_names import HubNames
-from verl.workers.rollout import vllm_inputs
 from verl.workers.rollout.base import (
     EngineSetup,
     FinishedResponse,
@@ -44,7 +43,8 @@ from verl.workers.rollout.base import (
     SamplingOptions,
 )
 from verl.workers.rollout.engines import build_rollout_engine
-from verl.workers.rollout.lora_sync import engine_adapter
+from verl.workers.rollout.vllm import arguments
+from verl.workers.rollout.vllm.lora_sync import engine_adapter
 from verl.workers.sharded_model import ModelSetup, ShardedModel
 
 SHAPE = dict(
@@ -158,7 +158,7 @@ def build_engine(place: Place, folder: Path, case: str, actor: ShardedModel) -> 
 
 def rounding_head() -> AbstractContextManager[Any]:
     """Let the engine compute its logits in its own dtype instead of float32."""
-    return unittest.mock.patch.object(vllm_inputs, "_head_dtype", lambda device: None)
+    return unittest.mock.patch.object(arguments, "_head_dtype", lambda device: None)
 
 
 def timed(report: Report, place: Place, name: str, function: Callable[[], Any]) -> tuple[Any, float]:

@@ -30,7 +30,7 @@ from verl.workers.roles.reward_model import RewardModelScorer, check_has_score, 
 from verl.workers.roles.teachers import TEACHER_LOG_PROBS
 from verl.workers.roles.updater import Training
 from verl.workers.rollout.base import EngineAdapter
-from verl.workers.rollout.lora_sync import engine_adapter
+from verl.workers.rollout.vllm.lora_sync import engine_adapter
 from verl.workers.run_options import RunOptions
 from verl.workers.weight_transport import Publisher, make_publisher
 

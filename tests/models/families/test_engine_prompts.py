@@ -15,9 +15,11 @@ from tests.helpers.family_engines import requests_of
 from tests.helpers.family_table import KINDS
 from tests.workers.rollout.reference import rollout_config, setup_of
 from verl.models.families.registry import FAMILIES, trained_part
-from verl.workers.rollout import vllm_patches
 from verl.workers.rollout.generation_rng import preserved_rng
-from verl.workers.rollout.vllm_inputs import engine_arguments, vllm_prompt
+from verl.workers.rollout.vllm.arguments import engine_arguments
+from verl.workers.rollout.vllm.environment import import_vllm
+from verl.workers.rollout.vllm.family_patches import apply_family_patches
+from verl.workers.rollout.vllm.prompts import vllm_prompt
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
@@ -45,14 +47,13 @@ class Prompt(NamedTuple):
 
 @cache
 def engine_of(kind: str) -> Engine:
-    vllm_patches.import_vllm("cpu")
+    import_vllm("cpu")
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader import get_model_architecture
     from vllm.multimodal import MULTIMODAL_REGISTRY
 
     tiny = load_tiny(kind)
-    for patch in tiny.family.engine_patches:
-        getattr(vllm_patches, patch)()
+    apply_family_patches(tiny.family)
     arguments = engine_arguments(rollout_config(limit_images=4), setup_of(tiny.folder), tiny.config)
     with preserved_rng("cpu"):
         config = EngineArgs(**arguments).create_model_config()

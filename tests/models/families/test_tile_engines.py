@@ -13,8 +13,9 @@ from tests.helpers.family_engines import engine_error
 from tests.workers.rollout.reference import rollout_config, setup_of
 from verl.models.families.internvl import InternVL
 from verl.models.families.llava_onevision import LlavaOnevision
-from verl.workers.rollout import vllm_patches
 from verl.workers.rollout.engines import build_rollout_engine
+from verl.workers.rollout.vllm.environment import import_vllm
+from verl.workers.rollout.vllm.family_patches import take_features_of_any_length
 
 pytestmark = pytest.mark.heavy
 
@@ -46,12 +47,12 @@ def test_log_probs_are_the_models_after_each_sync(kind, single_process):
 
 @pytest.mark.parametrize("family", [InternVL, LlavaOnevision])
 def test_vllms_schemas_hold_features_of_images_of_any_length(family):
-    vllm_patches.import_vllm("cpu")
+    import_vllm("cpu")
     (schema,) = family.engine_schemas
     module, _, name = schema.partition(":")
     inputs = partial(getattr(importlib.import_module(module), name), type="image_embeds")
 
-    vllm_patches.take_features_of_any_length(schema)
+    take_features_of_any_length(schema)
 
     inputs(data=[torch.zeros(4, 8), torch.zeros(12, 8)])
     inputs(data=torch.zeros(2, 4, 8))

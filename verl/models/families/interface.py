@@ -143,7 +143,7 @@ class Family:
     # Where the hub has a model in several folders: these, which are also the first parts of tensors' names.
     folders: ClassVar[tuple[str, ...]] = ()
 
-    # Functions of `verl.workers.rollout.vllm_patches` that vLLM needs for these models.
+    # Functions of `verl.workers.rollout.vllm.family_patches` that vLLM needs for these models.
     engine_patches: ClassVar[tuple[str, ...]] = ()
     # Its schemas of features, `module:class`, that must take images of different lengths.
     engine_schemas: ClassVar[tuple[str, ...]] = ()

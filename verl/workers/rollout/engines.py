@@ -16,7 +16,7 @@ ROLLOUT_ENGINES: Registry[Any] = Registry("worker.rollout.name")
 @ROLLOUT_ENGINES.register("vllm")
 def _build_vllm(config: Any, setup: EngineSetup) -> RolloutEngine:
     # vLLM takes 5 to 12 seconds to import and reads its environment while it does
-    from verl.workers.rollout.vllm_rollout_spmd import VLLMRollout  # noqa: PLC0415
+    from verl.workers.rollout.vllm.rollout import VLLMRollout  # noqa: PLC0415
 
     return VLLMRollout(config, setup)
 
@@ -29,7 +29,7 @@ def _build_hf(config: Any, setup: EngineSetup) -> RolloutEngine:
 
 
 def _import_vllm(device: str) -> None:
-    from verl.workers.rollout.vllm_rollout_spmd import import_engine  # noqa: PLC0415
+    from verl.workers.rollout.vllm.rollout import import_engine  # noqa: PLC0415
 
     import_engine(device)
 

@@ -18,7 +18,6 @@ from verl.models.families.interface import is_part
 from verl.models.families.registry import engine_encoder_of, family_of, trained_part
 from verl.models.layer_configs import experts_per_layer
 from verl.workers.model_builder import read_config
-from verl.workers.rollout import lora_sync, vllm_patches, vllm_sleep, weight_sync
 from verl.workers.rollout.base import (
     INTERRUPTED,
     Drafts,
@@ -28,23 +27,25 @@ from verl.workers.rollout.base import (
     SamplingOptions,
     media_token_ids,
 )
-from verl.workers.rollout.engine_routes import EngineRoutes, ReturnedRoutes, SlotRoutes
 from verl.workers.rollout.generation_rng import GenerationRng, preserved_rng
 from verl.workers.rollout.stepwise import StepwiseEngine
-from verl.workers.rollout.vllm_drafts import DraftCounts, count_drafts, forget_responses
-from verl.workers.rollout.vllm_inputs import (
-    embeds_prompts,
-    engine_arguments,
-    prompt_embeddings,
-    reads_embeddings,
+from verl.workers.rollout.vllm import environment, lora_sync, sleep_mode, weight_sync
+from verl.workers.rollout.vllm.arguments import engine_arguments
+from verl.workers.rollout.vllm.drafts import DraftCounts, count_drafts, forget_responses
+from verl.workers.rollout.vllm.family_patches import apply_family_patches
+from verl.workers.rollout.vllm.prompts import embeds_prompts, prompt_embeddings, reads_embeddings, vllm_prompt
+from verl.workers.rollout.vllm.routes import EngineRoutes, ReturnedRoutes, SlotRoutes
+from verl.workers.rollout.vllm.sampling import (
+    check_sampling,
+    sampled_log_probs,
     sampling_params,
-    vllm_prompt,
+    scale_logits,
 )
 
 
 def import_engine(device: str) -> None:
     """Import what an engine on this kind of device is made of; it may not be known yet which device."""
-    assert vllm_patches.import_vllm(device).LLM is not None  # vLLM imports it when it is first asked for
+    assert environment.import_vllm(device).LLM is not None  # vLLM imports it when it is first asked for
 
 
 class RunningRequest(NamedTuple):
@@ -70,37 +71,35 @@ class VLLMRollout(StepwiseEngine):
 
     def __init__(self, config: Any, setup: EngineSetup) -> None:
         super().__init__()
-        vllm = vllm_patches.import_vllm(setup.device)
-        vllm_patches.choose_device(setup.device)
+        vllm = environment.import_vllm(setup.device)
+        environment.choose_device(setup.device)
         self.device, self.dtype = setup.device, torch_dtype(config.dtype)
         self.limit_images = config.limit_images
         self.hf_config = read_config(
             setup.model_path, trust_remote_code=setup.trust_remote_code, overrides=setup.override_config
         )
-        for patch in family_of(self.hf_config).engine_patches:
-            getattr(vllm_patches, patch)()
-        for schema in family_of(self.hf_config).engine_schemas:
-            vllm_patches.take_features_of_any_length(schema)
+        family = family_of(self.hf_config)
+        apply_family_patches(family)
         self.banned = media_token_ids(self.hf_config)
-        self.embeds_prompts = embeds_prompts(family_of(self.hf_config))
+        self.embeds_prompts = embeds_prompts(family)
         takes = self.embeds_prompts or setup.takes_embeddings
         self.takes_embeddings = takes and reads_embeddings(vllm.__version__, self.hf_config)
         self.adapter = setup.adapter
         self.takes_adapter = setup.adapter is not None
         self.rng = GenerationRng(config.seed + setup.dp_rank, setup.device)
-        with preserved_rng(setup.device), vllm_patches.preserved_threads():
+        with preserved_rng(setup.device), environment.preserved_threads():
             self.llm = vllm.LLM(**engine_arguments(config, setup, self.hf_config))
         self.engine = self.llm.llm_engine
-        vllm_patches.check_sampling(self.engine.vllm_config)
+        check_sampling(self.engine.vllm_config)
         self.model = self.llm.apply_model(lambda model: model)[0]
-        self.scale = vllm_patches.scale_logits(self.model)
+        self.scale = scale_logits(self.model)
         self.runner = self.engine.model_executor.driver_worker.worker.model_runner
-        self.level = vllm_sleep.KEPT
+        self.level = sleep_mode.KEPT
         if is_gpu(self.device):
-            self.level = vllm_sleep.sleep_level(
+            self.level = sleep_mode.sleep_level(
                 self.runner, takes_adapter=self.takes_adapter, is_quantized=config.quantization is not None
             )
-        self.keeps_weights = self.level == vllm_sleep.KEPT
+        self.keeps_weights = self.level == sleep_mode.KEPT
         self.asleep: set[str] = set()
         self.frozen_parts = engine_encoder_of(self.hf_config) if setup.takes_embeddings else ()
         self.tower: set[str] = set()  # parameters of a frozen tower, after a sync
@@ -139,8 +138,8 @@ class VLLMRollout(StepwiseEngine):
         self._abort_all()
         if not is_gpu(self.device) or self.asleep:
             return
-        vllm_patches.drain(self.engine)
-        self.copies = [] if self.keeps_weights else vllm_sleep.host_copies(self.model)
+        drain(self.engine)
+        self.copies = [] if self.keeps_weights else sleep_mode.host_copies(self.model)
         self.llm.sleep(level=self.level)
         self.asleep = {"weights", "kv_cache"}
         if not self.keeps_weights:
@@ -160,17 +159,17 @@ class VLLMRollout(StepwiseEngine):
     def _wake(self, tag: str) -> None:
         if tag not in self.asleep:
             return
-        vllm_sleep.release_cache(self.device)
+        sleep_mode.release_cache(self.device)
         self.llm.wake_up(tags=[tag])
         self.asleep.discard(tag)
         if tag == "weights" and not self.keeps_weights:
-            vllm_sleep.restore(self.copies, self.runner)
+            sleep_mode.restore(self.copies, self.runner)
 
     @contextmanager
     def _new_weights(self) -> Iterator[None]:
         self._check_idle()
         self._wake("weights")
-        vllm_patches.drain(self.engine)
+        drain(self.engine)
         forget_responses(self.runner)
         yield
         weight_sync.clear_caches(self.engine)
@@ -282,6 +281,9 @@ class VLLMRollout(StepwiseEngine):
         return SlotRoutes(self.model, self.runner, experts)
 
 
-def sampled_log_probs(values: Any) -> list[float]:
-    """Return the log-probs of the sampled tokens, which come first at every position."""
-    return [values.logprobs[start] for start in values.start_indices]
+def drain(engine: Any) -> None:
+    """Run the steps that vLLM's `LLMEngine` has still scheduled after all requests finished."""
+    # on CUDA it schedules a step ahead of the results, and caches cannot be cleared until that one is done
+    core = engine.engine_core.engine_core
+    while core.batch_queue or core.scheduler.has_requests():
+        engine.step()

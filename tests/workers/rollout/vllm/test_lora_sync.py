@@ -25,7 +25,7 @@ from verl.models.lora_weights import AdapterConfig, fold, is_adapter
 from verl.models.tiny import save_tiny_model
 from verl.workers.continued_sampling import ContinuedSampling
 from verl.workers.rollout.engines import build_rollout_engine
-from verl.workers.rollout.lora_sync import engine_adapter
+from verl.workers.rollout.vllm.lora_sync import engine_adapter
 
 pytestmark = pytest.mark.heavy
 

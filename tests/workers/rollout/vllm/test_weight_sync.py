@@ -4,7 +4,7 @@ import torch
 from transformers import Qwen2Config, Qwen3VLMoeConfig
 
 from verl.distributed.fsdp import full_named_tensors
-from verl.workers.rollout.weight_sync import engine_weights, load_into
+from verl.workers.rollout.vllm.weight_sync import engine_weights, load_into
 
 
 def test_a_tied_head_is_consumed_and_left_out():

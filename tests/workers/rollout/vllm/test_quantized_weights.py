@@ -23,8 +23,8 @@ from tests.workers.rollout.reference import (
 )
 from verl.models.tiny import save_tiny_model
 from verl.workers.rollout.engines import build_rollout_engine
-from verl.workers.rollout.vllm_patches import import_vllm
-from verl.workers.rollout.weight_sync import quantized_layers
+from verl.workers.rollout.vllm.environment import import_vllm
+from verl.workers.rollout.vllm.weight_sync import quantized_layers
 
 LARGEST = 448.0  # of float8_e4m3fn
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

@@ -4,8 +4,8 @@
 import pytest
 import torch
 
-from verl.workers.rollout.vllm_image_blocks import Row, split_rows
-from verl.workers.rollout.vllm_patches import import_vllm
+from verl.workers.rollout.vllm.environment import import_vllm
+from verl.workers.rollout.vllm.image_blocks import Row, split_rows
 
 
 def test_a_prompt_is_split_where_images_start_and_end():

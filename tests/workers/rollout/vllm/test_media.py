@@ -30,7 +30,7 @@ from verl.models.tiny import save_tiny_model
 from verl.workers.continued_sampling import ContinuedSampling
 from verl.workers.rollout.base import SamplingOptions, media_token_ids
 from verl.workers.rollout.engines import build_rollout_engine
-from verl.workers.rollout.vllm_sleep import loose_tensors
+from verl.workers.rollout.vllm.sleep_mode import loose_tensors
 
 pytestmark = pytest.mark.heavy
 

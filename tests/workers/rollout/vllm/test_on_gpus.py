@@ -13,16 +13,17 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from tests.workers.rollout.reference import rollout_config, setup_of
 from verl.models.tiny import save_tiny_model
-from verl.workers.rollout import vllm_patches, vllm_sleep
 from verl.workers.rollout.base import RolloutRequest, SamplingOptions
 from verl.workers.rollout.stepwise import StepwiseEngine
-from verl.workers.rollout.vllm_inputs import engine_arguments
-from verl.workers.rollout.vllm_rollout_spmd import VLLMRollout
+from verl.workers.rollout.vllm import arguments, environment, sleep_mode
+from verl.workers.rollout.vllm.arguments import engine_arguments
+from verl.workers.rollout.vllm.rollout import VLLMRollout
+from verl.workers.rollout.vllm.sampling import check_sampling
 
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory):
-    vllm_patches.set_environment("cpu")  # before vLLM is imported
+    environment.set_environment("cpu")  # before vLLM is imported
     return {
         family: save_tiny_model(tmp_path_factory.mktemp(family), family) for family in ("qwen2", "qwen3_vl")
     }
@@ -43,9 +44,9 @@ def source_of(module):
 def test_flashinfer_is_off_on_gpus_unless_the_user_turns_it_on(name, monkeypatch):
     for device, given, expected in (("cuda", None, "0"), ("cuda", "1", "1"), ("cpu", None, None)):
         environ = {} if given is None else {name: given}
-        monkeypatch.setattr(vllm_patches.os, "environ", environ)
+        monkeypatch.setattr(environment.os, "environ", environ)
 
-        vllm_patches.set_environment(device)
+        environment.set_environment(device)
 
         assert environ.get(name) == expected
         assert "VLLM_USE_V2_MODEL_RUNNER" not in environ
@@ -102,19 +103,14 @@ def test_sequences_at_once_have_a_default_for_each_device_and_an_option(paths):
     assert arguments_for(path, max_num_batched_tokens=100)["max_num_seqs"] == 100
 
 
-def test_graphs_leave_the_gpu_during_sleep_where_vllm_can_move_them(monkeypatch):
-    def arguments_with(*names):
-        fields = dataclasses.make_dataclass("EngineArgs", names)
-        monkeypatch.setattr(
-            vllm_sleep.importlib, "import_module", lambda _: SimpleNamespace(EngineArgs=fields)
-        )
-        return vllm_sleep.sleep_arguments()
+def test_graphs_leave_the_gpu_during_sleep_where_vllm_can_move_them(paths, monkeypatch):
+    assert arguments_for(paths["qwen2"])["enable_sleep_mode"]
+    assert arguments_for(paths["qwen2"])["sleep_mode_offload_cudagraph"]
 
-    assert arguments_with("model") == {"enable_sleep_mode": True}
-    assert arguments_with("model", "sleep_mode_offload_cudagraph") == {
-        "enable_sleep_mode": True,
-        "sleep_mode_offload_cudagraph": True,
-    }
+    older = dataclasses.make_dataclass("EngineArgs", ["model"])
+    monkeypatch.setattr(arguments.importlib, "import_module", lambda _: SimpleNamespace(EngineArgs=older))
+
+    assert arguments.known_arguments(model="", sleep_mode_offload_cudagraph=True) == {"model": ""}
 
 
 class RecordingVllm:
@@ -143,7 +139,7 @@ def engine_on_gpu(monkeypatch, level):
     engine.llm = RecordingVllm()
     engine.engine = engine.llm.llm_engine
     engine.device, engine.dtype, engine.level = "cuda", torch.float32, level
-    engine.keeps_weights = level == vllm_sleep.KEPT
+    engine.keeps_weights = level == sleep_mode.KEPT
     engine.hf_config = SimpleNamespace(model_type="qwen2", tie_word_embeddings=False)
     layers = {"visual": torch.nn.Linear(2, 2, bias=False), "head": torch.nn.Linear(2, 2)}
     engine.model = torch.nn.ModuleDict(layers)
@@ -152,8 +148,8 @@ def engine_on_gpu(monkeypatch, level):
     engine.asleep, engine.synced = set(), False
     engine.tower, engine.frozen_parts = set(), ("visual",)
     calls = engine.llm.calls
-    monkeypatch.setattr(vllm_sleep.gc, "collect", lambda: calls.append("collect"))
-    monkeypatch.setattr(vllm_sleep, "empty_cache", lambda device: calls.append(f"empty {device}"))
+    monkeypatch.setattr(sleep_mode.gc, "collect", lambda: calls.append("collect"))
+    monkeypatch.setattr(sleep_mode, "empty_cache", lambda device: calls.append(f"empty {device}"))
     return engine, calls
 
 
@@ -205,11 +201,11 @@ def make_state(name="DefaultModelState", module="vllm.v1.worker.gpu.model_states
 
 
 def test_the_weights_are_kept_where_a_sync_does_not_bring_everything_back():
-    assert vllm_sleep.sleep_level(SimpleNamespace(), takes_adapter=False) == 2  # the V1 runner
-    assert vllm_sleep.sleep_level(runner_with(make_state()), takes_adapter=False) == 2
-    assert vllm_sleep.sleep_level(runner_with(make_state()), takes_adapter=True) == 1
-    assert vllm_sleep.sleep_level(runner_with(make_state()), takes_adapter=False, is_quantized=True) == 1
-    assert vllm_sleep.sleep_level(runner_with(make_state("MambaHybridModelState")), takes_adapter=False) == 1
+    assert sleep_mode.sleep_level(SimpleNamespace(), takes_adapter=False) == 2  # the V1 runner
+    assert sleep_mode.sleep_level(runner_with(make_state()), takes_adapter=False) == 2
+    assert sleep_mode.sleep_level(runner_with(make_state()), takes_adapter=True) == 1
+    assert sleep_mode.sleep_level(runner_with(make_state()), takes_adapter=False, is_quantized=True) == 1
+    assert sleep_mode.sleep_level(runner_with(make_state("MambaHybridModelState")), takes_adapter=False) == 1
 
 
 def test_tensors_that_are_neither_parameters_nor_buffers_survive_discarded_weights(monkeypatch):
@@ -217,7 +213,7 @@ def test_tensors_that_are_neither_parameters_nor_buffers_survive_discarded_weigh
     head = engine.model["head"]
     head.scale, head.kv_cache = torch.full((2,), 3.0), torch.full((2,), 4.0)
     head.register_buffer("table", torch.full((2,), 5.0))
-    monkeypatch.setattr(vllm_sleep, "is_gpu", lambda device: True)
+    monkeypatch.setattr(sleep_mode, "is_gpu", lambda device: True)
     monkeypatch.setattr(torch.Tensor, "cpu", torch.Tensor.clone)
     engine.sleep()
     assert len(engine.copies) == 1  # the cache is empty after waking, and vLLM restores buffers
@@ -256,10 +252,10 @@ def test_sampling_on_shards_of_the_batch_is_refused_by_name():
     def config(**options):
         return SimpleNamespace(parallel_config=SimpleNamespace(**options))
 
-    vllm_patches.check_sampling(config())  # vLLM 0.26
-    vllm_patches.check_sampling(config(enable_batch_sharded_sampling=False))
+    check_sampling(config())  # vLLM 0.26
+    check_sampling(config(enable_batch_sharded_sampling=False))
     with pytest.raises(RuntimeError, match="`enable_batch_sharded_sampling` is on"):
-        vllm_patches.check_sampling(config(enable_batch_sharded_sampling=True))
+        check_sampling(config(enable_batch_sharded_sampling=True))
 
 
 def test_the_runner_of_gpus_takes_logits_and_seeds_from_where_this_project_replaces_them():
@@ -277,12 +273,12 @@ def test_the_runner_of_gpus_takes_logits_and_seeds_from_where_this_project_repla
 
 def test_an_engine_takes_the_current_gpu(monkeypatch):
     environ = {"LOCAL_RANK": "3"}
-    monkeypatch.setattr(vllm_patches.os, "environ", environ)
+    monkeypatch.setattr(environment.os, "environ", environ)
     monkeypatch.setattr(
-        vllm_patches.torch, "get_device_module", lambda _: SimpleNamespace(current_device=lambda: 0)
+        environment.torch, "get_device_module", lambda _: SimpleNamespace(current_device=lambda: 0)
     )
 
-    vllm_patches.choose_device("cpu")
+    environment.choose_device("cpu")
     assert environ == {"LOCAL_RANK": "3"}
-    vllm_patches.choose_device("cuda")
+    environment.choose_device("cuda")
     assert environ == {"LOCAL_RANK": "0"}

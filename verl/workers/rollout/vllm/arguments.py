@@ -1,39 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Convert options, prompts and media of this project to vLLM's."""
+"""Convert the options of `worker.rollout` to the arguments of `vllm.LLM`."""
 
-from collections.abc import Callable
+import dataclasses
+import importlib
 from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from verl.config.rollout import FP8
 from verl.distributed.device import is_gpu
 from verl.distributed.fsdp import torch_dtype
-from verl.models.families.interface import KINDS, EncodedMedium, Family, Kind, MediaFamily
-from verl.models.families.registry import family_of, kinds_of, media_family_of, trained_part
+from verl.models.families.registry import family_of, kinds_of, trained_part
 from verl.models.layer_configs import experts_per_token, layer_heads
-from verl.utils.rank_logger import get_logger
 from verl.workers.model_builder import apply_overrides
-from verl.workers.rollout import vllm_patches
-from verl.workers.rollout.base import (
-    EmbeddedMedia,
-    EngineSetup,
-    RolloutRequest,
-    SamplingOptions,
-)
-from verl.workers.rollout.lora_sync import adapter_arguments
-from verl.workers.rollout.vllm_sleep import sleep_arguments
-
-logger = get_logger(__name__)
+from verl.workers.rollout.base import EngineSetup
+from verl.workers.rollout.vllm.lora_sync import adapter_arguments
+from verl.workers.rollout.vllm.prompts import embeds_prompts
 
 # vLLM's names. Each row of a weight has a scale of its own, and each token's activations have one.
 QUANTIZATIONS = {FP8: "fp8_per_channel"}
 MAX_CPU_CACHE_BYTES = 1 << 30  # vLLM fills it with zeros at start, 2 seconds for each GiB
-READS_EMBEDDINGS = (0, 32)  # the first vLLM that was checked for it
 
 
 def engine_arguments(config: Any, setup: EngineSetup, hf_config: Any) -> dict[str, Any]:
@@ -56,11 +44,13 @@ def engine_arguments(config: Any, setup: EngineSetup, hf_config: Any) -> dict[st
         disable_log_stats=config.disable_log_stats,
         mm_processor_cache_gb=0,  # no prompt comes twice in a step; it would hold 4 GiB in each process
     )
-    arguments |= vllm_patches.media_arguments()
+    # the processor normalizes pixels, as in training: vLLM 0.32 normalizes videos with the mean and deviation
+    # of images, and log-probs are off by 0.4 where the two differ; vLLM 0.26 has no such argument
+    arguments |= known_arguments(mm_device_do_normalize=False)
     if setup.adapter is not None:
         arguments |= adapter_arguments(setup.adapter)
     if setup.records_routes and is_gpu(setup.device):
-        arguments["enable_return_routed_experts"] = True  # on CPU `engine_routes` records them
+        arguments["enable_return_routed_experts"] = True  # on CPU `routes.SlotRoutes` records them
     family = family_of(hf_config)
     if embeds_prompts(family):
         arguments["enable_prompt_embeds"] = True
@@ -94,7 +84,9 @@ def _cuda_arguments(config: Any, hf_config: Any) -> dict[str, Any]:
     arguments = dict(
         gpu_memory_utilization=config.gpu_memory_utilization,
         disable_custom_all_reduce=True,  # shares memory between processes, which sleep mode frees
-        **sleep_arguments(),
+        enable_sleep_mode=True,
+        # captured graphs take 1 to 2 GiB, which vLLM 0.26 cannot free
+        **known_arguments(sleep_mode_offload_cudagraph=True),
     )
     if config.tensor_parallel_size > 1:
         # the fused all-reduce of FlashInfer shares memory between processes as well
@@ -103,6 +95,13 @@ def _cuda_arguments(config: Any, hf_config: Any) -> dict[str, Any]:
         # other backends reorder the experts' weights, which `load_weights` overwrites
         arguments["moe_backend"] = "triton"
     return arguments
+
+
+def known_arguments(**arguments: Any) -> dict[str, Any]:
+    """Leave out the arguments of `vllm.LLM` that the installed version does not have."""
+    known = dataclasses.fields(importlib.import_module("vllm.engine.arg_utils").EngineArgs)
+    names = {entry.name for entry in known}
+    return {name: value for name, value in arguments.items() if name in names}
 
 
 def _head_dtype(device: str) -> str | None:
@@ -134,11 +133,6 @@ def _language_model(hf_config: Any) -> Any:
     return text
 
 
-def embeds_prompts(family: Family) -> bool:
-    """Return whether vLLM runs the language model alone and reads prompts with media as embeddings."""
-    return isinstance(family, MediaFamily) and family.embeds_prompts
-
-
 def cpu_cache_bytes(hf_config: Any, config: Any, max_model_len: int) -> int:
     """Size of a cache for the sequences at once, at most 1 GiB, but always enough for four."""
     text = hf_config.get_text_config()
@@ -148,113 +142,3 @@ def cpu_cache_bytes(hf_config: Any, config: Any, max_model_len: int) -> int:
     sequence_bytes = blocks_of_sequence * 128 * token_bytes
     sequences = config.sequences_at_once(on_gpu=False)
     return max(4 * sequence_bytes, min(sequences * sequence_bytes, MAX_CPU_CACHE_BYTES))
-
-
-def reads_embeddings(version: str, hf_config: Any) -> bool:
-    """True if vLLM reads features instead of pixels for a model's images at least."""
-    can = tuple(int(part) for part in version.split(".")[:2]) >= READS_EMBEDDINGS
-    family = family_of(hf_config)
-    if embeds_prompts(family):
-        return True
-    can = can and isinstance(family, MediaFamily) and family.takes_features
-    if not can:
-        logger.warning(
-            "the rollout engine encodes media again: model=%s vllm=%s take no features",
-            hf_config.model_type,
-            version,
-        )
-    return can
-
-
-def vllm_prompt(request: RolloutRequest, hf_config: Any) -> dict[str, Any]:
-    """Convert a prompt to vLLM's."""
-    prompt: dict[str, Any] = {"prompt_token_ids": list(request.prompt_token_ids)}
-    if request.media is None:
-        return prompt
-    family = media_family_of(hf_config)
-    if isinstance(request.media, EmbeddedMedia):
-        return prompt | {"multi_modal_data": embedded_data(request.media, family)}
-    data = {kind: list(getattr(request.media, f"{kind}s")) for kind in KINDS}
-    data["audio"] += request.media.sounds
-    data = {modality: items for modality, items in data.items() if items}
-    if data:
-        prompt["multi_modal_data"] = data
-    options = family.engine_options(data.keys(), [meta for _, meta in request.media.videos])
-    if request.media.sounds:
-        options = {**options, "use_audio_in_video": True}
-    return prompt | {"mm_processor_kwargs": options} if options else prompt
-
-
-@torch.no_grad()
-def prompt_embeddings(request: RolloutRequest, hf_config: Any, embed: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return the embeddings (L, hidden size) of an expanded prompt with features in the places of its media.
-
-    Args:
-        embed: Returns the embeddings of tokens; a collective call with tensor parallelism.
-    """
-    assert isinstance(request.media, EmbeddedMedia), "the trainer encodes media for this engine"
-    family, media = media_family_of(hf_config), request.media
-    ids = torch.tensor(request.prompt_token_ids)
-    embeddings = embed(ids)
-    places = family.media_tokens(hf_config, ids)
-    for kind in KINDS:
-        parts = [medium.features for medium in getattr(media, f"{kind}s")]
-        if parts:
-            features = torch.cat(parts).to(embeddings)
-            embeddings = embeddings.index_copy(0, places[kind].to(embeddings.device), features)
-    return embeddings
-
-
-def embedded_data(media: EmbeddedMedia, family: MediaFamily) -> dict[str, Any]:
-    """Convert features to vLLM's multimodal data."""
-    kinds: dict[Kind, list[EncodedMedium]] = {kind: getattr(media, f"{kind}s") for kind in KINDS}
-    return {kind: family.engine_features(kind, items) for kind, items in kinds.items() if items}
-
-
-def sampling_params(
-    sampling: SamplingOptions, banned: list[int], max_tokens: int, seed_offset: int, *, drafts: bool = False
-) -> Any:
-    """Convert options to vLLM's `SamplingParams` for one response.
-
-    Args:
-        max_tokens: Longest response, instead of that of the options.
-        seed_offset: Added to the seed of the options, if they have one.
-        drafts: The engine checks drafts, to which vLLM applies banned words but no biases.
-    """
-    from vllm import SamplingParams  # noqa: PLC0415 - after its environment
-    from vllm.sampling_params import RequestOutputKind  # noqa: PLC0415
-
-    # vLLM gets temperature 1, because the logits are divided already (`vllm_patches.scale_logits`); so
-    # penalties and biases, which it adds to logits before its temperature, are divided here
-    temperature = sampling.logit_temperature
-    extra = dict(sampling.extra)
-    for added in ("presence_penalty", "frequency_penalty"):
-        if added in extra:
-            extra[added] = extra[added] / temperature
-    bias = {int(token): value / temperature for token, value in (extra.pop("logit_bias", None) or {}).items()}
-    if not drafts:
-        bias |= dict.fromkeys(banned, float("-inf"))
-    known = SamplingParams.__struct_fields__
-    unknown = sorted(set(extra) - set(known))
-    if unknown:
-        raise ValueError(f"vLLM's SamplingParams has no field {unknown}; it has {sorted(known)}")
-    fields: dict[str, Any] = dict(
-        n=1,
-        temperature=0.0 if sampling.is_greedy else 1.0,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        max_tokens=max_tokens,
-        ignore_eos=sampling.ignore_eos,
-        seed=None if sampling.seed is None else sampling.seed + seed_offset,
-        logit_bias=bias or None,
-        logprobs=0,  # only the sampled token's
-        flat_logprobs=True,
-        detokenize=bool(extra.get("stop")),
-        output_kind=RequestOutputKind.FINAL_ONLY,
-        skip_clone=True,  # prompts share it; vLLM adds the same to it for all
-    )
-    fields |= extra
-    params = SamplingParams(**fields)
-    if drafts and banned:
-        params._bad_words_token_ids = [[token] for token in banned]
-    return params

@@ -20,10 +20,10 @@ from tests.workers.rollout.reference import (
     text_requests,
 )
 from verl.models.tiny import save_tiny_model
-from verl.workers.rollout import vllm_inputs
 from verl.workers.rollout.base import RolloutRequest, SamplingOptions
 from verl.workers.rollout.engines import build_rollout_engine
-from verl.workers.rollout.vllm_sleep import loose_tensors
+from verl.workers.rollout.vllm import arguments
+from verl.workers.rollout.vllm.sleep_mode import loose_tensors
 
 pytestmark = pytest.mark.heavy
 
@@ -257,7 +257,7 @@ def test_the_head_of_gpus_gives_float32_logits_of_bfloat16_weights(tmp_path, sin
     rounded, exact = logits_of_bf16_engine(path, monkeypatch)
     rounding = (rounded - exact).abs()
 
-    monkeypatch.setattr(vllm_inputs, "_head_dtype", lambda _: "float32")
+    monkeypatch.setattr(arguments, "_head_dtype", lambda _: "float32")
     logits, exact = logits_of_bf16_engine(path, monkeypatch)
 
     assert exact.abs().max() > 16

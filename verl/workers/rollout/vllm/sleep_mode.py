@@ -6,9 +6,7 @@ the host memory, but everything else in the memory pool of the weights is lost w
 module's buffers only.
 """
 
-import dataclasses
 import gc
-import importlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,15 +22,6 @@ KEPT, DISCARDED = 1, 2  # levels of `LLM.sleep`
 RUNNER_STATE = "vllm.v1.worker.gpu."  # classes that hold tensors next to the module: of the V2 runner
 KNOWN_STATE = "DefaultModelState"
 ATTENTION_CACHE = "kv_cache"  # attribute of attention layers, in a memory pool of its own
-
-
-def sleep_arguments() -> dict[str, Any]:
-    """Return the arguments of `vllm.LLM` for sleep mode."""
-    # captured graphs take 1 to 2 GiB, which vLLM 0.26 cannot free
-    arguments = importlib.import_module("vllm.engine.arg_utils").EngineArgs
-    names = {entry.name for entry in dataclasses.fields(arguments)}
-    offload = {"sleep_mode_offload_cudagraph": True} if "sleep_mode_offload_cudagraph" in names else {}
-    return {"enable_sleep_mode": True, **offload}
 
 
 def sleep_level(runner: Any, *, takes_adapter: bool, is_quantized: bool = False) -> int:

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sampling in vLLM: parameters of a request, the temperature of its logits, log-probs of sampled tokens."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from verl.workers.rollout.base import SamplingOptions
+
+
+def sampling_params(
+    sampling: SamplingOptions, banned: list[int], max_tokens: int, seed_offset: int, *, drafts: bool = False
+) -> Any:
+    """Convert options to vLLM's `SamplingParams` for one response.
+
+    Args:
+        max_tokens: Longest response, instead of that of the options.
+        seed_offset: Added to the seed of the options, if they have one.
+        drafts: The engine checks drafts, to which vLLM applies banned words but no biases.
+    """
+    from vllm import SamplingParams  # noqa: PLC0415 - after its environment
+    from vllm.sampling_params import RequestOutputKind  # noqa: PLC0415
+
+    # vLLM gets temperature 1, because the logits are divided already (`scale_logits`); so
+    # penalties and biases, which it adds to logits before its temperature, are divided here
+    temperature = sampling.logit_temperature
+    extra = dict(sampling.extra)
+    for added in ("presence_penalty", "frequency_penalty"):
+        if added in extra:
+            extra[added] = extra[added] / temperature
+    bias = {int(token): value / temperature for token, value in (extra.pop("logit_bias", None) or {}).items()}
+    if not drafts:
+        bias |= dict.fromkeys(banned, float("-inf"))
+    known = SamplingParams.__struct_fields__
+    unknown = sorted(set(extra) - set(known))
+    if unknown:
+        raise ValueError(f"vLLM's SamplingParams has no field {unknown}; it has {sorted(known)}")
+    fields: dict[str, Any] = dict(
+        n=1,
+        temperature=0.0 if sampling.is_greedy else 1.0,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        max_tokens=max_tokens,
+        ignore_eos=sampling.ignore_eos,
+        seed=None if sampling.seed is None else sampling.seed + seed_offset,
+        logit_bias=bias or None,
+        logprobs=0,  # only the sampled token's
+        flat_logprobs=True,
+        detokenize=bool(extra.get("stop")),
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,  # prompts share it; vLLM adds the same to it for all
+    )
+    fields |= extra
+    params = SamplingParams(**fields)
+    if drafts and banned:
+        params._bad_words_token_ids = [[token] for token in banned]
+    return params
+
+
+@dataclasses.dataclass
+class LogitScale:
+    """Sampling temperature of the running requests; all have the same."""
+
+    temperature: float = 1.0
+
+
+def scale_logits(model: Any) -> LogitScale:
+    """Divide the logits of an engine's module by a temperature, read at every step from the result.
+
+    vLLM reports log-probs either of the unscaled logits or after top-p, top-k and banned tokens, but training
+    needs softmax(logits / temperature) over the whole vocabulary. So the engine samples at temperature 1 from
+    scaled logits. Sampling is the same: top-p, top-k and min-p follow the temperature in vLLM as well.
+    """
+    scale = LogitScale()
+    if getattr(model, "_suppress_token_ids", None):  # of the generation config; `banned` has them
+        model._suppress_token_ids = None
+    compute_logits: Callable[..., Tensor | None] = model.compute_logits
+
+    @functools.wraps(compute_logits)
+    def compute_scaled_logits(*args: Any, **kwargs: Any) -> Tensor | None:
+        logits = compute_logits(*args, **kwargs)
+        if logits is None:  # a rank that does not sample
+            return None
+        logits = logits.float()  # else the sampler does it, after a slower softmax in bfloat16
+        return logits if scale.temperature == 1.0 else logits.div_(scale.temperature)
+
+    model.compute_logits = compute_scaled_logits
+    return scale
+
+
+def check_sampling(vllm_config: Any) -> None:
+    """Raise `RuntimeError` if vLLM would sample from other logits than those of `scale_logits`."""
+    # vLLM 0.32 can give each tensor-parallel rank a part of the batch, by another method of the module
+    if getattr(vllm_config.parallel_config, "enable_batch_sharded_sampling", False):
+        raise RuntimeError(
+            "vLLM's `enable_batch_sharded_sampling` is on: its log-probs would be those of unscaled logits"
+        )
+
+
+def sampled_log_probs(values: Any) -> list[float]:
+    """Return the log-probs of the sampled tokens, which come first at every position."""
+    return [values.logprobs[start] for start in values.start_indices]
