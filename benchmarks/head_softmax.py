@@ -83,7 +83,7 @@ def make_passes(
     kl = KLStatistics(*torch.zeros(3, options.tokens, device=device))
     ones = torch.ones(options.tokens, device=device)
     given = LogProbGradients(lse, ones, entropy, ones)
-    of_kl = KLGradients(kl.lse, kl.mean_gap, ones)
+    of_kl = KLGradients(kl.lse, ones, mean_gap=kl.mean_gap)
     calls: tuple[Callable[[], Any], ...] = (
         lambda: softmax.log_probs(policy, targets, results),
         lambda: softmax.log_prob_gradient(policy, targets, given, torch.bfloat16, None),

@@ -21,7 +21,6 @@ from verl.models.fused_log_probs import linear_kl, linear_log_probs
 from verl.models.head import triton_softmax
 from verl.models.head.eager_softmax import EagerSoftmax
 from verl.models.head.interface import (
-    ForwardKLGradients,
     HeadProducts,
     KLGradients,
     KLStatistics,
@@ -308,7 +307,7 @@ def kl_by(softmax, policy, reference, with_ref_lse=False):
 def kl_gradient_by(softmax, policy, reference, dtype, grad, grad_bias=None):
     results = kl_by(EAGER, policy, reference)
     copied = policy._replace(values=policy.values.clone())
-    given = KLGradients(results.lse, results.mean_gap, grad)
+    given = KLGradients(results.lse, grad, mean_gap=results.mean_gap)
     return softmax.kl_gradient(copied, reference, given, dtype, grad_bias)
 
 
@@ -342,8 +341,8 @@ def test_the_kl_and_its_gradient_equal_torchs_and_those_of_float64(dtype, wanted
 def forward_gradient_by(softmax, policy, reference, dtype, grad, grad_bias=None):
     results = kl_by(EAGER, policy, reference, with_ref_lse=True)
     copied = policy._replace(values=policy.values.clone())
-    given = ForwardKLGradients(results.lse, results.ref_lse, grad)
-    return softmax.forward_kl_gradient(copied, reference, given, dtype, grad_bias)
+    given = KLGradients(results.lse, grad, ref_lse=results.ref_lse)
+    return softmax.kl_gradient(copied, reference, given, dtype, grad_bias)
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
@@ -417,7 +416,7 @@ def test_tokens_that_neither_model_allows_leave_the_kl_of_the_others():
     policy.bias[:20] = reference.bias[:20] = -math.inf
 
     found = kl_by(KERNELS, policy, reference)
-    given = KLGradients(found.lse, found.mean_gap, torch.ones(3))
+    given = KLGradients(found.lse, torch.ones(3), mean_gap=found.mean_gap)
     values = policy.values.clone()
     gradient = KERNELS.kl_gradient(policy._replace(values=values), reference, given, torch.float32, None)
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import weakref
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -30,13 +31,9 @@ from verl.models.head.logit_chunks import HeadLogits, LogitTransform
 from verl.models.head.triton_softmax import TritonSoftmax
 
 ROWS, HIDDEN, VOCABULARY = 40, 8, 1000
-KERNELS = [
-    "log_prob_statistics",
-    "log_prob_gradient",
-    "kl_statistics",
-    "kl_gradient",
-    "forward_kl_gradient",
-]
+OPERATORS = ["log_prob_statistics", "log_prob_gradient", "kl_statistics", "kl_gradient"]
+KERNELS = [*OPERATORS, "forward_kl_gradient"]  # the other direction of `kl_gradient`
+UNREAD = {"kl_gradient": "ref_lse", "forward_kl_gradient": "mean_gap"}
 
 
 @pytest.fixture
@@ -82,17 +79,15 @@ def compiled(kernel, capability, is_half, has_all):
 
     from verl.models.head import kernels
 
-    function = getattr(kernels, kernel)
-    constants = {
+    function = getattr(kernels, kernel.removeprefix("forward_"))
+    constants: dict[str, Any] = {
         "scale": 1.0, "temperature": 0.7, "softcap": 30.0 if has_all else None, "block": triton_softmax.BLOCK,
         "ref_scale": 1.0, "ref_temperature": 1.0, "ref_softcap": 30.0 if has_all else None,
     }  # fmt: skip
     if not has_all:
-        constants |= dict.fromkeys(
-            name
-            for name in ("bias", "ref_bias", "entropy", "grad_entropy", "sum_squares", "ref_lse")
-            if not (name == "ref_lse" and kernel == "forward_kl_gradient")
-        )
+        constants |= dict.fromkeys(("bias", "ref_bias", "entropy", "grad_entropy", "sum_squares"))
+    if kernel in UNREAD or not has_all:
+        constants[UNREAD.get(kernel, "ref_lse")] = None
     types = {"targets": "*i64", "vocabulary": "i32", "gradient_stride": "i32", "bias": "*bf16"}
     types["gradients"] = "*bf16" if is_half else "*fp32"
     names = function.arg_names
@@ -180,9 +175,9 @@ def test_fake_tensors_pass_the_kernels_without_a_launch_and_nothing_as_large_as_
     large = [name for name, size in outputs.made if size >= chunk]
     assert large == ["aten.new_empty.default"] * 10  # log-probs, and both models of two KLs, there and back
     names = [name for name, _ in outputs.made]
-    for kernel in KERNELS:
-        passes = 2 if kernel == "kl_statistics" else 1
-        assert names.count(f"verl.{kernel}.default") == 3 * passes  # chunks
+    for operator in OPERATORS:
+        passes = 2 if operator.startswith("kl_") else 1
+        assert names.count(f"verl.{operator}.default") == 3 * passes  # chunks
 
 
 class ChunksAtCasts(TorchDispatchMode):
@@ -214,7 +209,7 @@ def test_the_chunk_is_free_before_the_sum_of_the_weights_gradient_is_cast():
     assert casts.alive == [0]
 
 
-@pytest.mark.parametrize("operator", KERNELS)
+@pytest.mark.parametrize("operator", OPERATORS)
 def test_a_tensor_on_another_device_is_refused_by_name(operator):
     shapes, devices_of = {"values": (2, 50), "ref_values": (2, 50)}, {"lse": "meta"}
     schema = getattr(torch.ops.verl, operator).default._schema

@@ -14,7 +14,6 @@ from torch.autograd.function import once_differentiable
 
 from verl.models.head.choice import softmax_for
 from verl.models.head.interface import (
-    ForwardKLGradients,
     HeadProducts,
     KLGradients,
     KLStatistics,
@@ -91,8 +90,8 @@ def linear_kl(
     policy = autocast_head(policy)
     with torch.no_grad():
         reference = autocast_head(reference)
-    kind = _LinearForwardKL if is_forward else _LinearKL
-    return kind.apply(*policy, reference, chunk_rows([policy, reference], chunk_bytes))
+    rows = chunk_rows([policy, reference], chunk_bytes)
+    return _LinearKL.apply(*policy, reference, is_forward, rows)
 
 
 class _LinearLogProbs(torch.autograd.Function):
@@ -161,27 +160,29 @@ class _LinearKL(torch.autograd.Function):
         bias: Tensor | None,
         transform: LogitTransform,
         reference: HeadLogits,
+        is_forward: bool,
         rows: int,
     ) -> Tensor:
         accurate = torch.promote_types(hidden.dtype, torch.float32)
-        kl = hidden.new_empty(len(hidden), dtype=accurate)
-        lse, mean_gap = torch.empty_like(kl), torch.empty_like(kl)
+        kl, lse, ref_lse, mean_gap = (hidden.new_empty(len(hidden), dtype=accurate) for _ in range(4))
         results = KLStatistics(kl, lse, mean_gap)
+        if is_forward:  # the two models change places
+            results = KLStatistics(kl, ref_lse, mean_gap, lse)
         softmax = softmax_for(hidden.device.type)
         for chunk, (values, ref_values) in chunks([HeadLogits(hidden, weight), reference], rows):
-            policy_products = HeadProducts(values, bias, transform)
-            ref_products = HeadProducts(ref_values, reference.bias, reference.transform)
-            softmax.kl(policy_products, ref_products, rows_of(results, chunk))
-        ctx.save_for_backward(hidden, weight, bias, lse, mean_gap, *reference[:3])
+            p = HeadProducts(values, bias, transform)
+            q = HeadProducts(ref_values, reference.bias, reference.transform)
+            softmax.kl(*((q, p) if is_forward else (p, q)), rows_of(results, chunk))
+        needed = (None, ref_lse) if is_forward else (mean_gap, None)
+        ctx.save_for_backward(hidden, weight, bias, *reference[:3], lse, *needed)
         ctx.transform, ctx.ref_transform, ctx.rows = transform, reference.transform, rows
         return kl.clamp_(min=0)  # below zero only by rounding
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_kl: Tensor) -> tuple:
-        hidden, weight, bias, lse, mean_gap, ref_hidden, ref_weight, ref_bias = ctx.saved_tensors
-
-        given = KLGradients(lse, mean_gap, grad_kl)
+        hidden, weight, bias, ref_hidden, ref_weight, ref_bias, lse, mean_gap, ref_lse = ctx.saved_tensors
+        given = KLGradients(lse, grad_kl, mean_gap, ref_lse)
         softmax = softmax_for(hidden.device.type)
 
         def chunk_grad(chunk: slice, products: Sequence[Tensor], grad_bias: Tensor | None) -> Tensor:
@@ -191,48 +192,4 @@ class _LinearKL(torch.autograd.Function):
             return softmax.kl_gradient(policy, reference, rows_of(given, chunk), hidden.dtype, grad_bias)
 
         heads = [HeadLogits(hidden, weight, bias), HeadLogits(ref_hidden, ref_weight)]
-        return *head_gradients(ctx, heads, lse.dtype, chunk_grad), None, None, None
-
-
-class _LinearForwardKL(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        transform: LogitTransform,
-        reference: HeadLogits,
-        rows: int,
-    ) -> Tensor:
-        accurate = torch.promote_types(hidden.dtype, torch.float32)
-        kl = hidden.new_empty(len(hidden), dtype=accurate)
-        lse, ref_lse, mean_gap = (torch.empty_like(kl) for _ in range(3))
-        results = KLStatistics(kl, ref_lse, mean_gap, lse)  # the two models have changed places
-        softmax = softmax_for(hidden.device.type)
-        for chunk, (values, ref_values) in chunks([HeadLogits(hidden, weight), reference], rows):
-            products = HeadProducts(values, bias, transform)
-            ref_products = HeadProducts(ref_values, reference.bias, reference.transform)
-            softmax.kl(ref_products, products, rows_of(results, chunk))
-        ctx.save_for_backward(hidden, weight, bias, lse, ref_lse, *reference[:3])
-        ctx.transform, ctx.ref_transform, ctx.rows = transform, reference.transform, rows
-        return kl.clamp_(min=0)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_kl: Tensor) -> tuple:
-        hidden, weight, bias, lse, ref_lse, ref_hidden, ref_weight, ref_bias = ctx.saved_tensors
-
-        given = ForwardKLGradients(lse, ref_lse, grad_kl)
-        softmax = softmax_for(hidden.device.type)
-
-        def chunk_grad(chunk: slice, products: Sequence[Tensor], grad_bias: Tensor | None) -> Tensor:
-            values, ref_values = products
-            policy = HeadProducts(values, bias, ctx.transform)
-            reference = HeadProducts(ref_values, ref_bias, ctx.ref_transform)
-            return softmax.forward_kl_gradient(
-                policy, reference, rows_of(given, chunk), hidden.dtype, grad_bias
-            )
-
-        heads = [HeadLogits(hidden, weight, bias), HeadLogits(ref_hidden, ref_weight)]
-        return *head_gradients(ctx, heads, lse.dtype, chunk_grad), None, None, None
+        return *head_gradients(ctx, heads, lse.dtype, chunk_grad), *(None,) * 4

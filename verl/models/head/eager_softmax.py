@@ -8,7 +8,6 @@ from torch import Tensor
 
 from verl.distributed.device import is_gpu
 from verl.models.head.interface import (
-    ForwardKLGradients,
     HeadProducts,
     KLGradients,
     KLStatistics,
@@ -83,30 +82,18 @@ class EagerSoftmax:
         grad_bias: Tensor | None,
     ) -> Tensor:
         def block_gradient(rows: slice) -> Tensor:
-            # The gap minus its mean under p is log p - log q - KL.
-            lse, mean_gap, grad_kl = rows_of(given, rows)
-            z = logits_of(policy, rows, lse.dtype)
-            gap = z - logits_of(reference, rows, lse.dtype)
+            lse, grad_kl, mean_gap, ref_lse = rows_of(given, rows)
+            z, y = (logits_of(products, rows, lse.dtype) for products in (policy, reference))
             slope = policy.transform.slope(z)
-            p = z.sub_(lse[:, None]).exp_()
-            return gap.sub_(mean_gap[:, None]).mul_(p).mul_(grad_kl[:, None]).mul_(slope)
-
-        return overwrite(policy.values, block_gradient, dtype, grad_bias)
-
-    def forward_kl_gradient(
-        self,
-        policy: HeadProducts,
-        reference: HeadProducts,
-        given: ForwardKLGradients,
-        dtype: torch.dtype,
-        grad_bias: Tensor | None,
-    ) -> Tensor:
-        def block_gradient(rows: slice) -> Tensor:
-            lse, ref_lse, grad_kl = rows_of(given, rows)
-            z = logits_of(policy, rows, lse.dtype)
-            slope = policy.transform.slope(z)
-            q = logits_of(reference, rows, lse.dtype).sub_(ref_lse[:, None]).exp_()
-            return z.sub_(lse[:, None]).exp_().sub_(q).mul_(grad_kl[:, None]).mul_(slope)
+            if mean_gap is not None:
+                # The gap minus its mean under p is log p - log q - KL.
+                gap = torch.sub(z, y, out=y).sub_(mean_gap[:, None])
+                gradient = gap.mul_(z.sub_(lse[:, None]).exp_())
+            else:
+                assert ref_lse is not None, "one of the two directions"
+                q = y.sub_(ref_lse[:, None]).exp_()
+                gradient = z.sub_(lse[:, None]).exp_().sub_(q)
+            return gradient.mul_(grad_kl[:, None]).mul_(slope)
 
         return overwrite(policy.values, block_gradient, dtype, grad_bias)
 

@@ -50,19 +50,15 @@ class KLStatistics(NamedTuple):
 
 
 class KLGradients(NamedTuple):
-    """Gradients of M tokens' divergence, (M,) each, with the statistics that they need."""
+    """Gradients of M tokens' divergence, (M,) each, with the statistics that they need.
 
-    lse: Tensor
-    mean_gap: Tensor
+    KL(policy || reference) needs `mean_gap`, KL(reference || policy) `ref_lse`; the other one is None.
+    """
+
+    lse: Tensor  # of the policy
     kl: Tensor  # gradient
-
-
-class ForwardKLGradients(NamedTuple):
-    """The same for KL(reference || policy)."""
-
-    lse: Tensor
-    ref_lse: Tensor
-    kl: Tensor  # gradient
+    mean_gap: Tensor | None = None
+    ref_lse: Tensor | None = None
 
 
 class HeadSoftmax(Protocol):
@@ -90,15 +86,6 @@ class HeadSoftmax(Protocol):
         policy: HeadProducts,
         reference: HeadProducts,
         given: KLGradients,
-        dtype: torch.dtype,
-        grad_bias: Tensor | None,
-    ) -> Tensor: ...
-
-    def forward_kl_gradient(
-        self,
-        policy: HeadProducts,
-        reference: HeadProducts,
-        given: ForwardKLGradients,
         dtype: torch.dtype,
         grad_bias: Tensor | None,
     ) -> Tensor: ...

@@ -213,8 +213,9 @@ def kl_gradient(
     ref_products: tl.tensor,  # (M, vocabulary)
     ref_bias: tl.tensor | None,
     lse: tl.tensor,
-    mean_gap: tl.tensor,
     grad_kl: tl.tensor,
+    mean_gap: tl.tensor | None,  # for KL(policy || reference)
+    ref_lse: tl.tensor | None,  # for KL(reference || policy)
     vocabulary: int,
     scale: tl.constexpr,
     softcap: tl.constexpr,
@@ -230,51 +231,20 @@ def kl_gradient(
     gradients += row * gradient_stride
     dtype: tl.constexpr = lse.dtype.element_ty
     row_lse = tl.load(lse + row)
-    row_gap = tl.load(mean_gap + row)
     row_grad = tl.load(grad_kl + row)
+    if mean_gap is not None:
+        row_gap = tl.load(mean_gap + row)
+    else:
+        row_ref_lse = tl.load(ref_lse + row)
     for start in range(0, vocabulary, block):
         columns = start + tl.arange(0, block)
         inside = columns < vocabulary
         z = _logits(products, bias, columns, inside, dtype, scale, softcap, temperature)
         y = _logits(ref_products, ref_bias, columns, inside, dtype, ref_scale, ref_softcap, ref_temperature)
         p = tl.exp(z - row_lse)
-        # The gap minus its mean under p is log p - log q - KL.
-        gradient = tl.where(p == 0, 0.0, p * (z - y - row_gap) * row_grad)
-        _overwrite(gradients + columns, inside, gradient * _slope(z, scale, softcap, temperature))
-
-
-@triton.jit
-def forward_kl_gradient(
-    products: tl.tensor,  # (M, vocabulary)
-    gradients: tl.tensor,  # of as many or fewer bytes: the same memory, each row at the start of its products
-    gradient_stride: int,
-    bias: tl.tensor | None,
-    ref_products: tl.tensor,  # (M, vocabulary)
-    ref_bias: tl.tensor | None,
-    lse: tl.tensor,
-    ref_lse: tl.tensor,
-    grad_kl: tl.tensor,
-    vocabulary: int,
-    scale: tl.constexpr,
-    softcap: tl.constexpr,
-    temperature: tl.constexpr,
-    ref_scale: tl.constexpr,
-    ref_softcap: tl.constexpr,
-    ref_temperature: tl.constexpr,
-    block: tl.constexpr,
-) -> None:
-    row = tl.program_id(0).to(tl.int64)
-    products += row * vocabulary
-    ref_products += row * vocabulary
-    gradients += row * gradient_stride
-    dtype: tl.constexpr = lse.dtype.element_ty
-    row_lse = tl.load(lse + row)
-    row_ref_lse = tl.load(ref_lse + row)
-    row_grad = tl.load(grad_kl + row)
-    for start in range(0, vocabulary, block):
-        columns = start + tl.arange(0, block)
-        inside = columns < vocabulary
-        z = _logits(products, bias, columns, inside, dtype, scale, softcap, temperature)
-        y = _logits(ref_products, ref_bias, columns, inside, dtype, ref_scale, ref_softcap, ref_temperature)
-        gradient = (tl.exp(z - row_lse) - tl.exp(y - row_ref_lse)) * row_grad
+        if mean_gap is not None:
+            # The gap minus its mean under p is log p - log q - KL.
+            gradient = tl.where(p == 0, 0.0, p * (z - y - row_gap) * row_grad)
+        else:
+            gradient = (p - tl.exp(y - row_ref_lse)) * row_grad
         _overwrite(gradients + columns, inside, gradient * _slope(z, scale, softcap, temperature))

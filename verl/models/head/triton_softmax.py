@@ -13,7 +13,6 @@ from torch import Tensor
 from verl.distributed.device import module_of
 from verl.models.head import kernels
 from verl.models.head.interface import (
-    ForwardKLGradients,
     HeadProducts,
     KLGradients,
     KLStatistics,
@@ -62,22 +61,7 @@ class TritonSoftmax:
         written = _written_dtype(policy.values, dtype, grad_bias)
         kl_gradient(
             policy.values, written, policy.bias, reference.values, reference.bias,
-            *(column.contiguous() for column in given), *policy.transform, *reference.transform,
-        )  # fmt: skip
-        return _gradients(policy.values, written, dtype, grad_bias)
-
-    def forward_kl_gradient(
-        self,
-        policy: HeadProducts,
-        reference: HeadProducts,
-        given: ForwardKLGradients,
-        dtype: torch.dtype,
-        grad_bias: Tensor | None,
-    ) -> Tensor:
-        written = _written_dtype(policy.values, dtype, grad_bias)
-        forward_kl_gradient(
-            policy.values, written, policy.bias, reference.values, reference.bias,
-            *(column.contiguous() for column in given), *policy.transform, *reference.transform,
+            *(_dense(column) for column in given), *policy.transform, *reference.transform,
         )  # fmt: skip
         return _gradients(policy.values, written, dtype, grad_bias)
 
@@ -189,8 +173,9 @@ def kl_gradient(
     ref_values: Tensor,
     ref_bias: Tensor | None,
     lse: Tensor,
-    mean_gap: Tensor,
     grad_kl: Tensor,
+    mean_gap: Tensor | None,
+    ref_lse: Tensor | None,
     scale: float,
     softcap: float | None,
     temperature: float,
@@ -202,33 +187,7 @@ def kl_gradient(
     gradients = _overlay(values, dtype)
     _launch(
         kernels.kl_gradient,
-        values, gradients, gradients.stride(0), bias, ref_values, ref_bias, lse, mean_gap, grad_kl,
-        values.shape[1], scale, softcap, temperature, ref_scale, ref_softcap, ref_temperature,
-    )  # fmt: skip
-
-
-@torch.library.custom_op("verl::forward_kl_gradient", mutates_args=("values",))
-def forward_kl_gradient(
-    values: Tensor,
-    dtype: torch.dtype,
-    bias: Tensor | None,
-    ref_values: Tensor,
-    ref_bias: Tensor | None,
-    lse: Tensor,
-    ref_lse: Tensor,
-    grad_kl: Tensor,
-    scale: float,
-    softcap: float | None,
-    temperature: float,
-    ref_scale: float,
-    ref_softcap: float | None,
-    ref_temperature: float,
-) -> None:
-    """Overwrite the policy's products with the gradient of KL(reference || policy) in `dtype`."""
-    gradients = _overlay(values, dtype)
-    _launch(
-        kernels.forward_kl_gradient,
-        values, gradients, gradients.stride(0), bias, ref_values, ref_bias, lse, ref_lse, grad_kl,
+        values, gradients, gradients.stride(0), bias, ref_values, ref_bias, lse, grad_kl, mean_gap, ref_lse,
         values.shape[1], scale, softcap, temperature, ref_scale, ref_softcap, ref_temperature,
     )  # fmt: skip
 
@@ -240,5 +199,5 @@ def _check_devices(*inputs: Any) -> None:
         raise RuntimeError(f"the head's kernels need all tensors on one device, got {sorted(devices)}")
 
 
-for _operator in (log_prob_statistics, log_prob_gradient, kl_statistics, kl_gradient, forward_kl_gradient):
+for _operator in (log_prob_statistics, log_prob_gradient, kl_statistics, kl_gradient):
     _operator.register_fake(_check_devices)
