@@ -12,16 +12,14 @@ last line of the output is JSON.
     python3 examples/quickstart/agent_demo.py [--folder FOLDER] [--seed 0] [a.b=c ...]
 """
 
-import argparse
 import json
 import random
-import subprocess
-import sys
 import time
 from pathlib import Path
 
-from demo import ACCURACY, HERE, KINDS, PANELS, ROOT, curve, draw_curves, train
+from demo import ACCURACY, KINDS, PANELS, draw_curves, train
 from dots import BOX, CALL, write_dots
+from runs import HERE, ROOT, curve, fine_tune, read_arguments
 from shapes import COLORS, save_rows
 from transformers import AutoTokenizer
 
@@ -93,11 +91,9 @@ def write_conversations(folder: Path, name: str, seed: int) -> Path:
 
 def show_calls(folder: Path, seed: int) -> Path:
     """Fine-tune the model on random conversations and return the checkpoint."""
-    checkpoints = folder / "sft"
-    command = [
-        sys.executable, "-m", "verl.trainer.sft", f"config={HERE / 'cold_start.yaml'}",
-        f"data.train_files={write_conversations(folder, 'taught', seed)}",
-        f"data.val_files={write_conversations(folder, 'val', seed + 1)}",
+    rows = write_conversations(folder, "taught", seed), write_conversations(folder, "val", seed + 1)
+    checkpoints = fine_tune(
+        folder, seed, SFT_STEPS, rows,
         f"data.image_dir={folder / 'images'}",
         "data.image_key=images",
         "data.min_pixels=784",
@@ -105,14 +101,8 @@ def show_calls(folder: Path, seed: int) -> Path:
         f"data.max_pixels={VIEW}",
         f"data.override_chat_template={CHAT_TEMPLATE}",
         "data.apply_chat_template_kwargs={tools: [{function: {name: zoom}}]}",
-        f"data.seed={seed + 1}",
-        f"worker.actor.model.model_path={folder / 'model'}",
-        f"trainer.save_checkpoint_path={checkpoints}",
-        f"trainer.max_steps={SFT_STEPS}",
         "trainer.val_freq=40",
-        "trainer.find_last_checkpoint=false",
-    ]  # fmt: skip
-    subprocess.run(command, check=True, cwd=ROOT)
+    )  # fmt: skip
     return checkpoints / f"global_step_{SFT_STEPS}"
 
 
@@ -125,18 +115,12 @@ def prepare(folder: Path, seed: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--folder", type=Path, default=None, help="output folder")
-    parser.add_argument("--seed", type=int, default=0, help="seed of weights, questions and sampling")
-    arguments, overrides = parser.parse_known_args()
-    folder = (arguments.folder or ROOT / "outputs" / "quickstart" / "agent").resolve()
+    folder, seed, overrides = read_arguments(__doc__, "agent")
 
     start = time.time()
-    prepare(folder, arguments.seed)
-    model = f"worker.actor.model.model_path={show_calls(folder, arguments.seed)}"
-    checkpoints = train(folder, BASE, arguments.seed, [*OPTIONS, model, *overrides])
+    prepare(folder, seed)
+    model = f"worker.actor.model.model_path={show_calls(folder, seed)}"
+    checkpoints = train(folder, BASE, seed, [*OPTIONS, model, *overrides])
     log = read_log(checkpoints)
     draw_curves(log, KINDS[BASE].guesses, folder / "curves.png", PANELS_WITH_CALLS)
     (steps, accuracies), (_, rates) = curve(log, ACCURACY), curve(log, CALLED)

@@ -8,14 +8,12 @@ checkpoint and learns the rest from rewards. The last line of the output is JSON
     python3 examples/quickstart/cold_start.py [--folder FOLDER] [--seed 0] [a.b=c ...]
 """
 
-import argparse
 import json
-import subprocess
-import sys
 import time
 from pathlib import Path
 
-from demo import ACCURACY, HERE, KINDS, ROOT, curve, train
+from demo import KINDS, accuracies_of, train
+from runs import curve, fine_tune, read_arguments
 from shapes import save_rows
 
 from verl.logger.file import read_log
@@ -50,45 +48,25 @@ def write_conversations(folder: Path, name: str, count: int) -> Path:
 
 def teach(folder: Path, seed: int) -> Path:
     """Run supervised fine-tuning and return the folder of its checkpoints."""
-    checkpoints = folder / "sft"
-    command = [
-        sys.executable, "-m", "verl.trainer.sft", f"config={HERE / 'cold_start.yaml'}",
-        f"data.train_files={write_conversations(folder, 'train', NUM_TAUGHT)}",
-        f"data.val_files={write_conversations(folder, 'val', 64)}",
-        f"data.seed={seed + 1}",
-        f"worker.actor.model.model_path={folder / 'model'}",
-        f"trainer.save_checkpoint_path={checkpoints}",
-        f"trainer.max_steps={SFT_STEPS}",
-        "trainer.find_last_checkpoint=false",
-    ]  # fmt: skip
-    subprocess.run(command, check=True, cwd=ROOT)
-    return checkpoints
+    rows = write_conversations(folder, "train", NUM_TAUGHT), write_conversations(folder, "val", 64)
+    return fine_tune(folder, seed, SFT_STEPS, rows)
 
 
 def reinforce(folder: Path, seed: int, output: str, *overrides: str) -> list[float]:
     """Run reinforcement learning and return the accuracies on held-out questions, the first before it."""
-    train(folder, NAME, seed, [f"trainer.save_checkpoint_path={folder / output}", *RL_OPTIONS, *overrides])
-    return curve(read_log(folder / output), ACCURACY)[1]
+    return accuracies_of(train(folder, NAME, seed, [*RL_OPTIONS, *overrides], output))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--folder", type=Path, default=None, help="output folder")
-    parser.add_argument("--seed", type=int, default=0, help="seed of weights, questions and sampling")
-    arguments, overrides = parser.parse_known_args()
-    folder = (arguments.folder or ROOT / "outputs" / "quickstart" / "cold_start").resolve()
+    folder, seed, overrides = read_arguments(__doc__, "cold_start")
 
     start = time.time()
-    KINDS[NAME].prepare(folder, arguments.seed)
-    checkpoints = teach(folder, arguments.seed)
+    KINDS[NAME].prepare(folder, seed)
+    checkpoints = teach(folder, seed)
     losses = curve(read_log(checkpoints), "val/loss")[1]
     checkpoint = checkpoints / f"global_step_{SFT_STEPS}"
-    (untaught,) = reinforce(folder, arguments.seed, "untaught", "trainer.val_only=true", *overrides)
-    first, *_, last = reinforce(
-        folder, arguments.seed, "rl", f"worker.actor.model.model_path={checkpoint}", *overrides
-    )
+    (untaught,) = reinforce(folder, seed, "untaught", "trainer.val_only=true", *overrides)
+    first, *_, last = reinforce(folder, seed, "rl", f"worker.actor.model.model_path={checkpoint}", *overrides)
 
     print(f"\nLoss on held-out answers: {losses[0]:.2f} before, {losses[-1]:.2f} after {SFT_STEPS} steps")
     print(f"Accuracy on held-out questions: {untaught:.2f} untaught, {first:.2f} after {NUM_TAUGHT} answers,")

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -39,6 +39,7 @@ from asking import ask, read_film, read_frames, read_image, read_sound
 from events import ANSWERS, NUM_FRAMES, write_event_questions
 from moving import NUM_SAMPLED, write_video_questions
 from paintings import paint_pictures, paint_videos, write_pictures, write_prompts
+from runs import HERE, ROOT, curve, make_parser, output_folder
 from shapes import write_questions
 from tones import PITCHES, write_tone_questions
 
@@ -47,8 +48,6 @@ from verl.diffusion.tiny_wan import save_tiny_wan
 from verl.logger.file import read_log
 from verl.models.tiny import save_tiny_model
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent.parent
 ACCURACY = "val/accuracy_reward"
 Panels = dict[str, tuple[str, tuple[float, float] | None]]  # title: metric, its range
 LEARNED: Panels = {
@@ -222,9 +221,9 @@ DEMOS: dict[str, Demo] = {
 }
 
 
-def train(folder: Path, name: str, seed: int, overrides: list[str]) -> Path:
-    """Run the trainer and return the folder of its checkpoints."""
-    demo, checkpoints = DEMOS[name], folder / "checkpoints"
+def train(folder: Path, name: str, seed: int, overrides: Sequence[str], output: str = "checkpoints") -> Path:
+    """Run the trainer and return the folder of its checkpoints, `output` in `folder`."""
+    demo, checkpoints = DEMOS[name], folder / output
     command = [
         sys.executable, "-m", "verl.trainer.main", f"config={HERE / demo.config}",
         f"data.train_files={folder / 'train.jsonl'}",
@@ -244,10 +243,9 @@ def train(folder: Path, name: str, seed: int, overrides: list[str]) -> Path:
     return checkpoints
 
 
-def curve(log: list[dict], key: str) -> tuple[list[int], list[float]]:
-    """Return the steps and values of one metric."""
-    points = [(entry["step"], entry[key]) for entry in log if key in entry]
-    return [step for step, _ in points], [value for _, value in points]
+def accuracies_of(checkpoints: Path) -> list[float]:
+    """Return the accuracies of a run on held-out questions, the first before the first step."""
+    return curve(read_log(checkpoints), ACCURACY)[1]
 
 
 def draw_curves(log: list[dict], guesses: dict[str, float], path: Path, panels: Panels = PANELS) -> None:
@@ -288,9 +286,7 @@ def export(checkpoint: Path) -> Path:
 
 def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     """Return the arguments of the demo, and the remaining ones for the trainer."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     kinds = parser.add_mutually_exclusive_group()
     kinds.add_argument("--text", dest="name", action="store_const", const="text", help="ask about sentences")
     kinds.add_argument(
@@ -320,15 +316,13 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
         help="make videos of named colors",
     )
     parser.set_defaults(name="image")
-    parser.add_argument("--folder", type=Path, default=None, help="output folder")
-    parser.add_argument("--seed", type=int, default=0, help="seed of weights, questions and sampling")
     return parser.parse_known_args()
 
 
 def main() -> None:
     arguments, overrides = parse_arguments()
     name, demo = arguments.name, DEMOS[arguments.name]
-    folder = (arguments.folder or ROOT / "outputs" / "quickstart" / name).resolve()
+    folder = output_folder(arguments.folder, name)
 
     start = time.time()
     demo.prepare(folder, arguments.seed)

@@ -9,14 +9,12 @@ accuracy and teaches nothing. The last line of the output is JSON.
     python3 examples/quickstart/distill.py [--folder FOLDER] [--seed 0] [a.b=c ...]
 """
 
-import argparse
 import json
 import time
-from pathlib import Path
 
-from demo import ACCURACY, KINDS, ROOT, curve, train
+from demo import KINDS, accuracies_of, train
+from runs import read_arguments
 
-from verl.logger.file import read_log
 from verl.models.tiny import save_tiny_model
 
 NAME = "text"
@@ -34,32 +32,19 @@ STUDENT_OPTIONS = (
 )
 
 
-def accuracies(folder: Path, seed: int, output: str, *overrides: str) -> list[float]:
-    """Train and return the accuracies on held-out questions, the first before the first step."""
-    train(folder, NAME, seed, [f"trainer.save_checkpoint_path={folder / output}", *overrides])
-    return curve(read_log(folder / output), ACCURACY)[1]
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--folder", type=Path, default=None, help="output folder")
-    parser.add_argument("--seed", type=int, default=0, help="seed of weights, questions and sampling")
-    arguments, overrides = parser.parse_known_args()
-    folder = (arguments.folder or ROOT / "outputs" / "quickstart" / "distill").resolve()
+    folder, seed, overrides = read_arguments(__doc__, "distill")
 
     start = time.time()
-    KINDS[NAME].prepare(folder, arguments.seed)
-    taught = accuracies(folder, arguments.seed, "teacher", *TEACHER_OPTIONS)
+    KINDS[NAME].prepare(folder, seed)
+    taught = accuracies_of(train(folder, NAME, seed, TEACHER_OPTIONS, "teacher"))
     (teacher,) = (folder / "teacher").glob("global_step_*")
-    student = save_tiny_model(
-        folder / "student", KINDS[NAME].family, seed=arguments.seed + 100, num_hidden_layers=1
+    student = save_tiny_model(folder / "student", KINDS[NAME].family, seed=seed + 100, num_hidden_layers=1)
+    models = (
+        f"worker.actor.model.model_path={student}",
+        f"distillation.teacher_models.teacher.model_path={teacher}",
     )
-    learned = accuracies(
-        folder, arguments.seed, "student", *STUDENT_OPTIONS, f"worker.actor.model.model_path={student}",
-        f"distillation.teacher_models.teacher.model_path={teacher}", *overrides,
-    )  # fmt: skip
+    learned = accuracies_of(train(folder, NAME, seed, [*STUDENT_OPTIONS, *models, *overrides], "student"))
 
     print(
         f"\nAccuracy on held-out questions: {taught[-1]:.2f} of the teacher, {learned[0]:.2f} of the student"
