@@ -1,46 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Environments that tests write to files: a useful one, and one for each way to fail."""
 
-GOOD = '''
+from tests.agents.failures import WAYS_TO_FAIL
+
+GOOD = (
+    '''
 import asyncio, os, signal, sys, time
 
 from PIL import Image
 
 from verl.agents.interface import Observation
 
-
-def hang():
-    time.sleep(1000)
-
-def spin():
-    while True:
-        pass
-
-def complain():
-    raise ValueError("bad day " * 100_000)
-
-def leave():
-    os._exit(3)
-
-def crash():
-    os.kill(os.getpid(), signal.SIGSEGV)
-
-def stop():
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-def exit_politely():
-    sys.exit("bye")
-
-def fill_memory():
-    data = []
-    while True:
-        data.append(bytearray(1 << 28))
-
-def thing():
-    return object()
-
-def long():
-    return "a" * 5_000_000 + "MIDDLE" + "z" * 5_000_000
 
 def large_image():
     return Image.new("1", (10_000, 10_000))
@@ -103,6 +73,8 @@ class Counter:
             with open(self.log, "a") as file:
                 file.write(f"closed at {self.left}\\\\n")
 '''.replace("\\\\n", "\\n")
+    + WAYS_TO_FAIL
+)
 
 TAKE = """
 

@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tools that tests write to files: useful ones, and one for each way to fail."""
 
-GOOD = '''
+from tests.agents.failures import WAYS_TO_FAIL
+
+GOOD = (
+    '''
 import asyncio, os, signal, subprocess, sys, time
 
 def add(a: int, b: int = 1) -> int:
@@ -44,36 +47,6 @@ def fail(kind: str) -> str:
     """
     return globals()[kind]()
 
-def hang():
-    time.sleep(1000)
-
-def spin():
-    while True:
-        pass
-
-def complain():
-    raise ValueError("bad day " * 100_000)
-
-def leave():
-    os._exit(3)
-
-def crash():
-    os.kill(os.getpid(), signal.SIGSEGV)
-
-def stop():
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-def exit_politely():
-    sys.exit("bye")
-
-def fill_memory():
-    data = []
-    while True:
-        data.append(bytearray(1 << 28))
-
-def long():
-    return "a" * 5_000_000 + "MIDDLE" + "z" * 5_000_000
-
 def large_image():
     from PIL import Image
     return Image.new("1", (10_000, 10_000))
@@ -81,9 +54,6 @@ def large_image():
 def number_of_images():
     from PIL import Image
     return [Image.new("RGB", (2, 2))] * 17
-
-def thing():
-    return object()
 
 def garbage():
     import gc
@@ -137,3 +107,5 @@ class Count:
         with open(state["log"], "a") as file:
             file.write(f"closed at {state['count']}\\\\n")
 '''.replace("\\\\n", "\\n")
+    + WAYS_TO_FAIL
+)

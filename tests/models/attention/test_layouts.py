@@ -3,9 +3,9 @@ import itertools
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.helpers.copies import CountCopies
+from tests.helpers.largest_tensor import LargestTensor
 from verl.distributed.sequence_parallel import SequenceParallel
 from verl.distributed.token_sharding import SequenceGroup, shard_plan
 from verl.models.attention.kernels import AttentionRule
@@ -176,19 +176,8 @@ def test_an_empty_prompt_is_refused():
 
 def test_scores_of_the_whole_prompt_are_never_held():
     # Scores of 2048 response tokens over a prompt of 2048 would be 4 Mi numbers for each head.
-    largest = 0
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            nonlocal largest
-            out = function(*args, **(kwargs or {}))
-            for tensor in out if isinstance(out, tuple | list) else [out]:
-                if isinstance(tensor, torch.Tensor):
-                    largest = max(largest, tensor.numel())
-            return out
-
     inputs = torch.randn(1, 1, 4096, 8, requires_grad=True)
-    with Watch():
+    with LargestTensor() as largest:
         SharedLayout.of([(2048, [256] * 8)]).attend(inputs, inputs, inputs, RULE).sum().backward()
 
-    assert largest <= 4096 * 8
+    assert largest.numel <= 4096 * 8

@@ -2,6 +2,7 @@
 import pytest
 import torch
 
+from tests.helpers.largest_tensor import LargestTensor
 from verl.models.attention import kernels
 from verl.models.attention.kernels import AttentionRule
 from verl.models.attention.layouts import PackedLayout
@@ -63,40 +64,20 @@ def test_sequences_attend_only_to_themselves_under_every_rule(rule, monkeypatch)
 
 def test_no_mask_over_all_packed_tokens_is_built():
     # 64 rows of 128 tokens: a mask over all tokens would take 64 MiB, more than all tensors here together.
-    largest = 0
-
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            nonlocal largest
-            out = function(*args, **(kwargs or {}))
-            for tensor in out if isinstance(out, tuple | list) else [out]:
-                if isinstance(tensor, torch.Tensor):
-                    largest = max(largest, tensor.numel())
-            return out
-
     inputs = torch.randn(1, 1, 64 * 128, 8)
     bounds = PackedLayout.of(torch.arange(65) * 128)
-    with Watch():
+    with LargestTensor() as largest:
         for rule in (AttentionRule(1.0), AttentionRule(1.0, window=16)):
             bounds.attend(inputs, inputs, inputs, rule)
 
-    assert largest <= 64 * 128 * 128
+    assert largest.numel <= 64 * 128 * 128
 
 
 @pytest.mark.parametrize("window", [None, 300])
 def test_a_soft_cap_never_holds_the_scores_of_a_long_sequence(window, monkeypatch):
     # Scores of 2048 tokens would be 4 Mi numbers for each head, kept for backward.
     monkeypatch.setattr(kernels, "MAX_SCORES", 1 << 15)
-    largest = held = 0
-
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            nonlocal largest
-            out = function(*args, **(kwargs or {}))
-            for tensor in out if isinstance(out, tuple | list) else [out]:
-                if isinstance(tensor, torch.Tensor):
-                    largest = max(largest, tensor.numel())
-            return out
+    held = 0
 
     def save(tensor):
         nonlocal held
@@ -104,10 +85,10 @@ def test_a_soft_cap_never_holds_the_scores_of_a_long_sequence(window, monkeypatc
         return tensor
 
     inputs = [torch.randn(1, 2, 2048, 8, requires_grad=True) for _ in range(3)]
-    with Watch(), torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+    with LargestTensor() as largest, torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
         out = PackedLayout.of(torch.tensor([0, 2048])).attend(*inputs, AttentionRule(1.0, True, window, 5.0))
         out.sum().backward()
 
     size = 2 * 2048 * 8
-    assert largest <= max(1 << 15, size)
+    assert largest.numel <= max(1 << 15, size)
     assert held <= 5 * size

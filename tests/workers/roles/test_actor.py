@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.helpers.distributed import free_port, run_distributed
+from tests.helpers.distributed import run_distributed
 from verl.algorithms.rollout_correction import RolloutCorrection, importance_weights
 from verl.config.model import FSDPConfig, ModelConfig
 from verl.config.worker import ActorConfig
@@ -19,6 +19,8 @@ from verl.workers.packing.forward import PackedForward
 from verl.workers.roles.actor import ActorTraining, DataParallelPPOActor, KLLoss
 from verl.workers.roles.metric_sums import MetricSums
 
+pytestmark = pytest.mark.usefixtures("one_rank")
+
 PROMPT_LENGTH, RESPONSE_LENGTH = 6, 5
 METRICS = {
     "pg_loss", "pg_clipfrac_higher", "pg_clipfrac_lower", "ppo_kl", "entropy", "entropy_loss", "grad_norm",
@@ -29,13 +31,6 @@ METRICS = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return save_tiny_model(tmp_path_factory.mktemp("model"), "qwen2")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank():
-    dist.init_process_group("gloo", rank=0, world_size=1, init_method=f"tcp://127.0.0.1:{free_port()}")
-    yield
-    dist.destroy_process_group()
 
 
 def make_actor(folder, *, kl_loss=None, lr=0.1, steps=10, correction=None, **options):

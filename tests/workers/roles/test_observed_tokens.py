@@ -5,7 +5,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.helpers.distributed import free_port
 from tests.workers.roles.test_actor import make_actor, make_batch, weights
 from verl.algorithms.kl import EXACT, KL_ESTIMATORS
 from verl.algorithms.policy_losses import POLICY_LOSSES
@@ -20,6 +19,8 @@ from verl.workers.roles.actor import KLLoss
 from verl.workers.roles.critic import DataParallelPPOCritic
 from verl.workers.roles.updater import Training
 
+pytestmark = pytest.mark.usefixtures("one_rank")
+
 ROWS = 8
 OPTIONS = {
     "clip_cov": {"clip_cov_ratio": 0.5, "clip_cov_lb": 0.0, "clip_cov_ub": 50.0},
@@ -32,13 +33,6 @@ READ = ("old_log_probs", "ref_log_probs", "rollout_log_probs", "advantages", "ro
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return save_tiny_model(tmp_path_factory.mktemp("model"), "qwen2")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank():
-    dist.init_process_group("gloo", rank=0, world_size=1, init_method=f"tcp://127.0.0.1:{free_port()}")
-    yield
-    dist.destroy_process_group()
 
 
 def conversations():

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from tests.helpers.distributed import free_port, run_distributed
+from tests.helpers.distributed import run_distributed
 from verl.config.model import FSDPConfig, ModelConfig
 from verl.config.worker import PrimeConfig
 from verl.distributed.fsdp import make_mesh
@@ -170,13 +170,6 @@ def run_on_ranks(rank, world_size, root):
         )
         results[setting] = (rows, batch.batch["prime_ref_log_probs"].numpy(), rewards.numpy(), worst, metrics)
     return results
-
-
-@pytest.fixture(scope="module")
-def one_rank():
-    dist.init_process_group("gloo", rank=0, world_size=1, init_method=f"tcp://127.0.0.1:{free_port()}")
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["1 rank", "2 ranks"])

@@ -11,7 +11,7 @@ from transformers import (
     AutoProcessor,
 )
 
-from tests.helpers.distributed import free_port, run_distributed
+from tests.helpers.distributed import run_distributed
 from tests.helpers.grids import inputs_of, positions_of
 from tests.helpers.media import image_bytes
 from verl.config.model import FSDPConfig, ModelConfig
@@ -159,13 +159,6 @@ def score_on_ranks(rank, world_size, root):
             scorer.config = make_config(root / name, size)
             results[name, size] = (rows, scorer.score(batch[rows]).numpy())
     return results
-
-
-@pytest.fixture(scope="module")
-def one_rank():
-    dist.init_process_group("gloo", rank=0, world_size=1, init_method=f"tcp://127.0.0.1:{free_port()}")
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["1 rank", "2 ranks"])

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM engines in the test process: one process group for all engines of a module."""
+"""Engines in the test process: one process group for all engines of a module; a model that takes turns."""
 
+import json
 import os
+import shutil
 
 import pytest
 
 from tests.helpers.distributed import free_port
+from tests.helpers.families import load_tiny, open_tiny
 
 
 @pytest.fixture(scope="module")
@@ -28,3 +31,15 @@ def single_process():
         os.environ.pop(name)
         if value is not None:
             os.environ[name] = value
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """A random model for which every third token ends a turn."""
+    folder = tmp_path_factory.mktemp("models") / "qwen2_5_vl"
+    shutil.copytree(load_tiny("qwen2_5_vl").folder, folder)
+    file = folder / "generation_config.json"
+    settings = json.loads(file.read_text())
+    ends = [*settings["eos_token_id"], *range(30, 300, 3)]
+    file.write_text(json.dumps(settings | {"eos_token_id": ends}))
+    return open_tiny(folder)

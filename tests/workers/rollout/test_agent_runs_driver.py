@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Agents on both engines: the tokens of every call, log-probs, failures and limits."""
 
-import json
-import shutil
 from collections import defaultdict
 from dataclasses import replace
 from functools import partial
@@ -11,7 +9,7 @@ import pytest
 
 from tests.helpers.conversations import rules_of
 from tests.helpers.distributed import run_distributed
-from tests.helpers.families import load_tiny, open_tiny
+from tests.helpers.families import open_tiny
 from tests.helpers.family_training import TEMPERATURE
 from tests.workers.rollout.contexts import compare_contexts, contexts_of
 from tests.workers.rollout.reference import hub_tensors, rollout_config, setup_of
@@ -122,18 +120,6 @@ class Recorder:
         uids = list(uids)
         self.is_aborted += uids
         self._engine.abort(uids)
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    """A random model for which every third token ends a turn."""
-    folder = tmp_path_factory.mktemp("models") / "qwen2_5_vl"
-    shutil.copytree(load_tiny("qwen2_5_vl").folder, folder)
-    file = folder / "generation_config.json"
-    settings = json.loads(file.read_text())
-    ends = [*settings["eos_token_id"], *range(30, 300, 3)]
-    file.write_text(json.dumps(settings | {"eos_token_id": ends}))
-    return open_tiny(folder)
 
 
 @pytest.fixture(scope="module", params=[pytest.param("hf", marks=pytest.mark.slow), "vllm"])

@@ -2,8 +2,6 @@
 """Conversations on both engines: their tokens and log-probs, the pace of each, limits, failures, ranks."""
 
 import itertools
-import json
-import shutil
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -13,7 +11,7 @@ import torch
 
 from tests.helpers.conversations import rules_of
 from tests.helpers.distributed import run_distributed
-from tests.helpers.families import load_tiny, open_tiny
+from tests.helpers.families import open_tiny
 from tests.helpers.family_training import TEMPERATURE, Row, as_batch, own_forward
 from tests.workers.rollout.reference import change_weights, hub_tensors, rollout_config, setup_of
 from verl.agents.interface import ToolCall
@@ -95,18 +93,6 @@ def trained(tiny, rules, rows, responses):
         is_sampled = torch.tensor(trajectory.is_sampled, dtype=torch.int64)
         made.append(Row(len(made), prompt, ids, positions, is_sampled, (None, trajectory.media)))
     return as_batch(made)
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    """A random model for which every third token ends a turn."""
-    folder = tmp_path_factory.mktemp("models") / "qwen2_5_vl"
-    shutil.copytree(load_tiny("qwen2_5_vl").folder, folder)
-    file = folder / "generation_config.json"
-    settings = json.loads(file.read_text())
-    ends = [*settings["eos_token_id"], *range(30, 300, 3)]
-    file.write_text(json.dumps(settings | {"eos_token_id": ends}))
-    return open_tiny(folder)
 
 
 @pytest.fixture(scope="module", params=[pytest.param("hf", marks=pytest.mark.slow), "vllm"])
