@@ -32,7 +32,7 @@ UNUSED = "one half unused"
 
 
 class Case(NamedTuple):
-    """How a model is divided and run."""
+    """Division of a model over ranks, and its options."""
 
     name: str = "qwen3_moe"
     size: int = 2
@@ -74,7 +74,7 @@ def folders(tmp_path_factory):
 
 
 def use_two_experts(file):
-    """Of opposite signs: one of the first two experts always has the largest logit, the others have zero."""
+    """Give two experts opposite router weights and the others none: all tokens choose between the two."""
     weights = load_file(file)
     for name, tensor in weights.items():
         if name.endswith("mlp.gate.weight"):

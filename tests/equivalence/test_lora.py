@@ -30,7 +30,7 @@ GROUPS = [((WIDE, IMAGE), (5, 8, 3)), ((IMAGE,), (4, 1)), ((), (2,))]
 
 
 class Case(NamedTuple):
-    """What is run, and how it is cut."""
+    """The model to run, and its division over ranks."""
 
     content: str
     method: str

@@ -196,7 +196,7 @@ class ObservationRenderer:
 
     @property
     def _shown_kinds(self) -> list[Kind]:
-        """The kinds of media of observations that the model reads, which have no audio of their own."""
+        """The kinds of media that the model reads in observations, which have no audio of their own."""
         return [kind for kind in OBSERVED if kind in self.placeholders.values()]
 
     def _find_style(self, knows_tools: bool) -> Style:

@@ -12,7 +12,7 @@ from verl.utils.masking import check_same_shape
 
 
 def top_kl(log_probs: Tensor, teacher_log_probs: Tensor, *, is_forward: bool) -> Tensor:
-    """KL divergence over k tokens of the vocabulary and all others as one, in nats.
+    """KL divergence over k tokens of the vocabulary, with all others merged into one, in nats.
 
         forward: sum_v q_v (log q_v - log p_v);    reverse: sum_v p_v (log p_v - log q_v)
 

@@ -41,13 +41,13 @@ ENTRY = 2  # library and class of a part in the index
 
 
 class PipelineConfigs(NamedTuple):
-    """The files of a pipeline that tell what a transformer's weights are of, for `huggingface/`."""
+    """The files of a pipeline that describe a transformer's weights, for `huggingface/`."""
 
     texts: Mapping[str, str]  # by path in the folder
 
     @classmethod
     def of(cls, model: str) -> "PipelineConfigs":
-        """Read those of a folder, or of a hub name that has been downloaded."""
+        """Read the files of a folder or of a downloaded hub model."""
         folder = folder_of(model, PIPELINE, CONFIG)
         assert folder is not None, "the pipeline was loaded from it"
         return cls({name: (folder / name).read_text(encoding="utf-8") for name in (PIPELINE, CONFIG)})

@@ -23,7 +23,7 @@ def cast(tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None) -> It
 
 @contextmanager
 def writing(folders: Sequence[Path]) -> Iterator[None]:
-    """Remove earlier weights from these folders, and what was written if the block cannot write."""
+    """Remove earlier weights from these folders, and partial files if the block fails."""
     try:
         for pattern in ("*.safetensors", "*.safetensors.index.json", "*.part"):
             for old in [file for folder in folders for file in folder.glob(pattern)]:

@@ -119,7 +119,7 @@ class RankFiles:
 
 
 class FoldedShards:
-    """Weights of the plain model with LoRA folded in; what `source` lacks is of the base model."""
+    """Weights of the plain model with LoRA folded in; the base model has the tensors that `source` lacks."""
 
     is_hub_layout_likely = False
 
@@ -177,7 +177,7 @@ class FoldedShards:
 
 
 class AdaptedShards(FoldedShards):
-    """The same of a transformers model, whose base is read from its files if the shards omit it."""
+    """Weights of a transformers model, whose base is read from its files if the shards omit it."""
 
     def __init__(
         self,

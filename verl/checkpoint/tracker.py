@@ -186,7 +186,7 @@ def _check_record(record: CheckpointRecord) -> None:
 
 
 def replace_folder(partial: Path, final: Path) -> None:
-    """Give a complete folder its final name; one that has it is removed."""
+    """Rename a complete folder to its final name, and remove an earlier one of that name."""
     aside = _aside(final)  # the old folder is deleted only after the new one is in its place
     if final.exists():
         final.rename(aside)

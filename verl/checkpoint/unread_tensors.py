@@ -64,7 +64,7 @@ def base_of(local_dir: Path) -> str | None:
 
 
 def folder_of(base: str, *patterns: str) -> Path | None:
-    """Return the folder of a model, of a hub name that in the cache; None if it is not on this machine."""
+    """Return the folder of a model, or of a hub model in the cache; None if it is not on this machine."""
     if Path(base).is_dir():
         return Path(base)
     try:

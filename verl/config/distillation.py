@@ -54,7 +54,7 @@ class DistillationLossConfig:
 
     @property
     def reads_sampled_tokens(self) -> bool:
-        """True if it needs no more of the teacher than log-probs of the sampled tokens."""
+        """True if log-probs of the sampled tokens are all that it needs from the teacher."""
         return self.loss_mode in SAMPLED
 
     def problems(self, path: str) -> Iterator[str]:
@@ -109,7 +109,7 @@ class TeacherConfig:
 
     @property
     def model(self) -> ModelConfig:
-        """The options of the model as those of any other."""
+        """The teacher as a model of the config, like any other."""
         return ModelConfig(
             model_path=self.model_path,
             tokenizer_path=self.tokenizer_path,
@@ -171,7 +171,7 @@ class DistillationConfig:
 
     @property
     def loaded(self) -> Mapping[str, TeacherConfig]:
-        """The teachers that the processes load that train."""
+        """The teachers that the training processes load."""
         return {name: teacher for name, teacher in self.teachers.items() if teacher.server is None}
 
     @property

@@ -46,7 +46,7 @@ class PPOConfig(RunTree):
 
     @property
     def engine(self) -> str:
-        """Name of what samples, whose packages must be installed."""
+        """Name of the engine that samples, whose packages must be installed."""
         return "diffusers" if self.trainer.diffusion else self.worker.rollout.name
 
     @property

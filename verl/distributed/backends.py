@@ -79,7 +79,7 @@ def gpu_backends() -> tuple[DeviceBackend, ...]:
 
 
 def shown_backend() -> DeviceBackend | None:
-    """Return the first kind of which drivers show a device that is not hidden from this process."""
+    """Return the first kind whose drivers show a device that is not hidden from this process."""
     for backend in gpu_backends():
         hidden = any(os.environ.get(name) in HIDDEN for name in backend.visible)
         if not hidden and any(map(glob.glob, backend.files)):

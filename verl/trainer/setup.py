@@ -197,7 +197,7 @@ def running_sft(
 
 
 def kind_of(data: DataConfig, worker: WorkerConfig, trainer: TrainerConfig) -> RunKind:
-    """Return what the run has of its own."""
+    """Return the kind of a run: text or pictures."""
     if not trainer.diffusion:
         return TextRun(data, worker, trainer)
     from verl.trainer.kinds.pictures import PictureRun  # noqa: PLC0415 - a text run needs no diffusers

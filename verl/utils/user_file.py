@@ -38,7 +38,7 @@ def import_file(path: Path, option: str, prefix: str, heading: str) -> ModuleTyp
 
 
 def _remedy_of(error: BaseException) -> str:
-    """Say how a package that a file imports gets here; nothing for other errors."""
+    """Explain how to install a package that a file imports; empty for other errors."""
     if not isinstance(error, ModuleNotFoundError) or not error.name:
         return ""
     package = error.name.partition(".")[0]

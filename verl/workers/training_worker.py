@@ -199,7 +199,7 @@ class TrainingWorker(ModelWorker):
 
     @register(Dispatch.SHARD, phase="old")
     def compute_log_probs(self, batch: DataProto) -> DataProto:
-        """Compute `old_log_probs`, and what else this pass can tell: columns by the writer `actor`."""
+        """Compute `old_log_probs` and the other columns of this pass, those of the writer `actor`."""
         options = self.options
         reference = self.reference_model if options.has_full_kl_in_rewards else None
         with self._loaded(batch, self.policy, reference):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What teachers behind servers are asked, and what becomes of their answers and failures."""
+"""Questions to teachers behind servers, and the columns and errors that their answers become."""
 
 import json
 import math

@@ -18,7 +18,7 @@ Messages = list[Any]  # of the chat protocol
 
 
 class Question(NamedTuple):
-    """A question, made when its turn comes, and the file of its answer."""
+    """A question, built when it is due, and the file of its answer."""
 
     name: str  # for errors: a clip or a video and its category
     file: Path
@@ -26,7 +26,7 @@ class Question(NamedTuple):
     messages: Callable[[], Messages]
 
     def answer(self) -> str | None:
-        """Return the answer that is there; None if it is still to be asked for."""
+        """Return the saved answer; None if there is none yet."""
         kept = read_state(self.file, self.digest)
         return None if kept is None else kept["answer"]
 

@@ -68,7 +68,7 @@ class StoppedError(RuntimeError):
 
 
 def cut(source: Source, is_stopped: Callable[[], bool] = lambda: False) -> list[Clip]:
-    """Cut a video, or what is missing of its clips.
+    """Cut a video into clips, or cut only the missing ones.
 
     Raises:
         ValueError: The video cannot be read.
@@ -161,7 +161,7 @@ def _ticks(frame: av.VideoFrame) -> int:
 
 
 def _first_to_cut(folder: Path) -> int:
-    """Return the last clip that is there, which is cut again to find the end of the video, or 0."""
+    """Return the last clip in the folder, which is cut again to find the end of the video, or 0."""
     return max((int(file.stem) for file in folder.glob("*.mp4")), default=0)
 
 

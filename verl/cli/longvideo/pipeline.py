@@ -59,7 +59,7 @@ class Report:
 
 
 class GivenUpError(RuntimeError):
-    """A step that asked no further, since the model does not answer."""
+    """A step that stopped because the model does not answer."""
 
 
 class Pipeline:
@@ -169,7 +169,7 @@ class Pipeline:
         self._line("rows", f"{len(rows)} questions: {written}")
 
     def _ask(self, step: str, model: ModelSettings, questions: Mapping[K, Question]) -> dict[K, str]:
-        """Ask what is missing; return the answers that are there."""
+        """Ask the questions without an answer; return all answers so far."""
         missing = [one for one in questions.values() if one.answer() is None]
         with self.counting(step, len(missing)) as count:
             asked = ask_all(judge_of(model, self.settings), missing, self.settings.concurrency, count)
@@ -196,7 +196,7 @@ class Pipeline:
         return found
 
     def _forget_malformed(self, questions: Mapping[Asking, Question], read: Reader[Any]) -> None:
-        """Remove answers that cannot be used, if they are to be asked for again."""
+        """Remove unusable answers if they are to be asked for again."""
         if not self.settings.retry_malformed:
             return
         for asking, one in questions.items():

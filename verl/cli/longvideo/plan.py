@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan of a command, for `--dry-run`: what is there, and what would be cut and asked. Writes nothing."""
+"""The plan of a command, for `--dry-run`: existing files, clips to cut, questions to ask. Writes nothing."""
 
 import math
 from collections.abc import Iterator

@@ -76,7 +76,7 @@ def _rope_factor(text: dict[str, Any]) -> float:
 
 
 def pipeline_folder(model: str | None) -> Path | None:
-    """Return the folder of a diffusion model, also of a hub name that was downloaded; None: it is none."""
+    """Return the folder of a diffusion model, local or downloaded from the hub; None for other models."""
     folder = Path(model or "")
     if model and not folder.is_dir():
         from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415 - for hub names only

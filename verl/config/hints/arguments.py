@@ -40,7 +40,7 @@ def quoted(argument: str) -> str:
 
 
 def dashless(argument: str) -> str:
-    """Say how an option that was written as a switch, `--data.seed=1`, is written; nothing for others."""
+    """Explain how to write an option that was given as a switch, `--data.seed=1`; empty for others."""
     plain = argument.lstrip("-")
     return f": options have no dashes: {plain}" if "." in plain.partition("=")[0] and "=" in plain else ""
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules of runs that make pictures (`trainer.diffusion`): what of a text run they do not have."""
+"""Rules of runs that make pictures (`trainer.diffusion`): features of text runs that they lack."""
 
 import math
 from collections.abc import Iterator

@@ -35,7 +35,7 @@ PIPELINES: dict[str, Pipeline] = {
 
 
 def pipeline_problems(worker: WorkerConfig, folder: Path) -> Iterator[str]:
-    """Yield what of a folder with a `model_index.json` cannot be trained or does not fit the options."""
+    """Yield problems of a folder with a `model_index.json`: parts that cannot be trained, or do not fit."""
     name = (read_json(folder / PIPELINE) or {}).get("_class_name")
     if name not in PIPELINES:
         yield f"`{MODEL}` ({folder}) is a {name}, must be one of {sorted([*PIPELINES, *VIDEOS])}"

@@ -84,7 +84,7 @@ class ChoicePass:
 
 
 class ExpertChoices:
-    """Observes the routers of a model; without a running pass they do as ever.
+    """Observes the routers of a model; without a running pass they behave as usual.
 
     Example::
 

@@ -22,7 +22,7 @@ class RunKind(Protocol):
     """Builds the parts of a trainer that differ between text and pictures."""
 
     def readers(self, media: MediaOptions, cache: MediaCache) -> Readers:
-        """Load what reads prompts, and check that it can."""
+        """Load the readers of prompts, and check them."""
         ...
 
     def start(
@@ -37,7 +37,7 @@ class RunKind(Protocol):
         ...
 
     def rollout_log(self, readers: Readers) -> RolloutLog:
-        """Return what records rollouts."""
+        """Return the rollout log."""
         ...
 
     def sampler(
@@ -48,5 +48,5 @@ class RunKind(Protocol):
         tracker: Tracker,
         rollout_log: RolloutLog,
     ) -> Sampler:
-        """Return what samples responses and has them scored."""
+        """Return the sampler, which also has responses scored."""
         ...

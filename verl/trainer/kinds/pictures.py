@@ -43,7 +43,7 @@ from verl.workers.run_options import RunOptions
 
 @dataclass(frozen=True)
 class PictureRun:
-    """A `RunKind`."""
+    """The `RunKind` of pictures and videos."""
 
     data: DataConfig
     worker: WorkerConfig

@@ -26,7 +26,7 @@ from verl.workers.run_options import RunOptions
 
 @dataclass(frozen=True)
 class TextRun:
-    """A `RunKind`."""
+    """The `RunKind` of text."""
 
     data: DataConfig
     worker: WorkerConfig

@@ -184,7 +184,7 @@ class OwnEngines:
             self.roster.lose(place, error)
 
     def _compare(self) -> None:
-        """Compare the first engine with the trainer, once, for a model that no file describes."""
+        """Compare the first engine with the trainer, once, for a model without a family of its own."""
         if not self.groups:
             return  # others are being started
         sampled = next(iter(self.groups.values())).rows_to_compare()[0]

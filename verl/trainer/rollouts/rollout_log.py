@@ -110,7 +110,7 @@ class RolloutLog:
         }
 
     def _response(self, item: Mapping[str, Any], token_ids: list[int]) -> dict[str, Any]:
-        """Return the columns of what the policy made."""
+        """Return the columns of the policy's responses."""
         return {"response": self._decode(token_ids)}
 
     def _decode(self, token_ids: list[int]) -> str:

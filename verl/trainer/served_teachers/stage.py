@@ -26,7 +26,7 @@ class Teacher(Protocol):
 
 
 class ServedTeachers:
-    """Adds what teachers behind servers say about each response token to a batch.
+    """Adds the answers of served teachers about each response token to a batch.
 
     Args:
         teachers: By their numbers in `distillation.teacher_models`; the rows of others stay as they are.

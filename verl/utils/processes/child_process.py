@@ -242,7 +242,7 @@ def _living_processes() -> Iterator[tuple[int, int]]:
 
 
 async def whole_stacks(read: Callable[[], str]) -> str:
-    """Return the stacks that a process is writing when all are there, or what is there after a while."""
+    """Return the stacks that a process is writing, once they are complete or time is up."""
     end = time.monotonic() + STACK_WAIT_S
     while STACKS_END.search(stacks := read()) is None and time.monotonic() < end:
         await asyncio.sleep(STACK_POLL_S)

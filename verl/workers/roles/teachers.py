@@ -121,7 +121,7 @@ class Teachers:
         return batch.batch[TEACHER_IDS] == number
 
     def _answered(self, micro: DataProto) -> TopTokens:
-        """Return what a server said about the tokens of `loss_mask`."""
+        """Return a server's answers about the tokens of `loss_mask`."""
         tensors = micro.batch
         mask = tensors["loss_mask"].bool()
         top = tensors[TOP_LOG_PROBS][mask]  # (K, Z)

@@ -123,7 +123,7 @@ class EngineHost:
             self.conversations.close()
 
     def rows_to_compare(self) -> list[SampledRow]:
-        """Sample what the trainer compares with its own log-probs, for a model that no file describes.
+        """Sample responses for the trainer to compare log-probs, for a model without a family of its own.
 
         Collective over all ranks, with the policy on its device, if its tower encodes media for the engine.
         """

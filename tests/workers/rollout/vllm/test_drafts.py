@@ -76,7 +76,7 @@ def likely_responses(model, prompt, temperature, top_k):
 
 
 def p_value(counts, probs, number):
-    """Of Pearson's chi-square test; what is expected fewer than five times is one class."""
+    """p-value of Pearson's chi-square test; outcomes expected fewer than five times are one class."""
     often = [one for one, prob in probs.items() if number * prob >= 5]
     expected = torch.tensor([number * probs[one] for one in often], dtype=torch.float64)
     observed = torch.tensor([counts[one] for one in often], dtype=torch.float64)

@@ -50,7 +50,7 @@ class Row:
     routes: list[Tensor] = field(default_factory=list)  # (tokens, L, k) of consecutive passes
 
     def with_routes(self, finish_reason: str) -> FinishedResponse:
-        """Return a copy of what the response has."""
+        """Return a copy of the response so far."""
         return replace(
             self.response,
             token_ids=list(self.response.token_ids),

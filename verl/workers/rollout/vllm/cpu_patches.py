@@ -20,7 +20,7 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 def apply_cpu_patches() -> None:
-    """Apply them before an engine on CPU is built; safe to call again."""
+    """Apply all patches for CPUs, before an engine is built; safe to call again."""
     cpu_weights.keep_linear_weights()
     cpu_weights.read_plain_convolution_weights()
     cpu_weights.keep_expert_weights()

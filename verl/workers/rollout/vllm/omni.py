@@ -38,7 +38,7 @@ def tokens_with_sound(
 def positions_with_sound(
     model: Any, input_tokens: list[int], mm_features: Sequence[Any]
 ) -> tuple[Tensor, int]:
-    """Return positions (3, L) and what is added later on, instead of `get_mrope_input_positions`."""
+    """Return positions (3, L) and the offset of later ones, instead of `get_mrope_input_positions`."""
     config, ids = model.config, torch.tensor(input_tokens)
     family = omni_family_of(config)
     ordered = sorted(mm_features, key=lambda feature: feature.mm_position.offset)

@@ -13,7 +13,7 @@ import torch
 
 
 def apply_patches() -> None:
-    """Apply them before an engine is built; safe to call again."""
+    """Apply the patches of this module, before an engine is built; safe to call again."""
     inspect_models_here()
     keep_buffers_of_empty_models()
     keep_process_group()

@@ -38,7 +38,7 @@ def vllm_prompt(request: RolloutRequest, hf_config: Any) -> dict[str, Any]:
 
 @torch.no_grad()
 def prompt_embeddings(request: RolloutRequest, hf_config: Any, embed: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return the embeddings (L, hidden size) of an expanded prompt with features in the places of its media.
+    """Return the embeddings (L, hidden size) of an expanded prompt, with features where its media are.
 
     Args:
         embed: Returns the embeddings of tokens; a collective call with tensor parallelism.
