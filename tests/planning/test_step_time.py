@@ -14,6 +14,7 @@ from transformers import AutoConfig
 from tests.planning.planning import TOWER
 from tests.planning.planning import read_shape as read_fixed_shape
 from tests.planning.test_memory_plan import make_config
+from verl.config.distillation import DistillationConfig, DistillationLossConfig, TeacherConfig
 from verl.config.model import FSDPConfig, ModelConfig
 from verl.config.sft import SFTConfig
 from verl.models.flops import FlopsCounter
@@ -27,7 +28,7 @@ from verl.planning.speed.advice import MIN_GAIN, advise, problems_of
 from verl.planning.speed.cluster import parse_cluster
 from verl.planning.speed.modes import compare_modes, drawn_lengths
 from verl.planning.speed.step_time import Predictor
-from verl.planning.speed.workload import PassWork, Responses
+from verl.planning.speed.workload import PassWork, Responses, expected_lengths, pass_work
 
 NODE = parse_cluster("4xH100")
 
@@ -171,6 +172,40 @@ def test_longer_responses_take_longer_in_each_phase_that_reads_them():
 
     for name in ("gen", "old", "ref", "update_actor"):
         assert long.phase(name).seconds > short.phase(name).seconds
+
+
+def teaching(mode="reverse_kl", number=1, epochs=1, **options):
+    """The run of teachers, and the work of the first one."""
+    teachers = {f"t{at}": TeacherConfig(model_path="m", **options) for at in range(number)}
+    loss = DistillationLossConfig(loss_mode=mode)
+    distillation = DistillationConfig(enabled=True, teacher_models=teachers, distillation_loss=loss)
+    run = replace(planned_ppo(replace(on_gpus(), distillation=distillation)), epochs={"actor": epochs})
+    model = next(model for model in run.models if model.is_teacher)
+    shape = read_fixed_shape(model.model, model.fsdp, option="", is_trained=False)
+    return run, pass_work(run, model, model.passes[0], expected_lengths(run), shape)
+
+
+def test_each_of_two_teachers_is_expected_to_read_half_of_the_rows():
+    (_, alone), (_, one_of_two) = teaching(), teaching(number=2)
+
+    assert one_of_two.tokens == alone.tokens / 2
+    assert one_of_two.pairs == alone.pairs / 2
+
+
+def test_a_teacher_that_sees_longer_prompts_reads_longer_ones():
+    run, usual = teaching()
+    _, longer = teaching(max_prompt_length=2 * run.lengths.prompt)
+
+    prompts = usual.tokens - usual.responses
+    assert longer.tokens - longer.responses == pytest.approx(2 * prompts)
+    assert longer.responses == usual.responses
+
+
+@pytest.mark.parametrize(("mode", "passes"), [("reverse_kl", 3), ("kl", 1)])
+def test_a_teacher_runs_in_each_epoch_of_an_update_that_compares_distributions(mode, passes):
+    (_, once), (_, thrice) = teaching(mode), teaching(mode, epochs=3)
+
+    assert thrice.tokens == passes * once.tokens
 
 
 def test_weights_are_gathered_faster_where_each_node_has_all_of_them():

@@ -70,6 +70,7 @@ class PlannedModel:
     router_replay: str = "off"
     is_teacher: bool = False
     prompt: int | None = None  # tokens of its longest prompts, if they are not the policy's
+    share: float = 1.0  # of a step's rows that it is expected to read
 
     @property
     def section(self) -> str:

@@ -246,6 +246,7 @@ def planned_teachers(
             (each,),
             is_teacher=True,
             prompt=teacher.max_prompt_length,
+            share=1 / len(distillation.teachers),  # each row has one
         )
 
 

@@ -2,7 +2,7 @@
 """The work of a step for one rank, from expected lengths of prompts and responses."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from verl.config.model import as_number
 from verl.planning.memory_model import ModelShape
@@ -91,10 +91,12 @@ def pass_work(
     run: PlannedRun, model: PlannedModel, each: PlannedPass, lengths: ExpectedLengths, shape: ModelShape
 ) -> PassWork:
     """Return the work of a pass in a whole step."""
+    if model.prompt is not None and run.lengths.prompt:  # its prompts are other ones
+        lengths = replace(lengths, prompt=lengths.prompt * model.prompt / run.lengths.prompt)
     ranks, prompt, responses = run.lengths.ranks, lengths.prompt, lengths.responses
-    epochs = run.epochs.get(model.role, 1) if each.is_update else 1
-    rows = run.rows * epochs
+    rows = run.rows * _epochs(run, model, each)
     repeats = max(1, rows // each.rows)
+    rows *= model.share
     group = min(run.lengths.group, each.rows) if each.shares_prompt else 1
     groups = rows / group
     tokens = (groups * prompt + rows * responses.mean) / ranks
@@ -110,6 +112,12 @@ def pass_work(
     images = media / MEDIA_TOKENS
     patches = media * shape.patches_per_token
     return PassWork(tokens, to_head, pairs, patches, images, repeats * max(1, each_repeat), repeats)
+
+
+def _epochs(run: PlannedRun, model: PlannedModel, each: PlannedPass) -> int:
+    if model.is_teacher:
+        return run.epochs.get("actor", 1) if run.compares_teachers else 1
+    return run.epochs.get(model.role, 1) if each.is_update else 1
 
 
 def encoding_work(
