@@ -74,11 +74,8 @@ class MappedFile:
         lines[1], blanks[1] = 1, self._is_blank(0)  # no line end is before the first line
         buffers = np.empty((2, CHUNK), dtype=bool)  # new ones would take longer than the counts
         for offset in range(0, size, CHUNK):
-            # a line end that is the last byte starts no line
-            ends, firsts = (
-                self.bytes[offset : min(offset + CHUNK, size - 1)],
-                self.bytes[offset + 1 :][:CHUNK],
-            )
+            ends = self.bytes[offset : min(offset + CHUNK, size - 1)]  # the last byte starts no line
+            firsts = self.bytes[offset + 1 :][:CHUNK]
             is_end = np.equal(ends, END, out=buffers[0, : len(ends)])
             is_odd = np.not_equal(firsts, USUAL, out=buffers[1, : len(ends)])
             for start in range(0, len(ends), BLOCK):
