@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from tests.workers.roles.test_actor import METRICS, make_actor, make_batch, one_rank, weights  # noqa: F401
+from tests.workers.roles.test_actor import METRICS, make_actor, make_batch, weights
 from verl.config.model import ModelConfig
 from verl.models.tiny import save_tiny_model
 

@@ -11,12 +11,12 @@ from tests.helpers.families import open_tiny
 from tests.helpers.family_training import Row, as_batch, own_forward
 from tests.workers.rollout.contexts import compare_contexts
 from tests.workers.rollout.reference import hub_tensors, rollout_config, setup_of
-from tests.workers.rollout.test_conversations import SAMPLING, engine, lead, rows_of, rules_with, tiny
+from tests.workers.rollout.test_conversations import SAMPLING, engine, lead, rows_of, rules_with
 from verl.agents.parsers.interface import NO_CALLS
 from verl.agents.tools.pool import ToolPool
 from verl.workers.rollout.engines import build_rollout_engine
 
-__all__ = ["engine", "tiny"]  # fixtures
+__all__ = ["engine"]  # a fixture
 pytestmark = pytest.mark.heavy
 
 ENVIRONMENT = '''

@@ -168,8 +168,8 @@ def test_drafts_of_conversations_are_those_of_all_turns_and_of_their_interrupted
     )
     row = {"raw_prompt_ids": PROMPT, "prompt_messages": [{"role": "user", "content": "?"}]}
     rows = [row | {"uid": uid, "multi_modal_data": None} for uid in "ab"]
-    # every other token ends a turn
-    sampling = SamplingOptions(n=4, max_tokens=200).override({"stop_token_ids": list(range(30, 300, 2))})
+    # every third token ends a turn, but none that the prompt repeats: turns are long enough for drafts
+    sampling = SamplingOptions(n=4, max_tokens=200).override({"stop_token_ids": list(range(31, 300, 3))})
 
     with ToolPool(options) as pool:
         driver = ConversationDriver(
