@@ -8,6 +8,8 @@ from tests.workers.roles.test_actor import METRICS, make_actor, make_batch, weig
 from verl.config.model import ModelConfig
 from verl.models.tiny import save_tiny_model
 
+pytestmark = pytest.mark.usefixtures("one_rank")
+
 AUX, LOAD = "actor/router_aux_loss", "moe/load_max"
 
 
