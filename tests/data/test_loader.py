@@ -18,8 +18,9 @@ from tests.helpers.films import save_film
 from tests.helpers.hostile_images import ENDINGS, save_hostile
 from tests.helpers.media import image_bytes, save_image
 from verl.config.ppo import PPOConfig
-from verl.data.loader import PromptLoader, load_readers, make_loaders, media_options
+from verl.data.loader import PromptLoader, make_loaders
 from verl.data.media.cache import MediaCache, read_entry
+from verl.data.readers import load_readers, media_options
 from verl.data.rl_dataset import RLHFDataset
 from verl.models.tiny import save_tiny_model
 

@@ -24,7 +24,8 @@ from verl.agents.tools.pool import ToolPool
 from verl.config.multi_turn import MultiTurnConfig
 from verl.config.ppo import PPOConfig
 from verl.config.schema import load_config
-from verl.data.loader import load_readers, make_loaders, media_options
+from verl.data.loader import make_loaders
+from verl.data.readers import load_readers, media_options
 from verl.data.tokenizer import load_tokenizer
 from verl.models.tiny import save_tiny_model
 from verl.rewards.function import load_reward_function

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Images and videos of observations: references, tokens, and positions over the whole row."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,8 @@ from verl.agents.interface import Observation
 from verl.data.media.loader import MediaData, MediaLoader, kinds_in_order
 from verl.data.media.references import Reference, payload, reading, sound_of
 from verl.data.messages import references
+from verl.data.readers import PositionIds
 from verl.models.families.interface import KINDS, Kind, MediaShape
-
-PositionIds = Callable[[Tensor, MediaShape], Tensor | None]  # (L,) to (4, L); None counts from 0
 
 
 class ConversationMedia:

@@ -7,7 +7,7 @@ from typing import Any
 from verl.agents.endpoint.server import Endpoint
 from verl.agents.environments.loading import environment_schemas
 from verl.agents.interface import Observation, Reference
-from verl.agents.media import ConversationMedia, PositionIds
+from verl.agents.media import ConversationMedia
 from verl.agents.parsers.interface import NO_CALLS
 from verl.agents.parsers.registry import call_format
 from verl.agents.rendering import ObservationRenderer, user_message
@@ -16,8 +16,8 @@ from verl.agents.tools.loading import tool_schemas
 from verl.config.data import DataConfig
 from verl.config.multi_turn import MultiTurnConfig
 from verl.data.chat_template import ChatTemplate
-from verl.data.loader import Readers
 from verl.data.media.loader import MediaLoader
+from verl.data.readers import PositionIds, Readers
 
 Schemas = Sequence[Mapping[str, Any]]
 

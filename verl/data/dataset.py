@@ -40,6 +40,7 @@ from verl.data.media.loader import MediaData, MediaLoader
 from verl.data.messages import Message, media_columns
 from verl.data.plain_files import Row
 from verl.data.prompt_template import PromptFormat
+from verl.data.readers import PositionIds
 from verl.data.teachers.column import TEACHER_IDS, TeacherColumn
 from verl.data.teachers.prompts import TeacherPrompts
 from verl.models.families.interface import MediaShape
@@ -47,7 +48,6 @@ from verl.utils.processes.child_process import IsolatedCalls
 from verl.utils.rank_logger import get_logger
 
 Item = dict[str, Any]
-PositionIds = Callable[[Tensor, MediaShape], Tensor | None]  # (L,) to (L,) or (4, L); None counts from 0
 # Below this number of rows, starting processes takes longer than checking (0.3 ms a text, 10 ms a video).
 TEXT_ROWS_FOR_ONE_PROCESS = 4000
 MEDIA_ROWS_FOR_ONE_PROCESS = 200

@@ -12,7 +12,6 @@ import os
 import pickle
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -34,6 +33,7 @@ from verl.data.plain_files import (
     split_name,
     unreadable,
 )
+from verl.models.modelscope import use_modelscope_hub_if_asked
 
 
 class Rows:
@@ -157,17 +157,6 @@ def _subsets(name: str) -> list[str]:
         return datasets.get_dataset_config_names(name)
     except (OSError, ValueError, DatasetsError):
         return []
-
-
-def use_modelscope_hub_if_asked() -> None:
-    """Load models and data sets from ModelScope if the environment variable `USE_MODELSCOPE_HUB` is 1."""
-    if os.environ.get("USE_MODELSCOPE_HUB", "0").lower() not in ("1", "true", "y", "yes"):
-        return
-    try:
-        hub = import_module("modelscope.utils.hf_util")
-    except ImportError as error:
-        raise RuntimeError("`USE_MODELSCOPE_HUB=1` needs modelscope: pip install modelscope") from error
-    hub.patch_hub()
 
 
 def _sliced(source: Source, split: str | None) -> Source:

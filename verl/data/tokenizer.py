@@ -7,9 +7,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from verl.config.files.model_files import processor_files
-from verl.data.files import use_modelscope_hub_if_asked
 from verl.data.prompt_template import read_chat_template
 from verl.models.auto import AutoProcessor, AutoTokenizer
+from verl.models.modelscope import use_modelscope_hub_if_asked
 
 
 def load_tokenizer(

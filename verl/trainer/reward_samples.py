@@ -12,7 +12,8 @@ from verl.config.ppo import PPOConfig
 from verl.config.worker import WorkerConfig
 from verl.data.bad_rows import BadRow, BadRowError
 from verl.data.dataset import RowDataset
-from verl.data.loader import Readers, dataset_class, load_readers, media_options
+from verl.data.loader import dataset_class
+from verl.data.readers import Readers, load_readers, media_options
 from verl.data.rl_dataset import RLHFDataset, collate_fn
 from verl.protocol import DataProto
 from verl.rewards.failures import reason

@@ -24,16 +24,9 @@ from verl.config.ppo import PPOConfig
 from verl.config.sft import SFTConfig
 from verl.config.trainer import RunConfig, TrainerConfig
 from verl.config.worker import RewardConfig, WorkerConfig
-from verl.data.loader import (
-    Loaders,
-    PromptLoader,
-    load_readers,
-    make_loaders,
-    make_sft_loaders,
-    media_options,
-    show_to_teachers,
-)
+from verl.data.loader import Loaders, PromptLoader, make_loaders, make_sft_loaders, show_to_teachers
 from verl.data.media.cache import MediaCache
+from verl.data.readers import load_readers, media_options
 from verl.data.teachers.column import TeacherColumn
 from verl.data.teachers.tokens import check_teacher_tokens
 from verl.distributed.device import is_gpu

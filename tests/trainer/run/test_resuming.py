@@ -16,7 +16,8 @@ from verl.checkpoint.tracker import CheckpointTracker
 from verl.config.model import ModelConfig
 from verl.config.schema import load_config
 from verl.config.sft import SFTConfig
-from verl.data.loader import load_readers, make_sft_loaders, media_options
+from verl.data.loader import make_sft_loaders
+from verl.data.readers import load_readers, media_options
 from verl.models.tiny import save_tiny_model
 from verl.planning.planned_run import planned_sft
 from verl.single_controller.ray.resource_pool import ResourcePool

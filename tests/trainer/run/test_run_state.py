@@ -11,7 +11,8 @@ from tests.trainer.rollouts.sampling import Engine, make_collector, make_config
 from verl.algorithms.controllers import FixedEntropyController, FixedKLController
 from verl.checkpoint.manifest import write_manifest
 from verl.checkpoint.tracker import find_last_checkpoint
-from verl.data.loader import Readers, make_loaders
+from verl.data.loader import make_loaders
+from verl.data.readers import Readers
 from verl.data.tokenizer import load_tokenizer
 from verl.models.tiny import save_tiny_model
 from verl.trainer.rollouts.engines import SharedEngines

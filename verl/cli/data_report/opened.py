@@ -21,15 +21,9 @@ from verl.config.sft import SFTConfig
 from verl.data import dataset as row_dataset
 from verl.data import loader as data_loader
 from verl.data.bad_rows import REPORT_NAME
-from verl.data.loader import (
-    Loaders,
-    Readers,
-    load_readers,
-    make_loaders,
-    make_sft_loaders,
-    media_options,
-)
+from verl.data.loader import Loaders, make_loaders, make_sft_loaders
 from verl.data.media.cache import MediaCache
+from verl.data.readers import Readers, load_readers, media_options
 
 MAX_LISTED = 10  # bad rows that an error shows
 

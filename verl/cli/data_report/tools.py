@@ -9,7 +9,7 @@ from verl.agents.interface import Message, Observation, ToolCall
 from verl.agents.rules import ConversationRules
 from verl.agents.setup import check_conversations, schemas_of
 from verl.config.ppo import PPOConfig
-from verl.data.loader import load_readers, media_options
+from verl.data.readers import load_readers, media_options
 
 READ, WRITTEN = "|", "+"  # first character of a line of text
 EXAMPLES: Mapping[str, Any] = {

@@ -14,7 +14,8 @@ import torch
 from verl.agents.setup import check_conversations, schemas_of
 from verl.config.ppo import PPOConfig
 from verl.config.reward_servers import without_teachers
-from verl.data.loader import load_readers, make_loaders, media_options
+from verl.data.loader import make_loaders
+from verl.data.readers import load_readers, media_options
 from verl.logger.tracker import Tracker
 from verl.protocol import DataProto
 from verl.single_controller.ray.processes import WorkerProcesses

@@ -10,7 +10,7 @@ from torch import Tensor
 from verl.batch_keys import BATCH_KEYS, BatchError
 from verl.data.bad_rows import BadRow
 from verl.data.dataset import RowDataset
-from verl.data.loader import load_readers, media_options
+from verl.data.readers import load_readers, media_options
 from verl.data.rl_dataset import RLHFDataset
 from verl.data.sft_dataset import SFTDataset
 from verl.logger.base import Logger

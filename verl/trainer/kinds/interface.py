@@ -4,9 +4,9 @@
 from contextlib import ExitStack
 from typing import Protocol
 
-from verl.data.loader import Readers
 from verl.data.media.cache import MediaCache
 from verl.data.media.sizes import MediaOptions
+from verl.data.readers import Readers
 from verl.logger.tracker import Tracker
 from verl.rewards.manager import NoRewardFunction, RewardManager
 from verl.single_controller.ray.processes import WorkerProcesses

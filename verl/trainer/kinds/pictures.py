@@ -17,9 +17,9 @@ from verl.config.data import DataConfig
 from verl.config.rollout import RolloutConfig
 from verl.config.trainer import TrainerConfig
 from verl.config.worker import WorkerConfig
-from verl.data.loader import Readers, load_readers
 from verl.data.media.cache import MediaCache
 from verl.data.media.sizes import MediaOptions
+from verl.data.readers import Readers, load_readers
 from verl.diffusion.engine import FinishedPicture
 from verl.diffusion.families.registry import family_of
 from verl.diffusion.files import downloaded

@@ -10,9 +10,9 @@ from verl.agents.setup import check_conversations, schemas_of
 from verl.config.data import DataConfig
 from verl.config.trainer import TrainerConfig
 from verl.config.worker import WorkerConfig
-from verl.data.loader import Readers, load_readers
 from verl.data.media.cache import MediaCache
 from verl.data.media.sizes import MediaOptions
+from verl.data.readers import Readers, load_readers
 from verl.logger.tracker import Tracker
 from verl.single_controller.ray.processes import WorkerProcesses
 from verl.single_controller.ray.resource_pool import ResourcePool
