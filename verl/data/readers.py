@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What reads the rows of a model: its tokenizer, its processor and a loader of media."""
+"""Readers of the rows of a model: its tokenizer, its processor and a loader of media."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
