@@ -12,7 +12,7 @@ ROOT = HERE.parent.parent
 
 
 class Arguments(NamedTuple):
-    """What the command line of a script says."""
+    """The command line of a script, read."""
 
     folder: Path  # for all that the script writes
     seed: int

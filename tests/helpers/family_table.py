@@ -102,7 +102,7 @@ def groups_of(kind: str) -> list[Group]:
 
 @cache
 def own_of(kind: str) -> Own:
-    """What packed rows and shared prompts are both compared with."""
+    """Return the reference that packed rows and shared prompts are compared with."""
     return own_results(load_tiny(kind), groups_of(kind))
 
 

@@ -73,7 +73,9 @@ Specs = Mapping[str, ServerSpec]
 
 def specs_of(configs: "Mapping[str, RewardServerConfig]") -> dict[str, ServerSpec]:
     """Describe the servers of the reward function, of which the run has started none."""
-    return {name: ServerSpec(name, config) for name, config in configs.items() if not config.teaches}
+    from verl.config.reward_servers import without_teachers  # noqa: PLC0415 (scoring processes call none)
+
+    return {name: ServerSpec(name, config) for name, config in without_teachers(configs).items()}
 
 
 def connect(specs: Specs) -> dict[str, Any]:
