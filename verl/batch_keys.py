@@ -18,6 +18,20 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
+# Columns that several stages read: importing a name from here pulls in no stage.
+BEGUN = "begun"  # unfinished responses of each prompt, by sample; engines continue them
+TEACHER_IDS = "teacher_ids"
+TEACHER_LOG_PROBS = "teacher_log_probs"  # (B, R): of the sampled tokens
+TEACHER_TOP_IDS = "teacher_top_ids"  # (B, R, Z) int32: the most likely tokens, from a server
+TEACHER_TOP_LOG_PROBS = "teacher_top_log_probs"  # (B, R, Z)
+TEACHER_PROMPTS = ("teacher_prompts", "teacher_prompt_mask", "teacher_prompt_position_ids")
+TEACHER_MEDIA = "teacher_media"
+TEACHER_KEYS = (TEACHER_IDS, TEACHER_LOG_PROBS, TEACHER_TOP_IDS, TEACHER_TOP_LOG_PROBS, *TEACHER_PROMPTS)
+ENGINE_ROUTES = "rollout_routes"  # of the engine that sampled the response
+OLD_ROUTES = "old_routes"  # of the pass that computes `old_log_probs`
+ROUTES = (ENGINE_ROUTES, OLD_ROUTES)
+ROUTE_MATCHES = "route_matches"  # (B, 2) float32: choices of the trainer equal to the engine's, and all
+
 
 class BatchError(ValueError, AssertionError):
     """An invalid batch; also an `AssertionError`, which EasyR1's users catch."""

@@ -374,3 +374,9 @@ def _as_tensor(data: np.ndarray, shape: tuple[int, ...], dtype: torch.dtype) -> 
     # Ray's shared memory is read-only and may also be another rank's input: torch needs its own copy.
     data = data if data.flags.writeable else data.copy()
     return torch.from_numpy(data).view(dtype).view(shape)
+
+
+def prompt_lengths(batch: DataProto) -> list[int]:
+    """Count the tokens of each sequence before its response."""
+    width = batch.batch["responses"].shape[1]
+    return batch.batch["attention_mask"][:, :-width].sum(-1).tolist()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The columns of a batch that the worker's passes are sent."""
 
+from verl.batch_keys import ROUTES
 from verl.single_controller.dispatch import Dispatch, remote_methods
-from verl.workers.packing.row_routes import ROUTES
 from verl.workers.training_worker import TrainingWorker
 
 

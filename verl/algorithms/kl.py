@@ -7,6 +7,7 @@ Background: "Approximating KL Divergence" (http://joschu.net/blog/kl-approx.html
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +22,13 @@ FULL, FLOW = EXACT = ("full", "flow_grpo")
 
 KLEstimator = Callable[[Tensor], Tensor]
 KL_ESTIMATORS: Registry[KLEstimator] = Registry("algorithm.kl_penalty")
+
+
+class KLLoss(NamedTuple):
+    """The KL term of the loss, which keeps the policy near the reference."""
+
+    kind: str  # a name in KL_ESTIMATORS, or "full"
+    coef: float  # 0 logs the KL without using it
 
 
 def kl_divergence(

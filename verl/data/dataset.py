@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from verl.batch_keys import TEACHER_IDS
 from verl.data.bad_rows import (
     BAD_ROW_REMEDY,
     MAX_LISTED,
@@ -41,7 +42,7 @@ from verl.data.messages import Message, media_columns
 from verl.data.plain_files import Row
 from verl.data.prompt_template import PromptFormat
 from verl.data.readers import PositionIds
-from verl.data.teachers.column import TEACHER_IDS, TeacherColumn
+from verl.data.teachers.column import TeacherColumn
 from verl.data.teachers.prompts import TeacherPrompts
 from verl.models.families.interface import MediaShape
 from verl.utils.processes.child_process import IsolatedCalls

@@ -16,6 +16,7 @@ from typing import Any
 import ray
 
 from verl.algorithms.controllers import get_entropy_controller, get_kl_controller
+from verl.algorithms.kl import KLLoss
 from verl.config.algorithm import EXACT_KL, AlgorithmConfig
 from verl.config.async_training import PARTIAL, STREAM, AsyncConfig
 from verl.config.data import DataConfig
@@ -60,7 +61,6 @@ from verl.trainer.run.resuming import check_resume, origin_of
 from verl.trainer.served_teachers.stage import ServedTeachers
 from verl.trainer.sft.sft_trainer import SFTTrainer
 from verl.trainer.validation import Validator
-from verl.workers.roles.actor import KLLoss
 from verl.workers.run_options import ModelRunOptions, RunOptions
 from verl.workers.sft_worker import SFTWorker
 

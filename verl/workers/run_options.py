@@ -5,11 +5,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from verl.algorithms.kl import KLLoss
 from verl.config.algorithm import RolloutCorrectionConfig
 from verl.config.distillation import DistillationConfig
 from verl.data.media.cache import MediaCache
 from verl.data.media.sizes import MediaOptions
-from verl.workers.roles.actor import KLLoss
 
 
 @dataclass(frozen=True)

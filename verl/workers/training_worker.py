@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.rollout_correction import RolloutCorrection
+from verl.batch_keys import ROUTES, TEACHER_LOG_PROBS
 from verl.config.worker import WorkerConfig
 from verl.data.tokenizer import load_tokenizer
 from verl.distributed.device import memory_metrics, reset_peak_memory
@@ -22,12 +23,10 @@ from verl.protocol import DataProto
 from verl.single_controller.dispatch import Dispatch, register
 from verl.workers.base_worker import ModelWorker
 from verl.workers.engine_check import SampledRow, check_engine, differences
-from verl.workers.packing.row_routes import ROUTES
 from verl.workers.roles.actor import ActorTraining, DataParallelPPOActor, DistillationLoss
 from verl.workers.roles.critic import DataParallelPPOCritic
 from verl.workers.roles.prime import DataParallelPrimeModel, check_prime_tokenizer
 from verl.workers.roles.reward_model import RewardModelScorer, check_has_score, load_reward_tokenizer
-from verl.workers.roles.teachers import TEACHER_LOG_PROBS
 from verl.workers.roles.updater import Training
 from verl.workers.rollout.base import EngineAdapter
 from verl.workers.rollout.vllm.lora_sync import engine_adapter

@@ -25,7 +25,7 @@ from verl.data.media.audio import AudioOptions, has_audio, read_audio
 from verl.data.media.cache import Entry, MediaCache, MediaFolder
 from verl.data.media.download import DownloadFolder
 from verl.data.media.item_options import size_options, with_item_options, without_effect
-from verl.data.media.references import Reference, content_id, is_url, openable, payload, reading
+from verl.data.media.references import MediaData, Reference, content_id, is_url, openable, payload, reading
 from verl.data.media.sizes import MediaOptions, process_image, resized_size
 from verl.data.media.video import (
     SizeOptions,
@@ -40,7 +40,6 @@ from verl.data.media.video import (
 from verl.models.families.interface import KINDS, Kind, MediaFamily, MediaShape, Medium, MediumShape
 from verl.models.families.registry import family_of_processor
 
-MediaData = Mapping[str, Sequence[Reference]] | None
 # A model that reads the first of these knows the markers of all.
 TOGETHER: tuple[tuple[Kind, ...], ...] = (("image", "video"), ("audio",))
 BUDGET_VARIABLE = "MODEL_SEQ_LEN"  # read by qwen-vl-utils, whose limits frame sizes follow

@@ -4,11 +4,12 @@
 import io
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeGuard
 
 Reference = str | bytes | dict[str, Any]
+MediaData = Mapping[str, Sequence[Reference]] | None  # of a row, by `images`, `videos` and `audios`
 URL = re.compile(r"(?!file:)[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 
 
@@ -71,3 +72,12 @@ def _content_id(ref: Reference) -> bytes:
         return source
     status = os.stat(source)
     return f"{os.path.abspath(source)} {status.st_size} {status.st_mtime_ns}".encode()
+
+
+def media_key(media: MediaData) -> tuple:
+    """Return what is equal for rows that refer to the same media."""
+    return tuple(
+        (kind, tuple(tuple(sorted(ref.items())) if isinstance(ref, dict) else ref for ref in refs))
+        for kind, refs in sorted((media or {}).items())
+        if refs
+    )

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from verl.batch_keys import TEACHER_IDS
 from verl.config.distillation import DistillationConfig
 from verl.data.bad_rows import BadRowError
 from verl.data.plain_files import Row
-
-TEACHER_IDS = "teacher_ids"
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from verl.batch_keys import TEACHER_MEDIA, TEACHER_PROMPTS
 from verl.config.data import DataConfig
 from verl.config.distillation import DistillationConfig, TeacherConfig
 from verl.data.media.sizes import MediaOptions
 from verl.utils.plain_data import objects
 
 PREFIX = "teacher_"
-TENSORS = ("teacher_prompts", "teacher_prompt_mask", "teacher_prompt_position_ids")
-MEDIA = "teacher_media"
 
 
 def media_of_teacher(teacher: TeacherConfig, options: MediaOptions) -> MediaOptions:
@@ -54,12 +53,14 @@ class TeacherPrompts:
         return {
             f"{PREFIX}{name}": _left_pad(torch.as_tensor(seen[name]), self.width).numpy()
             for name in ("prompts", "prompt_mask", "prompt_position_ids")
-        } | {MEDIA: seen["multi_modal_data"]}
+        } | {TEACHER_MEDIA: seen["multi_modal_data"]}
 
     @staticmethod
     def columns(items: Sequence[Mapping[str, Any]]) -> dict[str, Tensor | np.ndarray]:
-        stacked = {name: torch.stack([torch.as_tensor(item[name]) for item in items]) for name in TENSORS}
-        return {**stacked, MEDIA: objects(item[MEDIA] for item in items)}
+        stacked = {
+            name: torch.stack([torch.as_tensor(item[name]) for item in items]) for name in TEACHER_PROMPTS
+        }
+        return {**stacked, TEACHER_MEDIA: objects(item[TEACHER_MEDIA] for item in items)}
 
 
 def has_views(distillation: DistillationConfig) -> bool:

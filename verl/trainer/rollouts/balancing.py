@@ -8,10 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from verl.distributed.length_balancing import balance, balance_groups, length_metrics, workload
-from verl.protocol import DataProto
+from verl.protocol import DataProto, prompt_lengths
 from verl.trainer.metrics import Metrics
 from verl.trainer.rollouts.collector import Collected
-from verl.workers.packing.micro_batches import prompt_lengths
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from verl.data.media.loader import MediaData
+from verl.data.media.references import MediaData
 from verl.rewards.turns import name_of
 
 Decode = Callable[[list[int]], str]

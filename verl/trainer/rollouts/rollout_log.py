@@ -6,19 +6,20 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from PIL import Image
 
-from verl.data.media.loader import MediaData, MediaLoader
-from verl.data.media.references import Reference, payload, shown_name
+from verl.data.media.references import MediaData, Reference, media_key, payload, shown_name
 from verl.data.media.waveform import draw_waveform
 from verl.models.families.interface import KINDS
 from verl.protocol import DataProto
 from verl.trainer.rollouts.conversation_log import conversation_columns
 from verl.viewer.rollout_store import TRAIN, RolloutStore
-from verl.workers.packing.media_inputs import media_key
+
+if TYPE_CHECKING:
+    from verl.data.media.loader import MediaLoader
 
 MAX_FRAMES = 8  # shown of a video
 TOKEN_VALUES = ["rollout_log_probs", "old_log_probs", "advantages"]  # a validation has only the first
@@ -43,7 +44,7 @@ class RolloutLog:
         run_folder: Path,
         num_groups: int,
         tokenizer: Any,
-        media: MediaLoader | None,
+        media: "MediaLoader | None",
         *,
         skip_special_tokens: bool,
         tools: Sequence[Mapping[str, Any]] = (),  # schemas

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from verl.agents.interface import OwnPrompt, Trajectory
+from verl.batch_keys import ENGINE_ROUTES
 from verl.models.families.mrope import continue_positions
 from verl.models.mixture.routes import extend_routes
 from verl.protocol import DataProto, objects
-from verl.workers.packing.row_routes import ENGINE_ROUTES
 from verl.workers.rollout.base import Drafts, FinishedResponse
 
 PROMPT_ONLY = {"prompt_position_ids", "raw_prompt_ids"}  # needed to sample, unused afterwards

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from verl.agents.stored import from_plain, to_plain
+from verl.batch_keys import BEGUN
 from verl.planning.stream_plan import GroupId, StreamPlan
 from verl.protocol import DataProto, objects
 from verl.single_controller.dispatch import shard
 from verl.trainer.rollouts.sampler import with_uids
 from verl.trainer.rollouts.scores import ScoredGroups
 from verl.workers.rollout.base import INTERRUPTED, FinishedResponse
-from verl.workers.rollout.engine_host import BEGUN
 
 PROMPTS_FILE = "stream_prompts.pt"  # that wait, or are being sampled
 GROUPS_FILE = "stream_groups.pt"  # that are finished

@@ -8,11 +8,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from verl.batch_keys import TEACHER_IDS, TEACHER_LOG_PROBS, TEACHER_TOP_IDS, TEACHER_TOP_LOG_PROBS
 from verl.config.distillation import TEACHERS, DistillationLossConfig
-from verl.data.teachers.column import TEACHER_IDS
 from verl.protocol import DataProto
 from verl.trainer.served_teachers.answers import TokenAnswers
-from verl.workers.roles.teachers import TEACHER_LOG_PROBS, TOP_IDS, TOP_LOG_PROBS
 
 MEDIA = ("multi_modal_data", "observation_media")
 
@@ -60,16 +59,16 @@ class ServedTeachers:
             others = batch.batch.get(TEACHER_LOG_PROBS)
             return {TEACHER_LOG_PROBS: torch.zeros(shape) if others is None else others.clone()}
         return {
-            TOP_IDS: torch.zeros(*shape, self.k, dtype=torch.int32),
-            TOP_LOG_PROBS: torch.zeros(*shape, self.k),
+            TEACHER_TOP_IDS: torch.zeros(*shape, self.k, dtype=torch.int32),
+            TEACHER_TOP_LOG_PROBS: torch.zeros(*shape, self.k),
         }
 
     def _values(self, given: TokenAnswers) -> dict[str, Tensor]:
         if not self.k:
             return {TEACHER_LOG_PROBS: torch.from_numpy(given.log_probs)}
         return {
-            TOP_IDS: torch.from_numpy(given.top_ids),
-            TOP_LOG_PROBS: torch.from_numpy(given.top_log_probs),
+            TEACHER_TOP_IDS: torch.from_numpy(given.top_ids),
+            TEACHER_TOP_LOG_PROBS: torch.from_numpy(given.top_log_probs),
         }
 
     async def _ask(self, batch: DataProto, own: Mapping[int, Teacher]) -> list[TokenAnswers]:

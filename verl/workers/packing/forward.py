@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from verl.batch_keys import ENGINE_ROUTES, OLD_ROUTES
 from verl.distributed.device import to_device
 from verl.distributed.sequence_parallel import SequenceParallel
 from verl.distributed.token_sharding import ShardPlan, shard_plan
@@ -54,7 +55,7 @@ from verl.workers.packing.packed_batch import (
     pack_shared_prompts,
 )
 from verl.workers.packing.row_forward import RowForward
-from verl.workers.packing.row_routes import ENGINE_ROUTES, OLD_ROUTES, RoutedTokens, pack_routes
+from verl.workers.packing.row_routes import RoutedTokens, pack_routes
 from verl.workers.packing.sp_rows import SPRows
 from verl.workers.packing.vision_features import FrozenTower
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from verl.data.media.references import media_key
 from verl.models.families.interface import Kind, Medium
 from verl.protocol import DataProto
 
@@ -74,12 +75,3 @@ def media_inputs(
         for number in numbers[media_key(row)]:
             order.setdefault(token_kind(media[number].kind), []).append(number)
     return media, order
-
-
-def media_key(row: MediaRow | None) -> tuple:
-    """Return what is equal for rows that refer to the same media."""
-    return tuple(
-        (kind, tuple(tuple(sorted(ref.items())) if isinstance(ref, dict) else ref for ref in refs))
-        for kind, refs in sorted((row or {}).items())
-        if refs
-    )

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from verl.data.media.references import media_key
 from verl.distributed.device import group_device
 from verl.distributed.length_balancing import balance, shared_workload
-from verl.protocol import DataProto
-from verl.workers.packing.media_inputs import media_key
+from verl.protocol import DataProto, prompt_lengths
 from verl.workers.packing.packed_batch import group_equal_prompts
 
 Split = list[list[int]]  # the rows of each micro batch
@@ -140,11 +140,6 @@ def context_cuts(batch: DataProto) -> dict[int, list[int]]:
         return {}
     prompts = prompt_lengths(batch)
     return {row: [prompts[row] + start for start in starts[row]] for row in several}
-
-
-def prompt_lengths(batch: DataProto) -> list[int]:
-    width = batch.batch["responses"].shape[1]
-    return batch.batch["attention_mask"][:, :-width].sum(-1).tolist()
 
 
 def split_evenly(rows: Sequence[int], count: int) -> list[Sequence[int]]:

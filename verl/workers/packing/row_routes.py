@@ -18,11 +18,6 @@ from verl.models.mixture.routing import TokenOwners
 from verl.utils.plain_data import objects
 from verl.workers.packing.sp_rows import SPRows
 
-ENGINE_ROUTES = "rollout_routes"  # column: of the engine that sampled
-OLD_ROUTES = "old_routes"  # column: of the pass that computes `old_log_probs`
-ROUTES = (ENGINE_ROUTES, OLD_ROUTES)
-MATCHES = "route_matches"  # column (B, 2) float32: choices of the trainer equal to the engine's, and all
-
 
 class RouteUse(NamedTuple):
     """A column of routes, and what a pass does with it."""
@@ -45,7 +40,7 @@ class RowRoutes:
 
     Attributes:
         use: None to record only.
-        matches: (b, 2) float32 as `MATCHES`; none without a use or its column.
+        matches: (b, 2) float32 as `ROUTE_MATCHES`; none without a use or its column.
         routes: (b, T, L * k) of the rows' tokens, `unrouted` on padding; none unless recorded.
     """
 

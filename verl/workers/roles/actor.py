@@ -3,7 +3,7 @@
 
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -11,22 +11,24 @@ import torch.distributed as dist
 from torch import Tensor
 
 from verl.algorithms.aggregation import aggregate_loss
-from verl.algorithms.kl import FULL, kl_divergence
+from verl.algorithms.kl import FULL, KLLoss, kl_divergence
 from verl.algorithms.policy_loss_types import PolicyLossOptions
 from verl.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss, PolicyLossInputs, weighted
 from verl.algorithms.rollout_correction import RolloutCorrection, importance_weights, rejection_mask
 from verl.algorithms.token_selection import selection_of
+from verl.batch_keys import ROUTE_MATCHES, TEACHER_KEYS, TEACHER_MEDIA
 from verl.config.worker import ActorConfig
-from verl.data.teachers.prompts import MEDIA
 from verl.models.fused_log_probs import TokenLogProbs
 from verl.protocol import DataProto
 from verl.workers.packing.row_forward import RowForward
-from verl.workers.packing.row_routes import MATCHES, column_of, pad_routes
+from verl.workers.packing.row_routes import column_of, pad_routes
 from verl.workers.roles.router_balance import CHOICES
 from verl.workers.roles.router_replay import RouterReplay
-from verl.workers.roles.teachers import TEACHER_KEYS, Teachers
 from verl.workers.roles.token_selection import MiniBatchSelection
 from verl.workers.roles.updater import MicroBatch, MiniBatch, Training, Updater, compute_experiences
+
+if TYPE_CHECKING:  # a policy without teachers needs none of it
+    from verl.workers.roles.teachers import Teachers
 
 OPTIONAL_KEYS = [
     "old_log_probs",
@@ -36,23 +38,16 @@ OPTIONAL_KEYS = [
     "rollout_is_weights",
     "rollout_log_probs",
     CHOICES,
-    MATCHES,
+    ROUTE_MATCHES,
     *TEACHER_KEYS,
 ]
 REINFORCE = "gpg"  # the loss without a ratio
 
 
-class KLLoss(NamedTuple):
-    """The KL term of the loss, which keeps the policy near the reference."""
-
-    kind: str  # a name in KL_ESTIMATORS, or "full"
-    coef: float  # 0 logs the KL without using it
-
-
 class DistillationLoss(NamedTuple):
     """The term of the loss that pulls the policy towards its teachers."""
 
-    teachers: Teachers
+    teachers: "Teachers"
     coef: float
 
 
@@ -89,7 +84,7 @@ class DataParallelPPOActor:
         self.selection = None
         # of the last `compute_log_probs`, on CPU
         self.expert_choices: Tensor | None = None  # (B, E) float32
-        self.route_matches: Tensor | None = None  # (B, 2) float32: see `row_routes.MATCHES`
+        self.route_matches: Tensor | None = None  # (B, 2) float32: see `batch_keys.ROUTE_MATCHES`
         self.old_routes: np.ndarray | None = None  # (B,) objects, with `router_replay=r2`
         self.replay: RouterReplay | None = None  # None: a dense model, or one that is never updated
         self.own_log_probs: Tensor | None = None  # (B, R) float32 on CPU, of an update without old ones
@@ -190,7 +185,7 @@ class DataParallelPPOActor:
         keys = [*self.forward.keys, "advantages"] + [key for key in OPTIONAL_KEYS if key in batch.batch]
         coef = self.config.entropy_coef if entropy_coef is None else entropy_coef
         updater, is_own = self.updater, "old_log_probs" not in batch.batch
-        objects = [key for key in (MEDIA,) if key in batch.non_tensor_batch]
+        objects = [key for key in (TEACHER_MEDIA,) if key in batch.non_tensor_batch]
         rows = batch.select(keys, [*self.forward.object_keys, *objects])
         self.own_log_probs = None
         use, agreement = (None, "") if self.replay is None else self.replay.in_update(rows)

@@ -9,8 +9,9 @@ The reference and the critic always choose for themselves: their weights are oth
 experts are not known, such as the last one of a response, which no engine ever runs.
 """
 
+from verl.batch_keys import ENGINE_ROUTES, OLD_ROUTES, ROUTE_MATCHES
 from verl.protocol import DataProto
-from verl.workers.packing.row_routes import ENGINE_ROUTES, MATCHES, OLD_ROUTES, RouteUse
+from verl.workers.packing.row_routes import RouteUse
 
 # Metrics: share of the experts in the given routes which a router chooses as well.
 ROUTE_AGREEMENT = "moe/route_agreement"  # of the engine and the trainer, before the update
@@ -36,7 +37,7 @@ class RouterReplay:
         """
         self._check(batch)
         column = OLD_ROUTES if self.records else ENGINE_ROUTES
-        is_compared = MATCHES in batch.batch
+        is_compared = ROUTE_MATCHES in batch.batch
         if self.mode != "off" and _has(batch, column):
             name = REPLAY_AGREEMENT if self.records or is_compared else ROUTE_AGREEMENT
             return RouteUse(column, True), name

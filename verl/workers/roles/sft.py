@@ -8,11 +8,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from verl.algorithms.aggregation import aggregate_loss
+from verl.batch_keys import TEACHER_KEYS
 from verl.config.sft import SFTActorConfig
 from verl.models.fused_log_probs import TokenLogProbs
 from verl.protocol import DataProto
 from verl.workers.packing.forward import FORWARD_KEYS, OBJECT_KEYS, PackedForward
-from verl.workers.roles.teachers import TEACHER_KEYS, Teachers
+from verl.workers.roles.teachers import Teachers
 from verl.workers.roles.updater import MicroBatch, MiniBatch, Training, Updater, compute_experience
 
 ROLE = "train"  # prefix of the metrics

@@ -10,10 +10,17 @@ from torch import Tensor
 
 from verl.algorithms.distillation import top_kl
 from verl.algorithms.kl import kl_divergence
+from verl.batch_keys import (
+    TEACHER_IDS,
+    TEACHER_KEYS,
+    TEACHER_LOG_PROBS,
+    TEACHER_MEDIA,
+    TEACHER_PROMPTS,
+    TEACHER_TOP_IDS,
+    TEACHER_TOP_LOG_PROBS,
+)
 from verl.config.distillation import DistillationLossConfig
 from verl.config.model import TrainedModelConfig
-from verl.data.teachers.column import TEACHER_IDS
-from verl.data.teachers.prompts import MEDIA, TENSORS
 from verl.models.families.mrope import continue_positions
 from verl.models.fused_log_probs import TokenLogProbs, linear_kl
 from verl.models.head.logit_chunks import HeadLogits
@@ -24,11 +31,6 @@ from verl.workers.packing.forward import PackedForward
 from verl.workers.packing.media_inputs import WholeRows
 from verl.workers.roles.metric_sums import MetricSums
 from verl.workers.roles.updater import compute_experience
-
-TEACHER_LOG_PROBS = "teacher_log_probs"  # (B, R): of the sampled tokens
-TOP_IDS = "teacher_top_ids"  # (B, R, Z) int32: the most likely tokens, from a server
-TOP_LOG_PROBS = "teacher_top_log_probs"  # (B, R, Z)
-TEACHER_KEYS = (TEACHER_IDS, TEACHER_LOG_PROBS, TOP_IDS, TOP_LOG_PROBS, *TENSORS)
 
 
 class Teachers:
@@ -112,7 +114,7 @@ class Teachers:
             zeros = torch.zeros(micro.batch["loss_mask"].shape, device=found.device)
             return zeros.index_copy(0, own.to(found.device), found)
 
-        return compute_experience(config, forward, group, batch, log_probs, (*TEACHER_KEYS, MEDIA))
+        return compute_experience(config, forward, group, batch, log_probs, (*TEACHER_KEYS, TEACHER_MEDIA))
 
     def _is_own(self, batch: DataProto, number: int) -> Tensor:
         # (B,) bool
@@ -124,9 +126,9 @@ class Teachers:
         """Return a server's answers about the tokens of `loss_mask`."""
         tensors = micro.batch
         mask = tensors["loss_mask"].bool()
-        top = tensors[TOP_LOG_PROBS][mask]  # (K, Z)
+        top = tensors[TEACHER_TOP_LOG_PROBS][mask]  # (K, Z)
         top = torch.cat([top, log_of_others(top)], -1)
-        return TopTokens(tensors[TOP_IDS][mask].long().to(self.device), top.to(self.device))
+        return TopTokens(tensors[TEACHER_TOP_IDS][mask].long().to(self.device), top.to(self.device))
 
     def _compare(self, policy: HeadLogits, teacher: Distributions) -> Tensor:
         is_forward = self.loss.is_forward
@@ -163,15 +165,15 @@ def check_vocabulary(ids: Tensor, size: int) -> None:
 def seen_by_teachers(micro: DataProto) -> DataProto:
     """Replace the prompts and media by the teachers' views of them; the responses stay."""
     tensors = micro.batch
-    if TENSORS[0] not in tensors:
+    if TEACHER_PROMPTS[0] not in tensors:
         return micro
-    prompts, mask, positions = (tensors[name] for name in TENSORS)
+    prompts, mask, positions = (tensors[name] for name in TEACHER_PROMPTS)
     width = tensors["responses"].shape[1]
     replaced = {
         "input_ids": torch.cat([prompts, tensors["responses"]], -1),  # (B, Q + R)
         "attention_mask": torch.cat([mask, tensors["attention_mask"][:, -width:]], -1),
         "position_ids": torch.cat([positions, continue_positions(positions[..., -1], width)], -1),
-        "multi_modal_data": micro.non_tensor_batch[MEDIA],
+        "multi_modal_data": micro.non_tensor_batch[TEACHER_MEDIA],
     }
     seen = micro.merge(replaced, replace=list(replaced))
     whole = WholeRows.of(micro)  # other ranks' media are the policy's

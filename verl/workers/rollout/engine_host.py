@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from verl.agents.setup import conversation_rules, endpoint_of
 from verl.agents.tools.pool import ToolPool
+from verl.batch_keys import BEGUN
 from verl.config.worker import WorkerConfig
 from verl.data.media.loader import DecodedMedia, MediaData, MediaLoader
 from verl.distributed.device import is_gpu
@@ -37,7 +38,6 @@ NOT_FOUND = (
     " `data.rollout_batch_size` smaller or /dev/shm larger, and with several nodes let the number of prompts"
     " be a multiple of theirs"
 )
-BEGUN = "begun"  # column of prompts: their unfinished responses, by sample
 
 
 class EnginePlace(NamedTuple):

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ceilings on the shape of the package: a change may lower them, and never raises them."""
+
+import pytest
+
+from tests.architecture.shape import measure
+
+CEILINGS = {
+    "lines": 74_535,
+    "files": 548,
+    "percent of the largest room": 15,
+    "files over 400 lines": 6,
+    "files under 60 lines": 106,
+    "files that share a name": 123,
+    "longest function": 77,
+    "functions that take PPOConfig": 17,
+    "modules below the trainer": 133,
+    "modules below the actor": 65,
+    "modules below the data set": 97,
+    "lines of README.md": 268,
+}
+
+
+@pytest.fixture(scope="module")
+def measured():
+    return measure()
+
+
+def test_each_number_has_a_ceiling(measured):
+    assert measured.keys() == CEILINGS.keys()
+
+
+@pytest.mark.parametrize("name", CEILINGS)
+def test_no_number_grows_past_its_ceiling(measured, name):
+    assert measured[name] <= CEILINGS[name], f"{name}: see python -m tests.architecture.shape"
