@@ -34,6 +34,8 @@ MAKE_TARGET = re.compile(r"(?:`|^|python3\.12 )make ([a-z-]+)", re.MULTILINE)
 REPOSITORY_FILE = re.compile(r"`((?:docs|examples|scripts|tests|benchmarks)/[\w./]+\.\w+)`")
 MESSAGE = re.compile(r"^> (.+)$", re.MULTILINE)
 MACHINE_PATH = re.compile("/(work|root)/")
+RIGHT = ("5", "2 + 3 is 5.", "The answer is 5.0")  # responses to a question whose answer is 5
+WRONG = ("The answer is 25", "5 and then 4", "1,005", "five", "")
 SHIPPED = ("*.py", "*.md", "*.yaml", "*.toml", "*.sh", "*.jinja", "Makefile", "Dockerfile", "run")
 FOLDERS = ("verl", "tests", "examples", "scripts", "benchmarks", "docs", ".ci")
 
@@ -148,10 +150,9 @@ def test_the_readmes_own_files_work(tmp_path, monkeypatch, capsys):
     assert main(["config=run.yaml", "--dry-run"]) == 0, capsys.readouterr().err
     template = ImmutableSandboxedEnvironment().from_string((tmp_path / "prompt.jinja").read_text())
     assert template.render(content="2 + 3?").startswith("2 + 3? Think")
-    (scores,) = load_reward_function("reward.py:compute_score").score(
-        [{"response": "5", "ground_truth": "5"}]
-    )
-    assert scores["overall"] == 1.0
+    reward = load_reward_function("reward.py:compute_score")
+    scores = reward.score([{"response": response, "ground_truth": "5"} for response in (*RIGHT, *WRONG)])
+    assert [one["overall"] for one in scores] == [1.0] * len(RIGHT) + [0.0] * len(WRONG)
 
 
 def test_every_reward_function_in_the_docs_scores(tmp_path):
@@ -163,8 +164,9 @@ def test_every_reward_function_in_the_docs_scores(tmp_path):
         file = tmp_path / "reward.py"
         file.write_text(body)
         reward = load_reward_function(f"{file}:compute_score")
-        right, wrong = reward.score([{"response": answer, "ground_truth": "5"} for answer in ("5", "4")])
-        assert right["overall"] > wrong["overall"]
+        answers = ("5", "4", "25")  # as text, 5 is in 25
+        right, *wrong = reward.score([{"response": answer, "ground_truth": "5"} for answer in answers])
+        assert right["overall"] > max(score["overall"] for score in wrong)
         types.append(reward.reward_type)
     assert types == ["batch", "sequential", "sequential", "dataproto"]
 
