@@ -13,6 +13,7 @@ from verl.algorithms.kl import KL_ESTIMATORS
 from verl.algorithms.policy_losses import POLICY_LOSSES
 from verl.data import files as data_files
 from verl.logger.tracker import LOGGERS
+from verl.models.families.interface import MediaFamily
 from verl.optim.build import OPTIMIZERS
 from verl.workers.rollout.base import RolloutEngine
 from verl.workers.rollout.engines import ROLLOUT_ENGINES
@@ -73,6 +74,18 @@ def test_what_a_section_touches_and_its_tests_are_there(title):
     assert "**Touch**" in SECTIONS[title] or title == "A metric"
     assert "**Test**" in SECTIONS[title]
     assert sorted(name for name in named if not (ROOT / name).exists()) == []
+
+
+def test_the_map_of_media_families_has_every_method_and_stars_the_abstract_ones():
+    rows = re.findall(
+        r"^\|.*\| (`\w+`\*?(?:, `\w+`\*?)*) \|", SECTIONS["A vision-language model"], re.MULTILINE
+    )
+    named = [name for row in rows for name in row.split(", ")]
+    methods = {name for name, value in vars(MediaFamily).items() if name[0] != "_" and callable(value)}
+    methods |= {name for name, value in vars(MediaFamily).items() if isinstance(value, property)}
+
+    assert sorted(name.strip("`*") for name in named) == sorted(methods)
+    assert {name.strip("`*") for name in named if name.endswith("*")} == MediaFamily.__abstractmethods__
 
 
 def test_every_section_is_in_the_table():
