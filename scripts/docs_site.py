@@ -16,6 +16,7 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
+LOG = "log.md"
 FOLDER = "repository"  # of the added pages, in the site
 LINK = re.compile(r"(?<=\]\()([^)#\s:]+)(?=[)#])")
 LANGUAGES = {
@@ -42,7 +43,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Rewrite links to files of the repository to their pages in the site."""
+    """Rewrite links to files of the repository to their pages in the site; keep the log out of the search."""
+    if page.file.src_uri == LOG:
+        page.meta["search"] = {"exclude": True}  # it names everything, and explains nothing
     source = source_path(page.file.src_uri)
     if source.suffix != ".md":
         return markdown

@@ -20,7 +20,7 @@ from verl.models.tiny import save_tiny_model
 from verl.rewards.function import load_reward_function
 
 FOLDER = ROOT / "docs" / "migration"
-PAGES = {name: (FOLDER / f"{name}.md").read_text() for name in ("easyr1", "verl", "long_rl")}
+PAGES = {name: (FOLDER / f"{name}.md").read_text() for name in ("easyr1", "verl", "long_rl", "trl")}
 ENTRIES = {entry.key: entry for entry in walk_options(PPOConfig)}
 TICKED = re.compile(r"`([^`]+)`")
 ROW = re.compile(r"^\|(.*)\|$", re.MULTILINE)
@@ -122,6 +122,22 @@ def test_every_key_of_long_rl_is_listed_with_its_support():
     assert {key for key, row in rows.items() if not row[1].startswith(words[status(key)])} == set()
     neutral = {key for key in LONG_RL_KEYS if status(key) == "neutral"}
     assert {key for key in neutral if rows[key][1] != f"only {yaml_text(ENTRIES[key].default)}"} == set()
+
+
+def test_every_option_of_trl_that_a_hint_knows_is_listed():
+    names = yaml.safe_load((VERL_KEYS.file.parent / "other_names.yaml").read_text())["TRL"]
+
+    assert cells(PAGES["trl"])[-len(names) :] == [
+        [f"`{name}`", *in_full(entry)] for name, entry in names.items()
+    ]
+
+
+def in_full(entry):
+    """The key of an option that a hint names by its end, or "none", and the remark."""
+    option, _, remark = entry.partition("; ")
+    ends = option.split(" | ")
+    keys = [key for end in ends for key in ENTRIES if key == end or key.endswith(f".{end}")]
+    return [f"`{keys[0]}`" if keys else option, remark]
 
 
 def test_verls_rows_and_its_reward_function_work_with_the_adapter(tmp_path):

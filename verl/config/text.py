@@ -83,7 +83,7 @@ def options_page(cls: type) -> str:
 def _table(entries: Sequence[OptionEntry], section: str) -> str:
     own = [entry for entry in entries if entry.key.rpartition(".")[0] == section]
     rows = [_table_row(entry) for entry in own if not is_section(entry.hint)]
-    return "\n".join(["| option | values | default | |", "|---|---|---|---|", *rows, ""]) if rows else ""
+    return "\n".join(["| option | values | default | help |", "|---|---|---|---|", *rows, ""]) if rows else ""
 
 
 def _table_row(entry: OptionEntry) -> str:
