@@ -14,7 +14,7 @@ DOCKER_INDEX ?=  # the PyTorch project's CPU wheel index, where pip would take a
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help install demo demo-text demo-video demo-audio demo-diffusion demo-diffusion-video demo-cold-start demo-agent demo-distill test test-fast test-slow test-faults test-gpu test-virtual gpu-check docker-check fuzz check style license config docs docs-serve bench bench-trl bench-algos bench-long soak learn build clean
+.PHONY: help install demo demo-text demo-video demo-audio demo-diffusion demo-diffusion-video demo-cold-start demo-agent demo-distill test test-fast test-slow test-faults test-gpu test-virtual gpu-check docker-check fuzz check style license config docs docs-serve pictures bench bench-trl bench-algos bench-long soak learn build clean
 
 help:                     ## show the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## +(.*)/\1\t\2/p' $(MAKEFILE_LIST) | awk -F'\t' '{printf "%-16s %s\n", $$1, $$2}'
@@ -118,6 +118,9 @@ docs: $(INSTALLED)        ## build the documentation in site/; a broken link is 
 
 docs-serve: $(INSTALLED)  ## serve it on port 8000 while you write
 	$(RUN) -m mkdocs serve --strict
+
+pictures: $(INSTALLED)    ## train the demos and take the documentation's pictures of them, with Chromium (15 minutes)
+	$(RUN) scripts/docs_pictures.py
 
 bench: $(INSTALLED)       ## the cost of a step, compared with its bare parts
 	$(RUN) benchmarks/log_probs.py

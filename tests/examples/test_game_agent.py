@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The game agent: a real browser plays the page, the trainer reads what was collected, a model learns to win.
-
-With `VIEWER_SCREENSHOTS=docs/images` it leaves the picture of the documentation there.
-"""
+"""The game agent: a real browser plays the page, the trainer reads its rows, a model learns to win."""
 
 import importlib
 import io
@@ -31,7 +28,6 @@ from verl.models.tiny import save_tiny_model
 from verl.rewards.function import load_reward_function
 
 FOLDER = ROOT / "examples" / "game_agent"
-PICTURE = (672, 336)  # pixels of the documentation's
 pytestmark = pytest.mark.browser
 
 
@@ -81,11 +77,6 @@ def test_a_player_that_reads_the_page_wins_every_game_and_its_rows_name_the_larg
 def test_a_game_is_the_same_every_time_and_clicks_elsewhere_are_wrong(modules, page):
     game_module, _ = modules
     game = game_module.Game(page)
-    if folder := os.environ.get("VIEWER_SCREENSHOTS"):
-        page.set_viewport_size(dict(zip(("width", "height"), PICTURE, strict=True)))
-        game.start(seed=3)
-        page.screenshot(path=Path(folder, "game_agent.png"))
-        page.set_viewport_size({"width": 168, "height": 84})
 
     def play(player):
         game.start(seed=7)

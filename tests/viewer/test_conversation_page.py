@@ -9,7 +9,7 @@ from playwright.sync_api import expect
 
 from tests.helpers.rollouts import conversation, rollout, with_media
 from tests.helpers.viewer import viewer
-from tests.viewer.test_page import HOSTILE, keep_picture
+from tests.viewer.test_page import HOSTILE
 from verl.viewer.rollout_store import RolloutStore
 
 NONE = "\N{EN DASH}"
@@ -92,7 +92,6 @@ def test_turns_show_text_calls_and_answers_with_their_pictures(page, article):
     expect(page.locator("dialog.lightbox img")).to_be_visible()
     page.keyboard.press("Escape")
     page.locator(".controls").evaluate("controls => scrollTo(0, controls.offsetTop - 60)")
-    keep_picture(page, "viewer_conversation")
 
 
 def test_text_that_is_not_trained_looks_different_and_a_legend_says_so(page, article):
@@ -141,7 +140,6 @@ def test_each_context_of_an_agent_begins_with_its_messages_and_pictures(page, ad
     expect(second.locator(".opening")).to_have_count(2)
     expect(second.locator(".opening").first).to_contain_text("Where?")
     assert page.evaluate("window.hacked") is None
-    keep_picture(page, "viewer_contexts")
 
 
 def test_markdown_of_turns_is_drawn(page, address):
@@ -198,5 +196,4 @@ def test_a_conversation_fits_the_screen(browser, address, width, theme):
         page.goto(f"{address}#{place}")
         expect(page.locator("article, .rollouts tbody tr").first).to_be_visible()
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), place
-        keep_picture(page, f"viewer_{place.split('?')[0].split('/')[0]}_talk_{width}_{theme}")
     context.close()

@@ -1,20 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page's frame and curves in headless Chromium: address, colors, widths, axes, smoothing.
+"""The page's frame and curves in headless Chromium: address, colors, widths, axes, smoothing."""
 
-With `VIEWER_SCREENSHOTS=docs/images` it creates the pictures of the documentation.
-"""
-
-import io
 import json
 import math
-import os
 import re
 from itertools import combinations
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
-from PIL import Image
 from playwright.sync_api import expect
 
 from tests.helpers.browser import wait_until
@@ -28,7 +22,6 @@ pytestmark = pytest.mark.browser
 
 RUNS = ("lr-1e-6", "lr-2e-6")
 SIZES = {"desktop": (1280, 900), "phone": (390, 844)}
-PICTURES = {("light", "desktop"): "viewer", ("dark", "phone"): "viewer_phone"}  # of the documentation
 
 
 @pytest.fixture(scope="module")
@@ -93,13 +86,6 @@ def test_every_view_fits_the_screen_in_light_and_dark(page, address, scheme, siz
     page.goto(f"{address}#curves?smooth=0.6")
     expect(chart_of(page, "reward/overall").locator("canvas")).to_be_visible()
     page.wait_for_timeout(300)
-    if (folder := os.environ.get("VIEWER_SCREENSHOTS")) and (scheme, size) in PICTURES:
-        keep_picture(page, Path(folder, f"{PICTURES[scheme, size]}.png"))
-
-
-def keep_picture(page, path):
-    picture = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
-    picture.quantize(256, dither=Image.Dither.NONE).save(path, optimize=True)  # a third of the bytes
 
 
 def brightness(color):

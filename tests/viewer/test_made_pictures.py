@@ -10,7 +10,6 @@ from playwright.sync_api import expect
 
 from tests.helpers.rollouts import rollout
 from tests.helpers.viewer import request, viewer
-from tests.viewer.test_page import keep_picture
 from verl.trainer.rollouts.picture_log import PictureFiles, described
 from verl.viewer.rollout_store import VALIDATION, RolloutStore
 
@@ -126,7 +125,6 @@ def test_pictures_stand_side_by_side_with_their_scores(page, address):
         "advantage 0.400 · 8 steps · stop · accuracy 1"
     )
     expect(page.locator("article").first).not_to_contain_text("picture of")  # its caption says the size
-    keep_picture(page, "viewer_pictures")
     images.first.click()
     expect(page.locator("dialog.lightbox img")).to_be_visible()
 

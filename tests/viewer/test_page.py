@@ -1,16 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page in a real browser: headless Chromium, driven by playwright, with the command's server.
+"""The page in a real browser: headless Chromium, driven by playwright, with the command's server."""
 
-With `VIEWER_SCREENSHOTS=docs/images` it creates the pictures of the documentation.
-"""
-
-import os
 import re
 import subprocess
 import sys
 import time
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 from playwright.sync_api import expect
@@ -50,11 +45,6 @@ def project(tmp_path_factory):
 def address(project):
     with viewer(project) as found:
         yield found
-
-
-def keep_picture(page, name):
-    if folder := os.environ.get("VIEWER_SCREENSHOTS"):
-        page.screenshot(path=Path(folder, f"{name}.png"))
 
 
 def total(page):
@@ -136,7 +126,6 @@ def test_a_group_shows_prompt_image_frames_and_its_responses_side_by_side(page, 
     expect(articles.first.locator("h3 .score")).to_have_text("1")
     expect(articles.first.locator(".facts")).to_have_text("advantage 0.500 · 6 tokens · stop · format 1")
     expect(page.locator(".group-bar strong")).to_have_text("second, step 1")
-    keep_picture(page, "viewer_group")
 
 
 def test_tokens_are_colored_by_the_selected_value(page, tmp_path):

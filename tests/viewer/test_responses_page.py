@@ -12,7 +12,7 @@ from tests.helpers.browser import open_browser
 from tests.helpers.media import save_video
 from tests.helpers.rollouts import rollout, with_media
 from tests.helpers.viewer import viewer
-from tests.viewer.test_page import HOSTILE, keep_picture
+from tests.viewer.test_page import HOSTILE
 from verl.viewer.rollout_store import RolloutStore
 
 pytestmark = pytest.mark.browser
@@ -297,7 +297,6 @@ def test_markdown_and_formulas_are_drawn_and_hostile_text_stays_text(page, addre
     expect(article).to_contain_text("cost $5 or $6")
     assert article.locator("a, img, script, iframe, [onerror], [href], [src], b:not(.badge)").count() == 0
     assert page.evaluate("window.hacked") is None
-    keep_picture(page, "viewer_markdown")
 
 
 def test_a_click_enlarges_an_image_and_frames_have_times(page, address):
@@ -351,12 +350,10 @@ def test_nothing_is_wider_than_the_screen_in_light_and_dark(open_page, address, 
     page.goto(f"{address}#rollouts?step_min=3&kind=train")
     expect(total(page)).to_have_text("1 to 6 of 6")
     assert page.evaluate(NO_OVERFLOW)
-    keep_picture(page, f"viewer_table_{width}_{theme}")
     for query in ("", "?look=markdown&pair=1", "?look=tokens", "?steps=1"):
         open_group(page, address, "train/3/step3-0-1", query)
         expect(page.locator("article").first).to_be_visible()
         assert page.evaluate(NO_OVERFLOW), query
-    keep_picture(page, f"viewer_prompt_{width}_{theme}")
     channels = page.locator("article").first.evaluate(
         "card => getComputedStyle(card).backgroundColor.match(/\\d+/g).slice(0, 3).map(Number)"
     )
