@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 
 from verl.models.lora_weights import (
@@ -163,6 +164,60 @@ def test_an_unusable_config_is_an_error_that_names_the_adapter(tmp_path, content
         read_adapter_config(tmp_path, "`lora.path` (x)")
 
     assert "`lora.path` (x)" in str(raised.value)
+
+
+PLAIN = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("trainable_token_indices", [1]), ("alora_invocation_tokens", [7, 8]), ("use_qalora", True),
+        ("layer_replication", [[0, 2]]), ("arrow_config", {"top_k": 1}), ("a_method_of_tomorrow", {"x": 1}),
+    ],
+)  # fmt: skip
+def test_a_key_that_may_change_the_adapter_is_refused_by_name(key, value, tmp_path):
+    (tmp_path / "adapter_config.json").write_text(json.dumps(PLAIN | {key: value}))
+
+    with pytest.raises(ValueError, match=rf"x: `{key}` \(.*\) of adapter_config.json is not supported: use"):
+        read_adapter_config(tmp_path, "x")
+
+
+def changes_its_base(start):
+    """Whether peft's layer replaces the weight that it wraps."""
+    layer = torch.nn.Linear(8, 8, bias=False)
+    before = layer.weight.detach().clone()
+    config = LoraConfig(r=2, target_modules=["0"], init_lora_weights=start)
+    get_peft_model(torch.nn.Sequential(layer), config)
+    return not torch.equal(layer.weight, before)
+
+
+@pytest.mark.parametrize(
+    "start", [True, False, "gaussian", "orthogonal", "eva", "mica", "pissa", "pissa_niter_2", "olora"]
+)
+def test_an_adapter_is_read_exactly_if_peft_leaves_its_base_alone(start, tmp_path):
+    (tmp_path / "adapter_config.json").write_text(json.dumps(PLAIN | {"init_lora_weights": start}))
+
+    if changes_its_base(start):
+        with pytest.raises(ValueError, match=rf"`init_lora_weights` \({start}\) .* changes the base weights"):
+            read_adapter_config(tmp_path, "x")
+    else:
+        assert read_adapter_config(tmp_path, "x") == AdapterConfig(4, 8, "all-linear")
+
+
+@pytest.mark.parametrize("start", ["corda", "loftq", "lora_ga"])
+def test_an_adapter_whose_start_needs_data_or_quantization_is_refused(start, tmp_path):
+    (tmp_path / "adapter_config.json").write_text(json.dumps(PLAIN | {"init_lora_weights": start}))
+
+    with pytest.raises(ValueError, match="changes the base weights"):
+        read_adapter_config(tmp_path, "x")
+
+
+def test_every_key_that_the_installed_peft_writes_is_read(tmp_path):
+    model = get_peft_model(torch.nn.Sequential(torch.nn.Linear(8, 8)), LoraConfig(r=4, target_modules=["0"]))
+    model.save_pretrained(tmp_path)
+
+    assert read_adapter_config(tmp_path, "x").rank == 4
 
 
 def test_an_adapter_without_safetensors_is_an_error_with_the_remedy(tmp_path):

@@ -31,17 +31,22 @@ PARTS = (DOWN, UP, MAGNITUDE)
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 JOINT = 3  # dimensions of a tensor that holds the weights of all experts
 PREFIX = "base_model.model."  # of every tensor in peft's files
-# Options of peft that would select another method, and the values with which they do not.
-NEUTRAL: dict[str, Any] = {
-    "rank_pattern": {},
-    "alpha_pattern": {},
-    "modules_to_save": None,
-    "layers_to_transform": None,
-    "layer_replication": None,
-    "bias": "none",
-    "lora_bias": False,
-    "fan_in_fan_out": False,
-}
+# Keys of peft that `AdapterConfig` holds, and keys of an adapter's start, training and loading, which do not
+# change what a saved adapter computes.
+READ_KEYS = (
+    "peft_type", "r", "lora_alpha", "target_modules", "exclude_modules", "use_rslora", "use_dora",
+    "base_model_name_or_path", "target_parameters",
+)  # fmt: skip
+IGNORED_KEYS = (
+    "task_type", "auto_mapping", "peft_version", "revision", "inference_mode", "lora_dropout",
+    "layers_pattern", "megatron_core", "loftq_config", "eva_config", "corda_config", "lora_ga_config",
+    "runtime_config", "qalora_group_size",
+)  # fmt: skip
+# Any other key must have one of these values, with which peft leaves plain LoRA alone.
+OFF: tuple[Any, ...] = (None, False, {}, [], "none")
+# Initializations that leave the base weights alone; the others (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA) subtract
+# the initial adapter from them, so that the adapter does not belong to the base model.
+KEEPS_BASE = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 
 
 @dataclass(frozen=True)
@@ -181,9 +186,7 @@ def read_adapter_config(folder: Path, where: str) -> AdapterConfig:
         values = json.loads((folder / CONFIG).read_text())
         if values["peft_type"] != "LORA":
             raise ValueError(f"{where} has the type {values['peft_type']}; only LORA is supported")
-        for key, neutral in NEUTRAL.items():
-            if values.get(key, neutral) not in (neutral, None, {}, []):
-                raise ValueError(f"{where}: `{key}` ({values[key]}) of {CONFIG} is not supported")
+        _check_is_plain(values, where)
         return AdapterConfig(
             rank=values["r"],
             alpha=values["lora_alpha"],
@@ -199,6 +202,24 @@ def read_adapter_config(folder: Path, where: str) -> AdapterConfig:
             f"{where} is not an adapter in peft's format: {CONFIG} cannot be read:"
             f" {type(error).__name__}: {error}"
         ) from error
+
+
+def _check_is_plain(values: Mapping[str, Any], where: str) -> None:
+    """Raise a ValueError unless peft would load plain LoRA or DoRA for the unchanged base model."""
+    start = values.get("init_lora_weights")
+    if start not in KEEPS_BASE:
+        raise ValueError(
+            f"{where}: `init_lora_weights` ({start}) of {CONFIG} changes the base weights, so the adapter"
+            " does not fit the base model: convert it with peft's"
+            " `save_pretrained(..., path_initial_model_for_weight_conversion=...)`"
+        )
+    known = {*READ_KEYS, *IGNORED_KEYS, "init_lora_weights"}
+    for key, value in values.items():
+        if key not in known and value not in OFF:
+            raise ValueError(
+                f"{where}: `{key}` ({value}) of {CONFIG} is not supported: use an adapter without it, or"
+                " merge it into its base with peft's `merge_and_unload` and train the merged model"
+            )
 
 
 def _joined(value: str | list[str] | None) -> str | None:
