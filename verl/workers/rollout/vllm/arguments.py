@@ -22,6 +22,9 @@ from verl.workers.rollout.vllm.prompts import embeds_prompts
 # vLLM's names. Each row of a weight has a scale of its own, and each token's activations have one.
 QUANTIZATIONS = {FP8: "fp8_per_channel"}
 MAX_CPU_CACHE_BYTES = 1 << 30  # vLLM fills it with zeros at start, 2 seconds for each GiB
+# Tokens of a block of the cache, on CPUs the fewest that vLLM's attention takes (its default is 128): a group
+# of responses shares the whole blocks of its prompt, and computes the rest once for each response.
+CPU_BLOCK = 32
 
 
 def engine_arguments(config: Any, setup: EngineSetup, hf_config: Any) -> dict[str, Any]:
@@ -75,6 +78,8 @@ def engine_arguments(config: Any, setup: EngineSetup, hf_config: Any) -> dict[st
             # turns are seeded, and vLLM cannot rewind a CPU's generator after a part of a prompt
             tokens = max(config.max_num_batched_tokens, arguments["max_model_len"])
             arguments |= dict(enable_chunked_prefill=False, max_num_batched_tokens=tokens)
+        if not hasattr(hf_config.get_text_config(), "kv_lora_rank"):  # latent attention has blocks of 16
+            arguments["block_size"] = CPU_BLOCK
         # compiling on CPU takes 22 s and gains nothing
         return arguments | dict(enforce_eager=True, kv_cache_memory_bytes=cache_bytes)
     return arguments | _cuda_arguments(config, hf_config)
@@ -138,7 +143,7 @@ def cpu_cache_bytes(hf_config: Any, config: Any, max_model_len: int) -> int:
     text = hf_config.get_text_config()
     values = sum(2 * heads.keys * heads.dim for heads in layer_heads(text))  # keys and values of a token
     token_bytes = values * torch_dtype(config.dtype).itemsize
-    blocks_of_sequence = -(-max_model_len // 128) + 1  # vLLM's CPU cache has blocks of 128 tokens
-    sequence_bytes = blocks_of_sequence * 128 * token_bytes
+    blocks_of_sequence = -(-max_model_len // CPU_BLOCK) + 1
+    sequence_bytes = blocks_of_sequence * CPU_BLOCK * token_bytes
     sequences = config.sequences_at_once(on_gpu=False)
     return max(4 * sequence_bytes, min(sequences * sequence_bytes, MAX_CPU_CACHE_BYTES))
