@@ -28,6 +28,7 @@ $(INSTALLED): pyproject.toml
 	$(if $(HAS_GPU),,$(RUN) -m pip install --quiet torch==2.13.0)
 	$(RUN) -m pip uninstall -qq --yes verl
 	$(RUN) -m pip install --quiet --editable '.[$(EXTRAS)]'
+	$(VENV)/bin/verl-doctor --repair
 	touch $@
 
 install: $(INSTALLED)     ## build .venv, with the CPU or the CUDA packages

@@ -12,20 +12,9 @@ import pytest
 from packaging.requirements import Requirement
 
 from tests.helpers.training import ROOT
-from verl.cli.doctor import (
-    Level,
-    check_compiler,
-    check_disk,
-    check_fabric,
-    check_gpus,
-    check_imports,
-    check_ray,
-    check_shared_memory,
-    is_built_for,
-    main,
-    run_checks,
-    unmet,
-)
+from verl.cli.checks.gpus import check_compiler, check_fabric, check_gpus, is_built_for
+from verl.cli.checks.machine import Level, check_disk, check_ray, check_shared_memory
+from verl.cli.doctor import check_imports, check_plain_transformers, main, run_checks, unmet
 from verl.distributed.gpus import QUERY, Gpu, old_driver, read_gpus
 
 
@@ -194,3 +183,7 @@ def test_an_import_that_fails_is_named_with_its_reason():
 @pytest.mark.slow
 def test_the_heavy_packages_can_be_imported_here():
     assert check_imports().found == "torch, transformers, ray, vllm"
+
+
+def test_a_program_without_this_package_can_load_models_here():
+    assert check_plain_transformers().level is Level.OK

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from verl.models.tiny import save_tiny_model
+
 ROOT = Path(__file__).resolve().parents[2]
 REPORT = """
 import importlib.metadata, importlib.util, json, os, subprocess, sys
@@ -58,10 +60,10 @@ def make_site(folder, *, torch_cuda, linked_to_cuda):
     return folder
 
 
-def run(code, *paths):
+def run(code, *paths, options=()):
     env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     env["PYTHONPATH"] = os.pathsep.join(map(str, paths))
-    command = [sys.executable, "-c", code]
+    command = [sys.executable, *options, "-c", code]
     result = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     return result.stdout
@@ -119,7 +121,66 @@ def test_a_script_that_imports_transformers_first_is_told_what_to_do(linked_to_c
     code = "import warnings\nwith warnings.catch_warnings(record=True) as caught:\n"
     code += "    import transformers, verl\nprint([str(one.message) for one in caught])"
 
-    assert ("`verl.utils.cuda_builds.repair_cuda_builds()` before" in run(code, site, ROOT)) == is_warned
+    told = run(code, site, ROOT, options=["-S"])  # without what repairs this environment
+    assert ("run `verl-doctor --repair` once" in told) == is_warned
+
+
+@pytest.mark.parametrize(("torch_cuda", "is_written"), [(None, True), ("13.0", False)])
+def test_a_repaired_environment_repairs_processes_that_do_not_import_the_package(
+    torch_cuda, is_written, tmp_path
+):
+    site = make_site(tmp_path / "site", torch_cuda=torch_cuda, linked_to_cuda=True)
+    (site / "easy_verl_cuda_builds.pth").write_text("import a_stale_file\n")
+    run(
+        "from pathlib import Path; from verl.utils.cuda_builds import repair_environment\n"
+        f"assert repair_environment(Path({str(site)!r})) == {is_written}",
+        site,
+        ROOT,
+    )
+
+    start = f"import site; site.addsitedir({str(site)!r})\n"
+    report = json.loads(run(f"{start}{REPORT}print(json.dumps(report))", site))
+
+    assert (site / "easy_verl_cuda_builds.pth").exists() == is_written
+    assert report["imported"]["torchvision"] == (["nms", "qnms"] if is_written else [])
+    assert report["found"]["torchaudio"] != is_written
+
+
+def test_the_path_file_of_a_deleted_clone_does_nothing(tmp_path):
+    site = make_site(tmp_path / "site", torch_cuda=None, linked_to_cuda=True)
+    clone = tmp_path / "cuda_builds.py"
+    clone.write_text((ROOT / "verl/utils/cuda_builds.py").read_text())
+    code = (
+        "from pathlib import Path; from cuda_builds import repair_environment\n"
+        f"repair_environment(Path({str(site)!r}))"
+    )
+    run(code, tmp_path, site)
+    clone.unlink()
+
+    assert run(f"import site; site.addsitedir({str(site)!r}); print('runs')", site).strip() == "runs"
+
+
+LOADED = """
+import sys
+import transformers
+assert "verl" not in sys.modules
+for name, folder in zip(("CausalLM", "ImageTextToText", "MultimodalLM"), sys.argv[1:]):
+    model = getattr(transformers, "AutoModelFor" + name).from_pretrained(folder)
+    transformers.AutoProcessor.from_pretrained(folder)
+    print(type(model).__name__)
+"""
+
+
+def test_plain_transformers_loads_models_of_text_images_and_audio_in_this_environment(tmp_path):
+    folders = [str(save_tiny_model(tmp_path / kind, kind)) for kind in ("qwen3", "qwen2_5_vl", "qwen2_audio")]
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, "-c", LOADED, *folders]
+    result = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+
+    assert result.returncode == 0, f"{result.stderr}\n`verl-doctor --repair` mends it"
+    assert result.stdout.split() == [
+        "Qwen3ForCausalLM", "Qwen2_5_VLForConditionalGeneration", "Qwen2AudioForConditionalGeneration",
+    ]  # fmt: skip
 
 
 def test_the_installed_torchvision_works_in_a_process_that_only_inherits_the_environment():

@@ -7,12 +7,16 @@ importing torchaudio or torchcodec (and so vLLM) on `libc10_cuda.so`.
 
 Commands, tests and benchmarks call `repair_cuda_builds` before they import transformers. Where needed, it
 replaces Python's path finder; in child processes (Ray's workers, vLLM's helpers) through `PYTHONPATH`.
+
+`verl-doctor --repair` repairs an environment: a path file in its site-packages replaces the path finder of
+every process, so that plain transformers loads exported models. `make install` runs it.
 """
 
 import mmap
 import os
 import re
 import sys
+import sysconfig
 import warnings
 from functools import lru_cache
 from importlib.machinery import ModuleSpec, PathFinder
@@ -27,11 +31,21 @@ OPERATORS = {  # declared before torchvision is executed; its transforms, all th
     "qnms": "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
 }
 CHILD_SITE = Path(__file__).parent / "child_site"  # holds a `sitecustomize.py` for child processes
+REMEDY = "install a CPU build of torchvision, or run `verl-doctor --repair` once"
 UNREPAIRED = (
     "torchvision was built for CUDA and torch for CPUs, so transformers cannot load models or image"
-    " processors: install a CPU build of torchvision, or call"
-    " `verl.utils.cuda_builds.repair_cuda_builds()` before you import transformers"
+    f" processors: {REMEDY}"
 )
+PATH_FILE = "easy_verl_cuda_builds.pth"
+# Run at each start of Python: reads this file without the package around it, and nothing where it is gone.
+AT_START = """
+import importlib.util, os
+if os.path.isfile({file!r}):
+    spec = importlib.util.spec_from_file_location("_verl_cuda_builds", {file!r})
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.replace_path_finder()
+"""
 
 
 def repair_cuda_builds() -> None:
@@ -40,9 +54,32 @@ def repair_cuda_builds() -> None:
     if not repaired:
         return
     os.environ |= repaired
+    replace_path_finder()
+
+
+def replace_path_finder() -> None:
+    """Have this process look at the packages when it imports them; nothing is read before."""
     for position, finder in enumerate(sys.meta_path):
         if isinstance(finder, type) and finder.__name__ == PathFinder.__name__:
             sys.meta_path[position] = RepairingFinder(finder)
+
+
+def repair_environment(folder: Path | None = None) -> bool:
+    """Write the path file where it is needed, else delete it; return whether it is needed.
+
+    Args:
+        folder: Holds the installed packages; None is that of this environment.
+    """
+    file = (folder or Path(sysconfig.get_paths()["purelib"])) / PATH_FILE
+    is_needed = bool(child_environment())
+    if is_needed:
+        written = file.with_suffix(".new")
+        code = AT_START.format(file=str(Path(__file__).resolve()))
+        written.write_text(f"import sys; exec({code!r})\n")  # Python runs lines that begin with `import`
+        written.rename(file)
+    else:
+        file.unlink(missing_ok=True)
+    return is_needed
 
 
 def child_environment() -> dict[str, str]:
