@@ -2,7 +2,7 @@
 import pytest
 import torch
 
-from verl.algorithms.reward_shaping import overlong_penalty
+from verl.algorithms.resampling import overlong_penalty
 
 
 def test_the_penalty_falls_in_a_straight_line_over_the_buffer():

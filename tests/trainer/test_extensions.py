@@ -14,7 +14,7 @@ from verl.config.sft import SFTConfig
 from verl.models.families.registry import TYPES
 from verl.models.tiny import save_tiny_model
 from verl.trainer.extensions.checks import KINDS, check_extensions
-from verl.trainer.extensions.used import extensions_in
+from verl.trainer.extensions.protocol import extensions_in
 
 HEAD = """\
 import torch

@@ -7,7 +7,7 @@ from tests.helpers.media import save_video
 from tests.helpers.rollouts import rollout
 from tests.helpers.viewer import request, viewer
 from verl.viewer.rollout_store import RolloutStore
-from verl.viewer.videos import MEDIA_TYPES, VideoFolders
+from verl.viewer.runs import MEDIA_TYPES, VideoFolders
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,7 @@ def build_pipeline(folder: Path, dtypes: Mapping[str, torch.dtype]) -> Any:
     import diffusers
 
     from verl.diffusion import tiny
-    from verl.planning.diffusion.parts import TRANSFORMER, index_of, meta_part, model_names
+    from verl.planning.diffusion.shapes import TRANSFORMER, index_of, meta_part, model_names
 
     index = index_of(folder)
     parts = {name: meta_part(folder, name) for name in model_names(folder)}

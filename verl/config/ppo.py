@@ -17,9 +17,8 @@ from verl.config.model import AUTO, FSDPConfig, TrainedModelConfig
 from verl.config.reward_servers import RewardServerConfig, server_problems
 from verl.config.rules.algorithm_rules import algorithm_problems, group_problems
 from verl.config.rules.diffusion_rules import diffusion_problems
-from verl.config.rules.distillation_rules import distillation_problems
+from verl.config.rules.distillation_rules import distillation_problems, served_teacher_problems
 from verl.config.rules.quantization_rules import quantization_problems
-from verl.config.rules.served_teacher_rules import served_teacher_problems
 from verl.config.schema import option
 from verl.config.trainer import WORLD, RunTree, TrainerConfig, divisible
 from verl.config.worker import WorkerConfig

@@ -42,8 +42,7 @@ from verl.data.messages import Message, media_columns
 from verl.data.plain_files import Row
 from verl.data.prompt_template import PromptFormat
 from verl.data.readers import PositionIds
-from verl.data.teachers.column import TeacherColumn
-from verl.data.teachers.prompts import TeacherPrompts
+from verl.data.teachers import TeacherColumn, TeacherPrompts
 from verl.models.families.interface import MediaShape
 from verl.utils.processes.child_process import IsolatedCalls
 from verl.utils.rank_logger import get_logger

@@ -20,8 +20,8 @@ import datasets
 import pandas
 from datasets.exceptions import DatasetsError
 
-from verl.data.decoded_size import check_decoded_size
 from verl.data.mapped_lines import read_lines
+from verl.data.media.decoded_size import check_decoded_size
 from verl.data.plain_files import (
     DEFAULT_SPLIT,
     Row,

@@ -36,8 +36,7 @@ from verl.data.messages import BadRowError
 from verl.data.readers import Readers, load_readers
 from verl.data.rl_dataset import RLHFDataset
 from verl.data.sft_dataset import SFTDataset
-from verl.data.teachers.column import TeacherColumn
-from verl.data.teachers.prompts import TeacherPrompts, data_of_teacher, has_views, media_of_teacher
+from verl.data.teachers import TeacherColumn, TeacherPrompts, data_of_teacher, has_views, media_of_teacher
 from verl.protocol import DataProto
 from verl.utils.rank_logger import get_logger
 from verl.utils.registry import Registry

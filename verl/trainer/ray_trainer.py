@@ -31,7 +31,7 @@ from verl.trainer.rollouts.rollout_log import RolloutLog
 from verl.trainer.rollouts.schedule import Schedule
 from verl.trainer.rollouts.scores import Scoring, score
 from verl.trainer.run.checkpointing import PPORunState
-from verl.trainer.served_teachers.stage import ServedTeachers
+from verl.trainer.served_teachers import ServedTeachers
 from verl.trainer.training_loop import TrainingLoop
 from verl.trainer.validation import NO_SCORE, Validator
 from verl.utils.rank_logger import get_logger

@@ -28,8 +28,7 @@ from verl.config.worker import RewardConfig, WorkerConfig
 from verl.data.loader import Loaders, PromptLoader, make_loaders, make_sft_loaders, show_to_teachers
 from verl.data.media.cache import MediaCache
 from verl.data.readers import load_readers, media_options
-from verl.data.teachers.column import TeacherColumn
-from verl.data.teachers.tokens import check_teacher_tokens
+from verl.data.teachers import TeacherColumn, check_teacher_tokens
 from verl.distributed.device import is_gpu
 from verl.logger.base import Run
 from verl.logger.console.start_up import phase
@@ -53,12 +52,12 @@ from verl.trainer.rollouts.collector import RolloutCollector
 from verl.trainer.rollouts.early_stop import check_scored_alone, make_early_stop
 from verl.trainer.rollouts.engines import Engines, OwnEngines, SharedEngines
 from verl.trainer.rollouts.group_filter import make_group_filter, make_quota
-from verl.trainer.rollouts.partial_rollouts import PartialRollouts
+from verl.trainer.rollouts.group_stream import PartialRollouts
 from verl.trainer.rollouts.schedule import InTurn, OneStepAhead, Schedule
 from verl.trainer.rollouts.stream import Stream
 from verl.trainer.run.checkpointing import PPORunState, RunState
 from verl.trainer.run.resuming import check_resume, origin_of
-from verl.trainer.served_teachers.stage import ServedTeachers
+from verl.trainer.served_teachers import ServedTeachers
 from verl.trainer.sft.sft_trainer import SFTTrainer
 from verl.trainer.validation import Validator
 from verl.workers.run_options import ModelRunOptions, RunOptions
@@ -217,7 +216,7 @@ def open_served_teachers(distillation: DistillationConfig, servers: RewardServer
     """Return None unless a teacher runs behind a server."""
     if not distillation.served:
         return None
-    from verl.trainer.served_teachers.model import TeacherModel  # noqa: PLC0415 (needs `openai`)
+    from verl.trainer.served_teachers import TeacherModel  # noqa: PLC0415 (needs `openai`)
 
     numbers = {name: number for number, name in enumerate(distillation.teachers)}
     teachers = {

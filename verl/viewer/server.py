@@ -34,7 +34,7 @@ from starlette.responses import (
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from verl.viewer.export import metrics_csv, metrics_jsonl
+from verl.viewer.export import FORMATS, exported, metrics_csv, metrics_jsonl
 from verl.viewer.notes import MAX_BYTES, Notes, write_notes
 from verl.viewer.overview import compare_configs, overview
 from verl.viewer.queries import (
@@ -47,10 +47,8 @@ from verl.viewer.queries import (
     select,
     with_prompts,
 )
-from verl.viewer.rollout_export import FORMATS, exported
 from verl.viewer.rollout_store import FILE_PREFIXES, FOLDER, MEDIA, MEDIA_FILE, SERVED, is_inside
-from verl.viewer.runs import RunFolder
-from verl.viewer.videos import MEDIA_TYPES, VideoFolders
+from verl.viewer.runs import MEDIA_TYPES, RunFolder, VideoFolders
 from verl.viewer.writing import WriteGuard, limited_body
 
 LOOPBACK = "127.0.0.1"

@@ -6,8 +6,7 @@ import json
 import pytest
 
 from verl.config.rollout import RolloutConfig
-from verl.config.rules.diffusion_rules import LONGEST_PROMPTS
-from verl.config.rules.pipelines import PIPELINES, pipeline_problems
+from verl.config.rules.diffusion_rules import LONGEST_PROMPTS, PIPELINES, pipeline_problems
 from verl.config.rules.video_rules import VIDEOS
 from verl.config.worker import WorkerConfig
 from verl.diffusion.families.registry import FAMILIES, family_of

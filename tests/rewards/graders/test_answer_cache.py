@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from verl.rewards.graders.answer_cache import AnswerCache
+from verl.rewards.graders.endpoint import AnswerCache
 
 
 def name(number):
@@ -119,7 +119,7 @@ def test_a_disk_without_room_costs_the_entry_and_is_said_once(tmp_path, capfd):
     folder.mkdir()
     code = (
         "import sys, uuid, os\n"
-        "from verl.rewards.graders.answer_cache import AnswerCache\n"
+        "from verl.rewards.graders.endpoint import AnswerCache\n"
         "class Fixed:\n    hex = 'e' * 32\n"
         "uuid.uuid4 = lambda: Fixed\n"
         f"cache = AnswerCache({str(tmp_path)!r})\n"
@@ -139,7 +139,7 @@ def test_a_disk_without_room_costs_the_entry_and_is_said_once(tmp_path, capfd):
 def test_processes_that_write_and_read_the_same_entries_never_see_half_of_one(tmp_path):
     # Two processes write long texts under the same ten names while this one reads; a bound makes them evict.
     code = (
-        "import sys, hashlib\nfrom verl.rewards.graders.answer_cache import AnswerCache\n"
+        "import sys, hashlib\nfrom verl.rewards.graders.endpoint import AnswerCache\n"
         f"cache = AnswerCache({str(tmp_path)!r}, max_bytes=1 << 20)\n"
         "for turn in range(60):\n"
         "    name = hashlib.sha256(str(turn % 10).encode()).hexdigest()\n"

@@ -15,8 +15,7 @@ from verl.single_controller.ray.failure import WorkerError
 from verl.single_controller.ray.resource_pool import ClusterError
 from verl.trainer.metrics import StageTimer
 from verl.trainer.rollouts.engines import OwnEngines
-from verl.trainer.rollouts.group_stream import version_metrics
-from verl.trainer.rollouts.partial_rollouts import PartialRollouts
+from verl.trainer.rollouts.group_stream import PartialRollouts, version_metrics
 from verl.trainer.rollouts.roster import Roster
 from verl.trainer.rollouts.sampler import with_uids
 from verl.trainer.rollouts.schedule import AHEAD_FILE, InTurn, OneStepAhead

@@ -13,8 +13,7 @@ from tests.helpers.vllm_server import vllm_server
 from verl.config.distillation import DistillationLossConfig
 from verl.models.tiny import save_tiny_model
 from verl.protocol import DataProto
-from verl.trainer.served_teachers.model import TeacherModel
-from verl.trainer.served_teachers.stage import ServedTeachers
+from verl.trainer.served_teachers import ServedTeachers, TeacherModel
 
 pytestmark = [pytest.mark.heavy, pytest.mark.slow]  # test_stage.py is in every suite
 

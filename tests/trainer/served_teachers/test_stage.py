@@ -10,8 +10,7 @@ import torch
 from tests.helpers.chat_server import ChatServer, Reply
 from verl.config.distillation import DistillationLossConfig
 from verl.protocol import DataProto, objects
-from verl.trainer.served_teachers.model import TeacherModel
-from verl.trainer.served_teachers.stage import ServedTeachers
+from verl.trainer.served_teachers import ServedTeachers, TeacherModel
 from verl.workers.roles.teachers import check_vocabulary, log_of_others
 
 SAMPLED = DistillationLossConfig("low_var_kl")

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Takes weights from the processes that train into an engine's; `server.py` says how and why."""
 
+import weakref
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -12,9 +14,7 @@ from torch.distributed import Work
 
 from verl.distributed.weights import peer_link
 from verl.distributed.weights.buckets import BucketLayout
-from verl.distributed.weights.peer_link import RECEIVER, PeerLink, ServerAddress
-from verl.distributed.weights.peer_lost import PeerLostError
-from verl.distributed.weights.recycled_memory import RecycledMemory
+from verl.distributed.weights.peer_link import RECEIVER, PeerLink, PeerLostError, ServerAddress
 from verl.distributed.weights.server import ServedShare
 
 
@@ -109,3 +109,26 @@ class WeightReader:
         if self.world_size > 1:
             dist.broadcast(arriving.data, src=source % self.world_size)
         return arriving.data
+
+
+class RecycledMemory:
+    """Lends tensors of bytes on a device; any of their views keeps them.
+
+    A GPU's allocator does this itself. On CPU large blocks go back to the system, and filling new ones takes
+    longer than receiving what is put there.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._free: list[np.ndarray] = []
+
+    def take(self, num_bytes: int) -> Tensor:
+        """Return a tensor (num_bytes,) uint8 of any values."""
+        if self.device.type != "cpu":
+            return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        block = self._free.pop() if self._free else np.empty(0, np.uint8)
+        if block.nbytes < num_bytes:
+            block = np.empty(num_bytes, np.uint8)
+        lent = block[:num_bytes]  # an object of its own, which the tensor's memory refers to
+        weakref.finalize(lent, self._free.append, block).atexit = False
+        return torch.from_numpy(lent)

@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The live line under the steps: the reward, the running stage, the step, and the time that is left."""
 
+import os
+import sys
 from collections.abc import Callable, Mapping
+from functools import cache
 
 from rich.console import Console, ConsoleOptions, RenderResult
+from rich.file_proxy import FileProxy
 from rich.text import Text
 
 from verl.logger.console.clock import StepClock, hours
@@ -65,3 +69,28 @@ class LiveBar:
         done = min(width, width * self._clock.finished_step // self._clock.total_steps)
         full, empty = "━─" if is_unicode else "#-"
         return full * done + empty * (width - done)
+
+
+@cache
+def stdout_console() -> Console:
+    return Console(highlight=False)
+
+
+@cache
+def stderr_console() -> Console:
+    """Return the console of what a person reads while another program reads stdout."""
+    return Console(highlight=False, stderr=True)
+
+
+def _use_plain_streams() -> None:
+    """Give a forked process, such as one that reads rows, the streams below a live line.
+
+    The thread that draws the line may have held the console's lock, which no one releases in the child.
+    """
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if isinstance(stream, FileProxy):
+            setattr(sys, name, stream.rich_proxied_file)
+
+
+os.register_at_fork(after_in_child=_use_plain_streams)

@@ -16,13 +16,11 @@ from rich.live import Live
 from rich.text import Text
 
 from verl.logger.base import LOGGERS, Generation, Logger, Metrics, Run, json_line
-from verl.logger.console.areas import area_lines
-from verl.logger.console.bar import LiveBar
+from verl.logger.console.bar import LiveBar, stdout_console
 from verl.logger.console.clock import StepClock, hours, numbered
 from verl.logger.console.samples import sample_panel
-from verl.logger.console.screen import stdout_console
 from verl.logger.console.start_up import release_live_line
-from verl.logger.console.table import StepTable
+from verl.logger.console.table import StepTable, area_lines
 
 QUIET_S = 30.0  # without a terminal: longest silence of a stage that reports progress
 REFRESHES = 2  # of the live line per second

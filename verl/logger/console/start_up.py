@@ -24,7 +24,7 @@ from rich.live import Live
 from rich.text import Text
 
 from verl.config.trainer import RunConfig
-from verl.logger.console.screen import stderr_console, stdout_console
+from verl.logger.console.bar import stderr_console, stdout_console
 
 NAME_WIDTH = 22
 QUIET_S = 30.0  # without a terminal: longest silence

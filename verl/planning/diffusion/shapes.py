@@ -4,7 +4,9 @@
 To add a family, add what its transformer reads of a prompt to `READS`.
 """
 
-from collections.abc import Iterable
+import importlib
+import json
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import diffusers
 import torch
 from torch import Tensor, nn
 
+from verl.config.files.model_files import PIPELINE
 from verl.config.model import FSDPConfig, ModelConfig
 from verl.config.rollout import RolloutConfig
 from verl.diffusion.families.interface import GUIDANCE, Conditions
@@ -21,21 +24,14 @@ from verl.diffusion.model import trained_part
 from verl.diffusion.options import size_of
 from verl.distributed.fsdp import fsdp_blocks, torch_dtype
 from verl.models.trainable import select_trainable
-from verl.planning.diffusion.parts import (
-    CONFIG,
-    TRANSFORMER,
-    VAE,
-    index_of,
-    meta_part,
-    model_names,
-    num_bytes,
-)
 from verl.planning.diffusion.planned import PictureShape, Work
 from verl.planning.diffusion.trace import traced, traced_update
 from verl.planning.memory_model import ModelShape, Stack
 from verl.workers.model_builder import weights_dtype
 
 VAE_BYTES = 4  # of a number of the VAE, which stays in float32
+CONFIG = "config.json"
+TRANSFORMER, VAE = "transformer", "vae"
 
 
 @dataclass(frozen=True)
@@ -169,3 +165,30 @@ def _count(params: Iterable[nn.Parameter]) -> int:
 
 def _empty(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.empty(*size, dtype=dtype, device="meta")
+
+
+def model_names(folder: Path) -> Iterator[str]:
+    """Yield the names of a pipeline's models: `transformer`, `vae`, `text_encoder` and so on."""
+    for name, entry in index_of(folder).items():
+        if isinstance(entry, list) and None not in entry and (folder / name / CONFIG).is_file():
+            yield name
+
+
+def meta_part(folder: Path, name: str) -> nn.Module:
+    """Build a model of a pipeline without memory."""
+    library, kind = index_of(folder)[name]
+    cls: Any = getattr(importlib.import_module(library), kind)
+    with torch.device("meta"):
+        if library == "diffusers":
+            return cls.from_config(cls.load_config(folder / name))
+        return cls(cls.config_class.from_pretrained(folder / name))
+
+
+def num_bytes(module: nn.Module, number: int) -> int:
+    """Return the bytes of weights and buffers of `number` bytes each."""
+    return number * sum(tensor.numel() for tensor in (*module.parameters(), *module.buffers()))
+
+
+def index_of(folder: Path) -> dict[str, Any]:
+    """Read the classes of a pipeline's parts."""
+    return json.loads((folder / PIPELINE).read_text(encoding="utf-8"))

@@ -11,14 +11,18 @@ import hashlib
 import itertools
 import json
 import os
+import re
+import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol
 from urllib.parse import urlsplit
 from weakref import WeakValueDictionary
 
-from verl.rewards.graders.answer_cache import MAX_CACHE_BYTES, AnswerCache
+from verl.utils.rank_logger import get_logger
+from verl.utils.shared_folder import Room, write_whole
 
 try:
     import openai
@@ -31,6 +35,10 @@ NO_KEY = "none"  # the client insists on a key; servers that want none ignore it
 SHOWN = 500  # characters of a server's message that an error shows
 LOOK_S = 0.5  # between looks for a replica that answers
 PASSING = (408, 409, 429)  # statuses that are retried, like those from 500
+MAX_CACHE_BYTES = 1 << 30
+BLOCK = 4096  # bytes that a short file takes on most file systems
+ANSWER_FILE = re.compile(r"[0-9a-f]{30,126}")
+logger = get_logger(__name__)
 
 
 class Addresses(Protocol):
@@ -237,3 +245,39 @@ def _read_key(api_key_env: str | None) -> str:
 
 def excerpt(text: str) -> str:
     return text if len(text) <= SHOWN else f"{text[:SHOWN]} ..."
+
+
+class AnswerCache:
+    """A bounded directory of texts by hexadecimal digest, for any number of threads and processes."""
+
+    def __init__(self, directory: str | Path, max_bytes: int = MAX_CACHE_BYTES) -> None:
+        self.directory = Path(directory)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self._room = Room(self.directory, ANSWER_FILE, max_bytes, BLOCK)
+        self._lock = threading.Lock()  # guards `_room`
+        self._has_warned = False
+
+    def get(self, name: str) -> str | None:
+        try:
+            with self._path(name).open("rb") as file:
+                content = file.read()
+                with suppress(PermissionError):  # another user's entry can be read, not renewed
+                    os.utime(file.fileno())
+        except FileNotFoundError:
+            return None
+        # A crash of the machine can leave an empty file.
+        return content.decode("utf-8", "surrogatepass") if content else None
+
+    def put(self, name: str, text: str) -> None:
+        """Store a text that is not empty. A full disk is a warning: the judge will be asked again."""
+        content = text.encode("utf-8", "surrogatepass")
+        if not write_whole(self._path(name), content, self._make_room) and not self._has_warned:
+            self._has_warned = True
+            logger.warning("no room to store answers, which are asked for again: path=%s", self.directory)
+
+    def _path(self, name: str) -> Path:
+        return self.directory / name[:2] / name[2:]
+
+    def _make_room(self, coming: int) -> None:
+        with self._lock:
+            self._room.make(coming)

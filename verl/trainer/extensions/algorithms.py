@@ -15,8 +15,7 @@ from verl.algorithms.token_selection import SelectionInputs, TokenSelection, sel
 from verl.config.algorithm import AlgorithmConfig
 from verl.protocol import DataProto
 from verl.trainer.core_algos import advantage_inputs
-from verl.trainer.extensions.protocol import ProtocolError, check_tensor, described
-from verl.trainer.extensions.used import UsedExtension
+from verl.trainer.extensions.protocol import ProtocolError, UsedExtension, check_tensor, described
 
 LENGTH = 3  # tokens of a tiny response
 

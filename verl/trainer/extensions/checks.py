@@ -18,19 +18,19 @@ from verl.models.families.registry import OWN_FAMILIES
 from verl.optim.build import OPTIMIZERS
 from verl.optim.schedules import SCHEDULES
 from verl.trainer.extensions.algorithms import check_estimator, check_kl, check_loss
-from verl.trainer.extensions.data import check_dataset, check_logger
-from verl.trainer.extensions.protocol import ProtocolError
+from verl.trainer.extensions.protocol import ProtocolError, UsedExtension, extensions_in
 from verl.trainer.extensions.rollouts import (
     AGENTS,
     ENVIRONMENTS,
     TOOLS,
     check_agent,
+    check_dataset,
     check_engine,
     check_environment,
+    check_logger,
     check_tool,
 )
 from verl.trainer.extensions.training import check_family, check_optimizer, check_schedule
-from verl.trainer.extensions.used import UsedExtension, extensions_in
 from verl.utils.rank_logger import get_logger
 from verl.utils.registry import HEADING, Registry, place_of
 from verl.utils.user_file import describe_error

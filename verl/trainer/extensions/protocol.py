@@ -2,11 +2,17 @@
 """Checks of what an extension returns and takes, for all kinds."""
 
 import inspect
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from verl.config.files.extensions import is_extension
+from verl.config.schema import list_options, value_at
+from verl.config.trainer import RunTree
+from verl.utils.user_file import digest_of
 
 
 class ProtocolError(ValueError):
@@ -40,3 +46,30 @@ def described(value: Any) -> str:
     if isinstance(value, type):
         return f"the class {value.__name__}"
     return repr(value) if isinstance(value, int | float | str | None) else type(value).__name__
+
+
+class UsedExtension(NamedTuple):
+    """An extension that a config names."""
+
+    option: str  # dotted key
+    kind: str  # a key of `KINDS`
+    spec: str  # `/absolute/file.py:NAME`
+
+    @property
+    def file(self) -> Path:
+        return Path(self.spec.rpartition(":")[0])
+
+
+def extensions_in(config: RunTree) -> Iterator[UsedExtension]:
+    """Yield the extensions that a config names, in the order of its options."""
+    for entry in list_options(type(config)):
+        if entry.info.extension is not None:
+            value = value_at(config, entry.key)
+            for item in value if isinstance(value, tuple) else (value,):
+                if is_extension(item):
+                    yield UsedExtension(entry.key, entry.info.extension, item)
+
+
+def extension_digests(config: RunTree) -> dict[str, str]:
+    """Return the digest of each extension's file, by option and name."""
+    return {f"`{used.option}` ({used.spec})": digest_of(used.file) for used in extensions_in(config)}

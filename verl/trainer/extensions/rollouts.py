@@ -1,13 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of rollout engines, tools, environments and agents, loaded as in a run."""
 
+import importlib
 import inspect
 from typing import Any
 
+from torch import Tensor
+
 from verl.agents.environments.loading import load_environments
 from verl.agents.tools.loading import load_tools
-from verl.trainer.extensions.protocol import ProtocolError, check_call
-from verl.trainer.extensions.used import UsedExtension, extensions_in
+from verl.batch_keys import BATCH_KEYS, BatchError
+from verl.data.bad_rows import BadRow
+from verl.data.dataset import RowDataset
+from verl.data.readers import load_readers, media_options
+from verl.data.rl_dataset import RLHFDataset
+from verl.data.sft_dataset import SFTDataset
+from verl.logger.base import Logger
+from verl.protocol import DataProto
+from verl.trainer.extensions.protocol import (
+    ProtocolError,
+    UsedExtension,
+    check_call,
+    described,
+    extensions_in,
+)
+from verl.trainer.reward_samples import open_unchecked
 from verl.utils.registry import Registry
 from verl.workers.rollout.base import RolloutEngine
 
@@ -51,3 +68,48 @@ def check_agent(agent: Any, used: UsedExtension, config: Any) -> None:
         inspect.signature(agent).bind({}, object(), **config.worker.rollout.multi_turn.agent_kwargs)
     except TypeError as error:
         raise ProtocolError(f"cannot be called so: {error}") from error
+
+
+def check_dataset(kind: Any, _used: UsedExtension, config: Any) -> None:
+    """Render and collate the first row."""
+    built_in: type[RowDataset] = RLHFDataset if hasattr(config.worker, "rollout") else SFTDataset
+    if not (isinstance(kind, type) and issubclass(kind, built_in)):
+        name = f"{built_in.__module__}.{built_in.__name__}"
+        raise ProtocolError(f"must be a class derived from {name}, got {described(kind)}")
+    dataset = _open_first_rows(kind, config)
+    item = None if dataset is None else dataset[0]
+    if dataset is None or item is None or isinstance(item, BadRow):
+        return  # opening the data lists the bad rows, and files that are missing
+    missing = [name for name in kind.tensors if not isinstance(item.get(name), Tensor)]
+    if missing:
+        raise ProtocolError(f"must make items with the tensors {list(kind.tensors)}, and lacks {missing}")
+    try:
+        DataProto.from_single_dict(dataset.collate([item])).check()
+    except BatchError as error:
+        raise ProtocolError(f"must make batches of the key table: {error}") from error
+
+
+def check_logger(kind: Any, used: UsedExtension, _config: Any) -> None:
+    """Look at the methods of a logger, which opens its files or its service only in the run."""
+    if not (isinstance(kind, type) and issubclass(kind, Logger)):
+        raise ProtocolError(f"must be a class derived from Logger, got {described(kind)}")
+    if kind.module:
+        importlib.import_module(kind.module)
+    check_call(kind, (None,), "a Run")
+    for name, method in vars(Logger).items():
+        if inspect.isfunction(method) and not name.startswith("_"):
+            arguments = list(inspect.signature(method).parameters)
+            check_call(getattr(kind, name), tuple(arguments), f"{arguments}", name)
+
+
+def _open_first_rows(kind: type[RowDataset], config: Any) -> RowDataset | None:
+    """Open the rows of a run without checking them; None if the model's files cannot be read."""
+    data = config.data
+    frames = getattr(config.worker, "rollout", data)  # the section that limits video frames
+    try:
+        media = media_options(data, frames)
+        readers = load_readers(config.worker.actor.model, data.override_chat_template, media, None)
+    except (OSError, ValueError):
+        return None
+    reserved: dict[str, Any] = {"reserved": BATCH_KEYS} if issubclass(kind, RLHFDataset) else {}
+    return open_unchecked(kind, data, readers, **reserved)

@@ -15,8 +15,7 @@ from verl.models.families.interface import Family, MediaFamily, MediaShape
 from verl.models.families.registry import register_family
 from verl.optim.build import parameter_groups
 from verl.optim.schedules import Position
-from verl.trainer.extensions.protocol import ProtocolError, check_tensor, described
-from verl.trainer.extensions.used import UsedExtension
+from verl.trainer.extensions.protocol import ProtocolError, UsedExtension, check_tensor, described
 
 STEPS, WARMUP = 20, 2  # of the run that a schedule is called for
 LENGTH = 3  # tokens of a tiny prompt

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.algorithms.reward_shaping import overlong_penalty
+from verl.algorithms.resampling import overlong_penalty
 from verl.config.algorithm import AlgorithmConfig
 from verl.config.worker import RewardConfig, WorkerConfig
 from verl.protocol import DataProto, objects

@@ -21,7 +21,7 @@ from verl.config.schema import list_options, plain, value_at
 from verl.config.trainer import RunTree
 from verl.data.loader import PromptLoader
 from verl.planning.planned_model import PlannedModel
-from verl.trainer.extensions.used import extension_digests
+from verl.trainer.extensions.protocol import extension_digests
 from verl.trainer.run.checkpointing import LOADER_FILE, ORIGIN, STATE_FILE
 from verl.utils.rank_logger import get_logger
 

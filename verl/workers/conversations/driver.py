@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from verl.agents.conversation import FAILED, Conversation
-from verl.agents.environments.prompts import row_of
+from verl.agents.environments.opening import row_of
 from verl.agents.interface import Observation
 from verl.agents.row import Prompt, Row
 from verl.agents.rules import ConversationRules
