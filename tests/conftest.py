@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared by all tests: lets transformers be imported where torch is CPU-only and torchvision is not."""
+"""Shared by all tests: mends imports that CUDA builds break, and signals that background jobs ignore."""
 
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +12,21 @@ from verl.utils.imports import collection_paused
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: tests share the cores
 repair_cuda_builds()
+
+
+def listen_again(numbers: tuple[int, ...] = (signal.SIGINT, signal.SIGHUP)) -> None:
+    """Give the processes that tests start the default signals, also under `nohup` and in background jobs.
+
+    Ignored signals are inherited; a handler is not: a program that is started gets the default again.
+    The suite itself goes on when its terminal closes, as `nohup` promises.
+    """
+    for number in numbers:
+        if signal.getsignal(number) == signal.SIG_IGN:
+            is_interrupt = number == signal.SIGINT
+            signal.signal(number, signal.default_int_handler if is_interrupt else lambda *_: None)
+
+
+listen_again()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -10,7 +10,7 @@ import sys
 import pytest
 from PIL import Image
 
-from tests.helpers.computing import seconds_of_children
+from tests.helpers.light_process import run_light
 from tests.helpers.training import ROOT
 from verl.cli.chat import main
 from verl.cli.chat_session import UNFINISHED, Conversation, decoded
@@ -201,15 +201,10 @@ def test_wrong_arguments_are_told_before_torch_is_imported(arguments, message, t
     assert run.returncode == 2 and message in run.stderr  # 3 if torch was imported
 
 
-def test_help_takes_half_a_second_of_computing():
+def test_help_imports_little():
     code = "from verl.cli.chat import main; main(['--help'])"
-    spent = []
-    for _ in range(3):
-        before = seconds_of_children()
-        subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True)
-        spent.append(seconds_of_children() - before)
 
-    assert min(spent) < 0.5
+    assert "--max-tokens" in run_light(code, most_modules=600).stdout
 
 
 def test_a_terminal_gets_a_prompt_and_ends_with_ctrl_d(models):
@@ -226,7 +221,7 @@ def test_a_terminal_gets_a_prompt_and_ends_with_ctrl_d(models):
             seen += os.read(ours, 1 << 12)
         os.write(ours, typed)
 
-    assert process.wait(timeout=60) == 0
+    assert process.wait(timeout=600) == 0
     assert b"loading the model" in seen and b"/help lists commands" in seen
     os.close(ours)
 
