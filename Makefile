@@ -14,7 +14,7 @@ DOCKER_INDEX ?=  # the PyTorch project's CPU wheel index, where pip would take a
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help install demo demo-text demo-video demo-audio demo-diffusion demo-diffusion-video demo-cold-start demo-agent demo-distill test test-fast test-slow test-faults test-gpu test-virtual gpu-check docker-check fuzz check style license config docs docs-serve pictures bench bench-trl bench-algos bench-long soak learn build clean
+.PHONY: help install demo demo-text demo-video demo-audio demo-diffusion demo-diffusion-video demo-cold-start demo-agent demo-distill test test-all test-nightly test-fast test-slow test-faults test-gpu test-virtual gpu-check docker-check fuzz check style license config docs docs-serve pictures bench bench-trl bench-algos bench-long soak learn build clean
 
 help:                     ## show the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## +(.*)/\1\t\2/p' $(MAKEFILE_LIST) | awk -F'\t' '{printf "%-16s %s\n", $$1, $$2}'
@@ -62,11 +62,19 @@ demo-agent: $(INSTALLED)  ## a tiny vision-language model learns to call a tool 
 
 # Two processes: a whole run often waits for its ranks, and another file's tests fill the gaps. In the order of
 # the files, since the order of their numbers of tests leaves the longest runs, which have few, to the end.
-test: $(INSTALLED)        ## CPU tests, with real training runs (35 to 40 minutes)
+test: $(INSTALLED)        ## what protects users from a broken change, with real training runs (half an hour)
 	$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
+test-all: $(INSTALLED)    ## every promise: `make test` and the nightly tests (35 to 40 minutes)
+	$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not slow and not faults'
+
+# LAST_COMMITS=n: of the folders that they changed; MINUTES=n: starts none later. No test at all is no failure.
+test-nightly: $(INSTALLED)  ## the tests that `make test-all` has and `make test` has not
+	$(RUN) -m pytest -n 2 --dist loadfile -p tests.helpers.nightly -m 'nightly and not slow and not faults' \
+	  $(if $(LAST_COMMITS),--last-commits $(LAST_COMMITS)) $(if $(MINUTES),--minutes $(MINUTES)) || [ $$? -eq 5 ]
+
 test-fast: $(INSTALLED)   ## tests without engines, Ray, browsers and groups of ranks (4 minutes)
-	$(RUN) -m pytest -n 2 --dist loadfile -m 'not slow and not faults and not heavy and not browser'
+	$(RUN) -m pytest -n 2 --dist loadfile -m 'not slow and not faults and not nightly and not heavy and not browser'
 
 test-slow: $(INSTALLED)   ## the same promises on more models, ranks and combinations (hours)
 	$(RUN) -m pytest -m slow

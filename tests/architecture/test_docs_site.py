@@ -13,6 +13,8 @@ import pytest
 from tests.architecture.source import ROOT, source_files
 from tests.helpers.browser import open_browser
 
+pytestmark = pytest.mark.nightly("docs", "mkdocs.yml", "scripts/docs_site.py", "README.md")
+
 LOADED = {
     "img": "src",
     "script": "src",

@@ -22,7 +22,7 @@ from verl.optim.build import build_optimizer
 from verl.optim.schedules import build_scheduler
 from verl.workers.model_builder import build_model
 
-pytestmark = pytest.mark.heavy
+pytestmark = [pytest.mark.heavy, pytest.mark.nightly("verl/models/mixture", "verl/optim", "verl/distributed")]
 
 # Stochastic rounding draws other numbers for other shards.
 HERE = [name for name in STRATEGIES if name != "adamw_bf16_sr" and (name != "adamw_8bit" or has_torchao())]

@@ -18,7 +18,7 @@ from verl.distributed.fsdp import make_mesh
 from verl.models.families.registry import whole_config
 from verl.workers.model_builder import build_model
 
-pytestmark = pytest.mark.heavy
+pytestmark = [pytest.mark.heavy, pytest.mark.nightly("verl/models/families")]
 
 FSDP = FSDPConfig(torch_dtype="fp32")
 SPEAKERS = "spk_dict.pt"  # of Qwen2.5-Omni, which does not load without it

@@ -32,6 +32,7 @@ sys.path.insert(0, str(QUICKSTART))
 from shapes import write_questions
 
 pytestmark = pytest.mark.heavy
+nightly = pytest.mark.nightly("verl/data", "verl/rewards", "verl/checkpoint", "verl/trainer")
 
 REWARD = "def compute_score(inputs):\n    return [{'overall': 0.0} for _ in inputs]\n"
 IMAGE = {"problem": "<image>What colour?", "answer": "red"}
@@ -79,6 +80,15 @@ def trainer(cluster, folder):
     config = load_config(PPOConfig, arguments_for(folder, "text", *overrides))
     with prepared_run(config, planned_ppo) as run, running_trainer(*run) as trainer:
         yield trainer
+
+
+def cases(table, often):
+    """The cases of a table; all but the first few are nightly."""
+    marks = [() if index < often else (nightly,) for index in range(len(table))]
+    return [
+        pytest.param(*case, id=name, marks=mark)
+        for (name, case), mark in zip(table.items(), marks, strict=True)
+    ]
 
 
 def write_rows(path, row):
@@ -233,7 +243,7 @@ BAD_FILES = {
 }
 
 
-@pytest.mark.parametrize("kind, overrides, expected", BAD_FILES.values(), ids=BAD_FILES)
+@pytest.mark.parametrize("kind, overrides, expected", cases(BAD_FILES, 5))
 def test_a_bad_file_is_told_before_a_model_is_loaded(kind, overrides, expected, folder, cluster, capsys):
     overrides = [override.format(folder=folder) for override in overrides]
 
@@ -288,7 +298,7 @@ BAD_REWARDS = {
 }
 
 
-@pytest.mark.parametrize("body, expected", BAD_REWARDS.values(), ids=BAD_REWARDS)
+@pytest.mark.parametrize("body, expected", cases(BAD_REWARDS, 2))
 def test_a_bad_reward_ends_the_run_with_its_line_and_response(
     body, expected, trainer, folder, tmp_path, capsys, monkeypatch
 ):
@@ -350,7 +360,7 @@ DAMAGE = {
 }
 
 
-@pytest.mark.parametrize("damage, expected", DAMAGE.values(), ids=DAMAGE)
+@pytest.mark.parametrize("damage, expected", cases(DAMAGE, 2))
 def test_a_damaged_checkpoint_is_told_before_anything_starts(
     damage, expected, checkpoint, folder, tmp_path, capsys
 ):

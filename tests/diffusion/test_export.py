@@ -25,6 +25,7 @@ from verl.diffusion.tiny import save_tiny_sd3
 from verl.trainer.model_checks import export_checkpoints
 
 pytestmark = pytest.mark.heavy
+nightly = pytest.mark.nightly("verl/checkpoint", "verl/cli")
 
 
 def train_and_save(rank, world_size, base, target):
@@ -80,6 +81,7 @@ def test_lora_weights_load_into_the_base_pipeline(checkpoints, actor, sd3_folder
     torch.testing.assert_close(draw(pipeline), checkpoints[1]["lora"], atol=1e-5, rtol=0)
 
 
+@nightly
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 def test_adapters_load_with_peft(checkpoints, actor, sd3_folder, kind):
     pipeline = DiffusionPipeline.from_pretrained(sd3_folder)
@@ -89,6 +91,7 @@ def test_adapters_load_with_peft(checkpoints, actor, sd3_folder, kind):
     torch.testing.assert_close(draw(pipeline), checkpoints[1][kind], atol=1e-5, rtol=0)
 
 
+@nightly
 def test_large_weights_are_cut_into_files_that_an_index_names(actor):
     local_dir = actor("full")
     whole = DiffusionPipeline.from_pretrained(merge_checkpoint(local_dir)).transformer.state_dict()
@@ -100,6 +103,7 @@ def test_large_weights_are_cut_into_files_that_an_index_names(actor):
     assert cut.keys() == whole.keys() and all(torch.equal(cut[name], whole[name]) for name in whole)
 
 
+@nightly
 def test_adapters_are_folded_into_a_base_of_several_files(actor, sd3_folder, tmp_path):
     base = shutil.copytree(sd3_folder, tmp_path / "base")
     transformer = DiffusionPipeline.from_pretrained(base).transformer
@@ -115,6 +119,7 @@ def test_adapters_are_folded_into_a_base_of_several_files(actor, sd3_folder, tmp
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+@nightly
 @pytest.mark.parametrize("kind", ["full", "lora"])
 def test_the_transformer_is_written_in_the_dtype_that_is_asked_for(actor, kind):
     exported = merge_checkpoint(actor(kind), dtype=torch.bfloat16)
@@ -123,6 +128,7 @@ def test_the_transformer_is_written_in_the_dtype_that_is_asked_for(actor, kind):
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
 
 
+@nightly
 def test_folded_weights_keep_the_dtype_of_the_base(actor, sd3_folder, tmp_path):
     base = tmp_path / "base"
     DiffusionPipeline.from_pretrained(sd3_folder, dtype=torch.float16).save_pretrained(base)
@@ -133,6 +139,7 @@ def test_folded_weights_keep_the_dtype_of_the_base(actor, sd3_folder, tmp_path):
     assert {tensor.dtype for tensor in tensors.values()} == {torch.float16}
 
 
+@nightly
 def test_a_changed_export_leaves_the_base_as_it_is(actor, sd3_folder):
     exported = merge_checkpoint(actor("full"))
 
@@ -170,6 +177,7 @@ def test_without_its_base_the_error_names_the_file_and_the_option(actor, capsys,
     assert f"{local_dir}/manifest.json (/moved/sd3)" in message and "`--base_model`" in message
 
 
+@nightly
 def test_an_incomplete_base_is_told_by_the_missing_part(actor, sd3_folder, tmp_path):
     base = shutil.copytree(sd3_folder, tmp_path / "base")
     shutil.rmtree(base / "text_encoder_2")
@@ -178,6 +186,7 @@ def test_an_incomplete_base_is_told_by_the_missing_part(actor, sd3_folder, tmp_p
         merge_checkpoint(actor("full"), base_model=str(base))
 
 
+@nightly
 def test_another_pipeline_is_refused_as_base(actor, sd3_folder, tmp_path):
     base = shutil.copytree(sd3_folder, tmp_path / "base")
     index = json.loads((base / "model_index.json").read_text())
@@ -189,6 +198,7 @@ def test_another_pipeline_is_refused_as_base(actor, sd3_folder, tmp_path):
         merge_checkpoint(actor("full"), base_model=str(base))
 
 
+@nightly
 def test_adapters_that_do_not_fit_the_base_are_refused_before_anything_is_written(actor, tmp_path):
     local_dir, base = actor("lora"), save_tiny_sd3(tmp_path / "base", layers=1)
 

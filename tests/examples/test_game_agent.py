@@ -158,6 +158,7 @@ def test_training_turns_a_player_that_loses_into_one_that_clicks_right_four_time
 
 
 @pytest.mark.heavy
+@pytest.mark.nightly("examples", "verl/agents")
 def test_the_environment_plays_whole_games_and_the_page_judges_each_click(modules, page):
     game_module, _ = modules
     options = MultiTurnConfig(

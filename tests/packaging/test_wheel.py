@@ -20,6 +20,9 @@ from verl import __version__
 
 # What reading a config and looking for its model need; a run needs much more.
 LIGHT = ("omegaconf", "pyyaml", "packaging", "rich", "huggingface-hub", "jinja2", "numpy", "pillow", "av")
+pytestmark = pytest.mark.nightly(
+    "pyproject.toml", "setup.py", "README.md", "examples", "scripts", "verl/cli", "verl/viewer/static"
+)
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 MODULES = """
 import importlib, json, sys

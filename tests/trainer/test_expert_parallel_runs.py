@@ -7,7 +7,7 @@ from tests.helpers.quickstart import make_folder
 from tests.helpers.training import learned, quickstart_arguments, train
 from verl.models.tiny import save_tiny_model
 
-pytestmark = pytest.mark.heavy
+pytestmark = [pytest.mark.heavy, pytest.mark.nightly("verl/models/mixture", "verl/workers")]
 
 STEPS = 2
 SIZES = ("worker.actor.fsdp.expert_parallel_size=2", "worker.ref.fsdp.expert_parallel_size=2")

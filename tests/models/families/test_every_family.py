@@ -60,6 +60,7 @@ def test_the_check_at_start_accepts_the_family(kind):
 
 
 @pytest.mark.heavy
+@pytest.mark.nightly("verl/workers", "verl/distributed")  # tests/equivalence divides two in every suite
 @pytest.mark.parametrize("kind", KINDS)
 def test_divided_over_two_ranks_log_probs_and_gradients_stay(kind):
     errors = on_two_ranks()[kind]
@@ -69,6 +70,7 @@ def test_divided_over_two_ranks_log_probs_and_gradients_stay(kind):
 
 
 @pytest.mark.heavy
+@pytest.mark.nightly("verl/workers", "verl/distributed")  # tests/equivalence divides two in every suite
 def test_the_page_has_the_table_that_the_tests_make():
     (written,) = TABLE.findall(PAGE.read_text())
 

@@ -38,6 +38,7 @@ def long_setup(tiny):
 
 
 @pytest.mark.heavy
+@pytest.mark.nightly("verl/workers/rollout")
 @pytest.mark.parametrize("kind", ["gemma3_vl", "gemma4", pytest.param("gemma4_moe", marks=pytest.mark.slow)])
 def test_vllm_samples_with_the_models_own_log_probs(kind, single_process):
     tiny = load_tiny(kind, **OPTIONS[kind])

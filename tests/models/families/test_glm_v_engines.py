@@ -21,7 +21,7 @@ from verl.models.tiny import save_tiny_model
 from verl.workers.rollout.base import RolloutRequest, SamplingOptions, media_token_ids
 from verl.workers.rollout.engines import build_rollout_engine
 
-pytestmark = pytest.mark.heavy
+pytestmark = [pytest.mark.heavy, pytest.mark.nightly("verl/workers/rollout")]
 
 SERVED = [
     "glm4v",

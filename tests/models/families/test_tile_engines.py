@@ -17,7 +17,7 @@ from verl.workers.rollout.engines import build_rollout_engine
 from verl.workers.rollout.vllm.environment import import_vllm
 from verl.workers.rollout.vllm.family_patches import take_features_of_any_length
 
-pytestmark = pytest.mark.heavy
+pytestmark = [pytest.mark.heavy, pytest.mark.nightly("verl/workers/rollout")]
 
 KINDS = ("internvl", "llava_onevision")
 RNG = np.random.default_rng(0)

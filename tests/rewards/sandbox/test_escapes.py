@@ -44,7 +44,19 @@ HARMLESS = (  # to the machine that runs the tests
     "memory by mapping",
     "calls of 32 bits",
 )
+OFTEN = (  # one each of files, network, processes, privileges, resources and time; the others are nightly
+    "home folder",
+    "loopback",
+    "executing by subprocess",
+    "new namespaces",
+    "memory by allocation",
+    "endless loop",
+)
 SYSTEM_PYTHON = "/usr/bin/python3"  # the user `nobody` may run it, unlike an interpreter in a home folder
+
+
+def nightly_but(often, names):
+    return [name if name in often else pytest.param(name, marks=pytest.mark.nightly) for name in names]
 
 
 @pytest.fixture(scope="module")
@@ -60,22 +72,22 @@ def attempt(source, target, isolation, processes=1):
     assert failure is None, failure
 
 
-@pytest.mark.parametrize("name", ATTEMPTS)
+@pytest.mark.parametrize("name", nightly_but(OFTEN, ATTEMPTS))
 def test_an_attempt_against_namespaces_fails_in_time(name, target):
     attempt(ATTEMPTS[name], target, Isolation.NAMESPACES)
 
 
-@pytest.mark.parametrize("name", SEVERAL_PROCESSES)
+@pytest.mark.parametrize("name", nightly_but(["fork bomb"], SEVERAL_PROCESSES))
 def test_an_attempt_by_several_processes_fails_in_time(name, target):
     attempt(SEVERAL_PROCESSES[name], target, Isolation.NAMESPACES, processes=8)
 
 
-@pytest.mark.parametrize("name", [name for name in ATTEMPTS if name not in TIME])
+@pytest.mark.parametrize("name", nightly_but(OFTEN, [name for name in ATTEMPTS if name not in TIME]))
 def test_an_attempt_against_landlock_fails_in_time(name, target):
     attempt(ATTEMPTS[name], target, Isolation.LANDLOCK)
 
 
-@pytest.mark.parametrize("name", HARMLESS)
+@pytest.mark.parametrize("name", nightly_but(OFTEN, HARMLESS))
 def test_the_same_attempt_succeeds_without_isolation(name, target):
     source = attempts.program(ATTEMPTS[name], target)
 
@@ -84,6 +96,7 @@ def test_the_same_attempt_succeeds_without_isolation(name, target):
     assert "ESCAPED" in outcome.stdout
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("isolation", [Isolation.NAMESPACES, Isolation.LANDLOCK])
 def test_every_attempt_fails_where_an_ordinary_user_runs_the_sandbox(isolation):
     if os.geteuid() != 0 or not shutil.which("setpriv") or not Path(SYSTEM_PYTHON).exists():

@@ -39,7 +39,11 @@ ENGINES = {
 
 @pytest.fixture(
     scope="module",
-    params=["hf", *(pytest.param(name, marks=pytest.mark.heavy) for name in ("vllm", "drafts"))],
+    params=[
+        "hf",
+        pytest.param("vllm", marks=pytest.mark.heavy),
+        pytest.param("drafts", marks=[pytest.mark.heavy, pytest.mark.nightly("verl/models/mixture")]),
+    ],
 )
 def engine_and_model(request, tmp_path_factory, single_process):
     path = save_tiny_model(tmp_path_factory.mktemp("mixture"), "qwen3_moe", num_experts=8)

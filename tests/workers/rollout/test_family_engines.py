@@ -25,6 +25,7 @@ from verl.workers.rollout.base import SamplingOptions
 from verl.workers.rollout.engines import build_rollout_engine
 
 pytestmark = pytest.mark.heavy
+nightly = pytest.mark.nightly("verl/models")
 
 RNG = np.random.default_rng(0)
 IMAGES = [random_image(RNG, 60, 90), random_image(RNG, 120, 60)]
@@ -48,7 +49,10 @@ def without_encoder(tiny, model=None):
     return trained
 
 
-@pytest.fixture(scope="module", params=["mistral3", pytest.param("ministral3", marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param("mistral3", marks=nightly), pytest.param("ministral3", marks=pytest.mark.slow)],
+)
 def served(request, single_process):
     tiny = load_tiny(request.param)
     # The tower is frozen, and this engine takes no features.
@@ -81,7 +85,9 @@ def test_a_frozen_tower_stays_from_the_first_sync(served):
 
 
 # vLLM's linear attention on CPU runs in bfloat16 only.
-@pytest.mark.parametrize("kind", ["minicpmv4_6", pytest.param("minicpmv4_7", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("minicpmv4_6", marks=nightly), pytest.param("minicpmv4_7", marks=pytest.mark.slow)]
+)
 def test_log_probs_of_recurrent_layers_have_the_noise_of_bfloat16(kind, single_process):
     tiny = load_tiny(kind)
     engine = build_rollout_engine(
@@ -110,7 +116,9 @@ def test_features_and_pixels_of_a_recurrent_model_have_the_noise_of_bfloat16(kin
     assert max(ratios) < 1.5
 
 
-@pytest.mark.parametrize("kind", ["qwen3_next", pytest.param("qwen3_5_text", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("qwen3_next", marks=nightly), pytest.param("qwen3_5_text", marks=pytest.mark.slow)]
+)
 def test_recurrent_text_models_have_the_noise_of_bfloat16_after_each_sync(kind, tmp_path, single_process):
     path = save_tiny_model(tmp_path, kind, **ALL_EXPERTS.get(kind, {}))
     engine = build_rollout_engine(rollout_config(dtype="bf16"), setup_of(path))
@@ -121,7 +129,7 @@ def test_recurrent_text_models_have_the_noise_of_bfloat16_after_each_sync(kind, 
     assert max(ratios) < 1.5
 
 
-@pytest.mark.parametrize("kind", ["qwen2_5_omni", "qwen3_omni_moe"])
+@pytest.mark.parametrize("kind", ["qwen2_5_omni", pytest.param("qwen3_omni_moe", marks=nightly)])
 def test_a_model_that_hears_has_its_own_log_probs_for_every_kind_of_media(kind, single_process):
     tiny = load_tiny(kind)
     rng = np.random.default_rng(0)
@@ -150,6 +158,7 @@ def test_a_model_that_hears_has_its_own_log_probs_for_every_kind_of_media(kind, 
     engine.close()
 
 
+@nightly
 def test_a_model_that_hears_only_has_its_own_log_probs_from_audio_and_from_features(single_process):
     tiny = load_tiny("qwen2_audio")
     rng = np.random.default_rng(0)

@@ -25,6 +25,7 @@ from verl.workers.rollout.engines import build_rollout_engine
 from verl.workers.rollout.hf.batches import RunningBatch, sample_tokens
 
 pytestmark = pytest.mark.heavy
+nightly = pytest.mark.nightly("verl/models")
 
 GREEDY = SamplingOptions(n=2, temperature=0.0, max_tokens=24)
 
@@ -44,7 +45,10 @@ def assert_same_responses(one, other):
         assert difference.abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("family", ["qwen2", "gemma3", "qwen3_moe", "qwen2_5_vl"])
+@pytest.mark.parametrize(
+    "family",
+    ["qwen2", "qwen2_5_vl", *(pytest.param(kind, marks=nightly) for kind in ("gemma3", "qwen3_moe"))],
+)
 def test_greedy_responses_equal_vllms(family, tmp_path, single_process):
     path = save_tiny_model(tmp_path, family)
     model = load_model(path)

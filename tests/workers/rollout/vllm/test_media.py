@@ -35,7 +35,12 @@ from verl.workers.rollout.vllm.sleep_mode import loose_tensors
 pytestmark = pytest.mark.heavy
 
 MEDIA = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+nightly = pytest.mark.nightly("verl/workers/rollout", "verl/models")
+FAMILIES = (
+    "qwen2_5_vl",
+    "qwen3_vl",
+    *(pytest.param(kind, marks=nightly) for kind in ("qwen2_vl", "qwen3_vl_moe")),
+)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

@@ -26,6 +26,7 @@ from verl.workers.rollout.vllm import arguments
 from verl.workers.rollout.vllm.sleep_mode import loose_tensors
 
 pytestmark = pytest.mark.heavy
+nightly = pytest.mark.nightly("verl/models")
 
 
 def global_rng_states():
@@ -252,6 +253,7 @@ def logits_of_bf16_engine(path, monkeypatch):
     return logits, hidden.float() @ head.t()[:, : logits.shape[-1]]
 
 
+@nightly
 def test_the_head_of_gpus_gives_float32_logits_of_bfloat16_weights(tmp_path, single_process, monkeypatch):
     path = save_tiny_model(tmp_path, "deepseek")  # a head of its own
     rounded, exact = logits_of_bf16_engine(path, monkeypatch)
@@ -280,7 +282,9 @@ def test_prompts_in_parts_have_the_log_probs_of_whole_ones(tmp_path, single_proc
     assert difference < 1e-4
 
 
-@pytest.mark.parametrize("family", ["deepseek", "gemma3", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "family", [*(pytest.param(kind, marks=nightly) for kind in ("deepseek", "gemma3")), "qwen3_moe"]
+)
 def test_log_probs_equal_the_models_after_each_sync(family, tmp_path, single_process):
     # deepseek: a head of its own; gemma3: sliding windows; qwen3_moe: experts joined in memory
     path = save_tiny_model(tmp_path, family)
