@@ -167,7 +167,7 @@ def broken_laws(found: dict[str, Any]) -> list[str]:
 
 
 def row_of(folder: Path, frames: int, tokens: int) -> tuple[DataProto, Any]:
-    """Build a row of a film, of text up to so many tokens, and of a response; return it and its media."""
+    """Build a row of a film, of text up to a number of tokens, and of a response; return it and its media."""
     rng = np.random.default_rng(0)
     pixels = rng.integers(0, 256, (frames, 56, 56, 3), dtype=np.uint8)
     meta = {

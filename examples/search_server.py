@@ -68,7 +68,7 @@ def read_corpus(path: Path) -> Iterable[str]:
     """Yield the documents of a JSONL file as `contents`.
 
     Raises:
-        ValueError: A line is no document; the message has its number.
+        ValueError: A line is not a document; the message has its number.
     """
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, 1):

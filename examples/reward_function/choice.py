@@ -5,7 +5,7 @@ overall = (1 - format_weight) * accuracy + format_weight * format          forma
 
 accuracy   1 if the content of the last `<answer>`, or the whole response if it has no tags, names the letter
            of the ground truth, else 0: `B`, `(B)`, `B. He runs`, `Therefore the final answer is: B`, or the
-           text of the choice if the rows have a column `choices`; a truth that is no letter is compared
+           text of the choice if the rows have a column `choices`; a truth other than a letter is compared
            as text or mathematically, as by `r1v.py`
 format     1 if the response is `<think>...</think><answer>...</answer>`, else 0
 answered   1 if the response names one choice, right or wrong

@@ -30,8 +30,25 @@ PHRASES = {
     r"as it is one": "because",
     r"for want of": "because there is no",
     r"lest": "so that ... does not",
+    r"of (?:now|then)": "current, of that time",
+    r"the ones that": "name them",
+    r"are told": "are reported",
+    r"sample on": "keep sampling",
+    r"at their work": "busy",
+    r"further ones?": "more, the rest, later ones",
 }
-PHRASE = re.compile(r"\b(?:" + "|".join(PHRASES) + r")\b", re.IGNORECASE)
+PROSE_PHRASES = {  # of docstrings and pages; a message may end in "is no JSON"
+    r"so many(?! as\b)": "name the number",
+    r"(?<!there )is no(?! longer\b| more\b)": "is not a, means no",
+    r"colours?": "color",
+}
+PHRASE, PROSE_PHRASE = (
+    re.compile(r"\b(?:" + "|".join(phrases) + r")\b", re.IGNORECASE)
+    for phrases in (PHRASES, PHRASES | PROSE_PHRASES)
+)
+OWN = re.compile(r"\b\w+ of (?:its|their) own\b")
+MAX_OWN = 55  # in pages and docstrings together; only goes down
+CLAUSE = re.compile(r"(?:The )?\w+(?: \w+)? (?:whose|that)\b")
 OPENING = re.compile(r"(?:What|Whether|Those|How|Which|Of)\b")
 OWNER = re.compile(r"^\s+\w+: Of (?:the|a|an|its|every|each)\b", re.MULTILINE)
 FENCE = re.compile(r"^```.*?^```|`[^`\n]*`", re.DOTALL | re.MULTILINE)
@@ -58,11 +75,14 @@ def docstrings(path):
             yield getattr(node, "lineno", 1), text
 
 
-def advice(text):
+def advice(text, phrases=PHRASE):
     """The phrases of a text, each with what to write instead."""
-    for match in PHRASE.finditer(text):
+    for match in phrases.finditer(text):
+        # the match in its text: a phrase may depend on the words around it
         instead = next(
-            words for phrase, words in PHRASES.items() if re.fullmatch(phrase, match[0], re.IGNORECASE)
+            words
+            for phrase, words in (PHRASES | PROSE_PHRASES).items()
+            if re.compile(phrase, re.IGNORECASE).match(text, match.start())
         )
         yield match, f"{match[0]!r}: {instead}"
 
@@ -81,11 +101,46 @@ def test_code_and_messages_are_plain_english(folder):
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_pages_are_plain_english(path):
-    text = FENCE.sub(lambda code: "\n" * code[0].count("\n"), path.read_text())
+    text = words_of(path)
 
     assert [
-        f"line {text[: match.start()].count(chr(10)) + 1}: {words}" for match, words in advice(text)
+        f"line {text[: match.start()].count(chr(10)) + 1}: {words}"
+        for match, words in advice(text, PROSE_PHRASE)
     ] == []
+
+
+def words_of(page):
+    """A page without its code."""
+    return FENCE.sub(lambda code: "\n" * code[0].count("\n"), page.read_text())
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_docstrings_are_plain_english(folder):
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {words}"
+        for path in source_files(ROOT / folder)
+        for line, text in docstrings(path)
+        for _, words in advice(FENCE.sub("", text), PROSE_PHRASE)
+    ]
+
+    assert found == [], "\n".join(found)
+
+
+def test_few_things_are_of_their_own():
+    texts = [words_of(path) for path in PAGES]
+    texts += [text for path in source_files(PACKAGE) for _, text in docstrings(path)]
+
+    assert sum(len(OWN.findall(text)) for text in texts) <= MAX_OWN
+
+
+def test_the_first_line_of_a_module_names_it_without_a_relative_clause():
+    found = [
+        f"{path.relative_to(ROOT)}: {text.splitlines()[0]}"
+        for path in source_files(PACKAGE)
+        if (text := ast.get_docstring(tree_of(path))) and CLAUSE.match(text)
+    ]
+
+    assert found == [], "\n".join(found)
 
 
 def test_the_first_line_of_a_docstring_says_what_the_thing_is_or_does():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A conversation that an agent leads: calls of the policy, assembled to contexts by prefix.
+"""Conversations led by an agent: calls of the policy, assembled into contexts by prefix.
 
 A call whose messages begin with those of a known context, its answer included, continues it: the tokens of
 that context stay as they were sampled, and only the new messages are tokenized. Any other call begins a new
@@ -138,7 +138,7 @@ class AgentConversation:
     def finish(
         self, result: AgentResult, reason: str = "stop", is_masked: bool = False
     ) -> FinishedConversation:
-        """Return the response: the first context after its prompt, and each further one as a whole.
+        """Return the response: the first context after its prompt, and every later one as a whole.
 
         Args:
             result: That of the agent; failed if it raised, hung or died.

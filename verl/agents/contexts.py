@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The contexts of a conversation, and the row that they make.
 
-A context is all that the policy reads from its first message on. Further ones follow in the response of the
+A context is all that the policy reads from its first message on. Later contexts follow in the response of the
 row, each as a whole: an environment replaces what the policy has read, or an agent does.
 """
 
@@ -115,7 +115,7 @@ class OpenCall:
 
 
 class JoinedContexts(NamedTuple):
-    """The response of a row: the first context after its prompt, and each further one as a whole."""
+    """The response of a row: the first context after its prompt, and every later one as a whole."""
 
     token_ids: list[int]
     log_probs: list[float]

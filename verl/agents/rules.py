@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Properties that all conversations of a model share."""
+"""Rules shared by all conversations of a model."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows that `verl-init` writes: questions about colours, with images, videos or neither."""
+"""The rows of `verl-init`: questions about colors, with images, videos or neither."""
 
 import csv
 import json
@@ -105,7 +105,7 @@ def write_video(path: Path, frames: list[Image.Image]) -> None:
 
 
 def _colours(rng: random.Random, count: int) -> list[str]:
-    """Return colours in random order, each as often as the others."""
+    """Return colors in random order, each as often as the others."""
     colours = [list(COLOURS)[number % len(COLOURS)] for number in range(count)]
     rng.shuffle(colours)
     return colours

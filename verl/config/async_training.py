@@ -23,7 +23,7 @@ class AsyncConfig:
     staleness_threshold: int = option(
         1,
         "With mode=partial and stream: the largest number of updates between the weights that begin a"
-        " prompt's responses and the ones that its step begins with; sampling waits rather than exceed it. 0"
+        " prompt's responses and those of the start of its step; sampling waits rather than exceed it. 0"
         " samples each step with its own weights.",
         minimum=0,
     )

@@ -46,7 +46,7 @@ class RowsConfig:
     )
     video_fps: float = option(2.0, "Frames sampled per second of video.", minimum=0.01)
     row_timeout_s: float | None = option(
-        300.0, "Seconds to read a row's media, after which the row is bad; null is no limit.", minimum=1.0
+        300.0, "Seconds to read a row's media, after which the row is bad; null means no limit.", minimum=1.0
     )
     allow_media_urls: bool = option(False, "Download media given by URL; otherwise they are an error.")
     media_url_hosts: tuple[str, ...] = option(
@@ -78,10 +78,10 @@ class RowsConfig:
         10_000, "Rows among which the next one is drawn with `streaming` and `shuffle`.", minimum=1
     )
     min_pixels: int | None = option(
-        262144, "Minimum pixels of an image; smaller images are upscaled; null is no minimum.", minimum=1
+        262144, "Minimum pixels of an image; smaller images are upscaled; null means no minimum.", minimum=1
     )
     max_pixels: int | None = option(
-        4194304, "Maximum pixels of an image; larger images are downscaled; null is no maximum.", minimum=1
+        4194304, "Maximum pixels of an image; larger images are downscaled; null means no maximum.", minimum=1
     )
     filter_overlong_prompts_workers: int = option(16, "Processes that measure row lengths.", minimum=1)
     num_workers: int = option(

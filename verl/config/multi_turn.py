@@ -59,7 +59,7 @@ class MultiTurnConfig:
     max_user_turns: int | None = option(
         None, "Maximum answers of tools or the environment that the policy reads; null is any.", minimum=1
     )
-    max_parallel_calls: int = option(1, "Maximum calls in a turn; further ones are refused.", minimum=1)
+    max_parallel_calls: int = option(1, "Maximum calls in a turn; any more are refused.", minimum=1)
     max_tool_response_length: int = option(
         256, "Maximum tokens of text in a tool's answer; a longer one is cut.", minimum=1
     )

@@ -201,7 +201,7 @@ class RolloutConfig:
         return min(GPU_SEQUENCES if on_gpu else CPU_SEQUENCES, self.max_num_batched_tokens)
 
     def weights_go_by(self, on_gpu: bool) -> str:
-        """Return the transport of weights to engines in processes of their own."""
+        """Return the transport of weights to engines in separate processes."""
         if self.weight_transport != "auto":
             return self.weight_transport
         return COLLECTIVE if on_gpu else OBJECT_STORE

@@ -72,7 +72,7 @@ class RunConfig:
         False, "Resume although the training rows or the model's files differ from the checkpoint's."
     )
     worker_timeout_s: float | None = option(
-        3600.0, "Seconds without progress on any rank that count as a hang; null is no limit.", minimum=1.0
+        3600.0, "Seconds without progress on any rank that count as a hang; null means no limit.", minimum=1.0
     )
     max_restarts: int = option(0, "Restarts from the last checkpoint if processes are lost.", minimum=0)
     restart_wait_s: float = option(120.0, "Seconds that a restart waits for missing nodes.", minimum=0.0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows that cannot be used, and the file that lists them."""
+"""Unusable rows, and the file with their list."""
 
 import json
 import re

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 from urllib.parse import urlsplit
 
 SAMPLED_ROWS = 64  # of a file, to see what its columns hold
-MAX_PATH = 4096  # characters; a longer text is no path
+MAX_PATH = 4096  # characters; a longer text is not a path
 SIGNATURE = 12  # bytes at the start of a file that tell its kind
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probs of sampled steps under the weights of now: what a packed forward pass is for tokens.
+"""Log-probs of sampled steps under the current weights (the diffusion counterpart of `PackedForward`).
 
 Steps play the part of tokens: results are (B, S), and the roles of text models read them as they are.
 """
@@ -33,7 +33,7 @@ class StepForward(RowForward):
     Args:
         model: The transformer, possibly under FSDP.
         course: The steps that were sampled.
-        guidance: Scale of guidance; at most 1 is no classifier-free guidance.
+        guidance: Scale of guidance; at most 1 disables classifier-free guidance.
         reference: Keeps what is trained out of the model inside a block; None: there is no KL.
         at_once: Latents of a call of the model in an update; None keeps the steps of a row together, for
             losses of whole trajectories.

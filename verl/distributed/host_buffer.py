@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host memory that a GPU copies from and to without an intermediate buffer."""
+"""Page-locked host memory: a GPU copies from and to it without an intermediate buffer."""
 
 import weakref
 from typing import Any

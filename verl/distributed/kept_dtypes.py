@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters that mixed precision leaves in float32, because a model computes with them in float32."""
+"""Parameters kept in float32 under mixed precision, because a model computes with them in float32."""
 
 from collections.abc import Collection
 from functools import partial
@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 def keep_float32(model: nn.Module, parts: Collection[str]) -> None:
     """Have FSDP gather some parameters of a sharded model in float32, whatever it computes in.
 
-    A policy of FSDP2 holds for every parameter of a module, and a single parameter is no module. A block's
+    A policy of FSDP2 holds for every parameter of a module, and a single parameter is not a module. A block's
     gradients are reduced in one collective, hence in one data type: where some are in float32 because their
     parameters are, all are cast to that of the reduction first.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loggers whose failures cost their own lines, and never a step or the exit status of a run."""
+"""Guard a run against its loggers: a failure costs its own lines, never a step or the exit status."""
 
 import os
 import sys
@@ -58,7 +58,7 @@ class GuardedLogger:
 
 
 class BackgroundLogger(GuardedLogger):
-    """Calls a logger in a thread of its own, in order, so that a service that hangs holds up nothing."""
+    """Calls a logger in its own thread, in order, so that a service that hangs holds up nothing."""
 
     FAILURES: ClassVar = (Exception, SystemExit)  # not those of a signal, which reach only the main thread
 

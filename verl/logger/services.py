@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loggers that need an optional package, imported only on use.
+"""Loggers of optional packages, imported only on use.
 
 Each is configured by the environment variables of its package: `WANDB_MODE`, `SWANLAB_MODE`,
 `SWANLAB_API_KEY`, `MLFLOW_TRACKING_URI`, and `TENSORBOARD_DIR` for tensorboard.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MLPs that run a long sequence in tiles, so that the widest tensors of a layer exist for one tile only.
+"""Run MLPs over a long sequence in tiles: the widest tensors of a layer exist for one tile only.
 
 The TiledMLP of Arctic Long Sequence Training (Bekman et al. 2025, section 3.1), inside checkpointed blocks
 and almost without a pass of its own: where the MLP ends its block, recomputing the block stops at the MLP's

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The words that the tokenizer of a tiny model holds as single tokens, and such a tokenizer.
+"""Tokenizers of tiny models, with chosen words as single tokens.
 
 A tiny model learns to answer with one token within a few steps, and rarely with several. Its own tokenizer
 knows few words; this one knows those of somebody's rows.

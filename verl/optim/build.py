@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizers that `optim.strategy` selects, and their parameter groups.
+"""The optimizers of `optim.strategy`, and their parameter groups.
 
 To add an optimizer, register a function in `OPTIMIZERS`.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Defaults that differ on CPU, such as number types and compilation, and for sampling ahead of training.
+"""Defaults by device, such as number types and compilation on CPU, and for sampling ahead of training.
 
 They rank below every value that a file or an argument gives, and a loaded config holds them like any other
 value: `--dry-run` prints them. On GPUs the declared defaults apply. Needs no torch.

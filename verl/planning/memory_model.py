@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes that a sharded transformer takes on one rank: formulas alone, without torch.
+"""Memory of a sharded transformer on one rank, in bytes: formulas alone, without torch.
 
 Letters: `H` hidden size, `A` heads x head size, `I` intermediate size, `c` bytes of a number in forward and
 backward. `docs/memory.md` compares the results with measured peaks.
@@ -71,7 +71,7 @@ class Stack:
         return 0 if expert_ranks == 1 else c * self.choices * self.hidden * tokens
 
     def tiles(self, tokens: int) -> bool:
-        """Return whether so many tokens are more than a tile of the MLP."""
+        """Return whether these tokens exceed a tile of the MLP."""
         return self.is_tiled and tokens > TILE
 
 

@@ -248,7 +248,7 @@ def _awake_servers(
 
 
 def _sleeping_servers(shapes: Shapes, machine: Machine) -> Parts:
-    """Return what a GPU holds for each server on it, which is a process of its own."""
+    """Return what a GPU holds for each server on it, each a separate process."""
     if machine.device == "cpu":
         return {}
     return {
@@ -273,7 +273,7 @@ def _server_processes(shapes: Shapes, machine: Machine) -> Parts:
 
 
 def _servers_of_own(shapes: Shapes, machine: Machine) -> list[Phase]:
-    """Return what servers hold all the time on GPUs of their own."""
+    """Return what servers hold all the time on dedicated GPUs."""
     if machine.device == "cpu":
         return []
     return [

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options that decide the memory of a run: its models, their passes, its rows and its rollout engine.
+"""Inputs of the memory plan: a run's models, their passes, its rows and its rollout engine.
 
 `planned_ppo` and `planned_sft` describe the two kinds of runs; everything else treats them alike.
 """
@@ -39,7 +39,7 @@ class PlannedEngine:
     max_prompt_length: int
     max_sequence_length: int
     max_model_len: int
-    own: int = 0  # engines in processes of their own; 0: all are in the ones that train
+    own: int = 0  # engines in processes of their own; 0: all are in the processes that train
     samples_ahead: bool = False  # while the models train
 
     @property

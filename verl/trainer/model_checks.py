@@ -36,7 +36,7 @@ def check_divided_experts(run: PlannedRun) -> None:
 
 
 def check_quantized_engine(run: PlannedRun, device: str) -> None:
-    """Raise `ValueError` if the engine is to be quantized on a device, `auto` resolved, that is no GPU."""
+    """Raise `ValueError` if the engine is to be quantized on a device, `auto` resolved, other than a GPU."""
     if run.engine is not None and run.engine.is_quantized and not is_gpu(device):
         raise ValueError(cpu_problem(run.engine.options.quantization or ""))
 

@@ -93,7 +93,7 @@ def _unchecked(dataset: type[D]) -> type[D]:
 
 
 def check_reward(config: PPOConfig) -> None:
-    """Score the samples of the first usable row in a process of its own, and log their scores.
+    """Score the samples of the first usable row in its own process, and log their scores.
 
     It takes little longer than `worker.reward.timeout_s`: samples that are not scored by then are left out.
     Nothing is scored if the function asks a model that the run has yet to serve.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stage that asks served teachers for the log-probs of responses."""
+"""The stage of served teachers: asks them for the log-probs of responses."""
 
 import asyncio
 import json

@@ -267,7 +267,7 @@ def ppo_options(
 def make_schedule(
     engines: Engines, collector: RolloutCollector, config: AsyncConfig, last_step: int, at_once: int
 ) -> Schedule:
-    """Return when each step samples, with engines that sample so many responses at once."""
+    """Return when each step samples; the engines sample `at_once` responses together."""
     if isinstance(engines, SharedEngines):
         if config.mode == PARTIAL:
             return PartialRollouts(engines, collector, config, last_step, at_once)

@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 def in_background(work: Callable[[], T], name: str = "sampling") -> "Future[T]":
-    """Run a function in a thread; an error is raised by the one that reads the result."""
+    """Run a function in a daemon thread and return its future."""
     future: Future[T] = Future()
 
     def run() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host memory that is available to new processes, on the machine or in its container."""
+"""Host memory available to new processes, on the machine or in its container."""
 
 from pathlib import Path
 

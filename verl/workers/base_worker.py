@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Worker processes with a device, and the ones that hold models: building them, checkpoints and profiles."""
+"""Base classes of worker processes: devices, models, checkpoints and profiles."""
 
 import os
 from collections.abc import Iterator

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Responses that outlive a change of their engine's weights, or the engine itself.
+"""Resume interrupted responses after a weight update, or on another engine.
 
 An interrupted response keeps its tokens with their log-probs and the version of the weights that sampled
 them. It continues as a request whose prompt ends with these tokens, so that nothing that older weights have

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker process that trains and samples in turn: one device with the models and a rollout engine.
+"""The colocated worker: one device with the models and a rollout engine, which train and sample in turn.
 
 Its remote methods and those of `TrainingWorker` are the whole interface between the controller and the
 devices.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker process that only samples: one device of a rollout engine, with weights that others train."""
+"""The sampling worker: one device of a rollout engine, with weights from the training processes."""
 
 from dataclasses import replace
 from typing import Any
@@ -19,7 +19,7 @@ from verl.workers.weight_transport import make_reader
 
 
 class RolloutWorker(SamplingWorker):
-    """One process of an engine, which is a group of its own.
+    """One process of an engine, which is its own group.
 
     Args:
         engine: Number of the engine among all.

@@ -25,7 +25,7 @@ class SamplingWorker(DeviceWorker):
     def sample(
         self, prompts: DataProto | None, sampling: SamplingOptions, at_most: int
     ) -> list[FinishedResponse]:
-        """Sample on, with more prompts; see `EngineHost.sample`."""
+        """Continue sampling with more prompts; see `EngineHost.sample`."""
         return self._led(self.host.sample(prompts, sampling, at_most))
 
     @register(Dispatch.ALL, phase="gen")

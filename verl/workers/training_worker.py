@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker process that trains: one device with shards of all models of reinforcement learning.
+"""The training worker: one device with shards of all models of reinforcement learning.
 
 Each method loads the models it uses onto the device; the work itself is in `roles/` and `model_builder.py`.
 """

@@ -10,7 +10,7 @@
         def step(self, text, calls): ...
         def close(self): ...
 
-Each conversation has an instance in a process of its own, which is forked after `prepare`. Nothing here
+Each conversation has an instance in its own process, which is forked after `prepare`. Nothing here
 imports torch.
 """
 

@@ -47,7 +47,7 @@ def as_step(returned: Any, limits: AnswerLimits) -> Observation:
     """Turn what `step` returned into plain values, the messages of a new context too.
 
     Raises:
-        BadAnswerError: It is no answer, or too large.
+        BadAnswerError: It is not an answer, or too large.
     """
     if not isinstance(returned, Observation) or returned.messages is None:
         return as_observation(returned, limits)

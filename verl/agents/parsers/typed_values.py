@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values that are written as text and typed by the tool's schema."""
+"""Type values written as text, by the tool's schema."""
 
 import json
 from collections.abc import Mapping

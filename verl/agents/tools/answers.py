@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The value that a tool returned as an `Observation` of plain values, cut and bounded before it travels."""
+"""Turn a tool's result into an `Observation` of plain values, cut and bounded before it travels."""
 
 import io
 import json
@@ -24,7 +24,7 @@ CUT = "\n[... {} characters ...]\n"
 
 
 class BadAnswerError(ValueError):
-    """A tool returned something that is no answer, or one that is too large."""
+    """A tool returned something that is not an answer, or one that is too large."""
 
 
 @dataclass(frozen=True)

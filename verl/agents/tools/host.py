@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process that imports the tools once and forks a process for each conversation or for each call at once.
+"""Host process of the tools: imports them once, and forks for each conversation or call.
 
 A fork takes milliseconds and shares what was loaded, so that hundreds of conversations can have their own.
 Requests are records of a fixed size; a fork's comes with the files of its connection and of its stacks:

@@ -390,7 +390,7 @@ class ToolPool:
     def _log(self, name: str, report: str) -> None:
         self._reports[name] += 1
         if self._reports[name] <= MAX_REPORTS:
-            last = " (further ones are only counted)" if self._reports[name] == MAX_REPORTS else ""
+            last = " (any more are only counted)" if self._reports[name] == MAX_REPORTS else ""
             logger.warning("%s failed%s: %s", FAILED[self.tools[name].kind], last, report)
 
 

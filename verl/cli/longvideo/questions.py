@@ -27,7 +27,7 @@ SOURCE_WORDS = re.compile(r"\b(?:captions?|timelines?)\b", re.IGNORECASE)
 
 
 class MalformedError(ValueError):
-    """A reply that is no question, or no prose; says why."""
+    """A reply that is not a question, or not prose; says why."""
 
 
 class Asking(NamedTuple):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that remember what `verl-longvideo-reason` has done, so that an interrupted command continues.
+"""State files of `verl-longvideo-reason`: an interrupted command continues from them.
 
 A file appears complete or not at all, and holds the digest of all that it was made from: one that was made
 from something else counts as missing and is made again.

@@ -126,7 +126,7 @@ def checkpoint_or_run_folder(text: str) -> str:
 
 
 def missing_checkpoint(path: str) -> str | None:
-    """Explain that a result of `checkpoint_or_run_folder` is no checkpoint; None if it is one."""
+    """Explain that a result of `checkpoint_or_run_folder` is not a checkpoint; None if it is one."""
     folder = Path(path)
     if CHECKPOINT_NAME.fullmatch(folder.name):
         return None

@@ -22,7 +22,7 @@ class MediaReader:
     more. Media named by URL are fetched in this process before, within limits of their own.
 
     Args:
-        timeout_s: Limit for a row in seconds, not counting downloads; None is no limit.
+        timeout_s: Limit for a row in seconds, not counting downloads; None means no limit.
         columns: Column names of `images` and `videos`, for errors.
     """
 

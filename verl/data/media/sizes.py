@@ -35,7 +35,7 @@ class MediaOptions:
     def from_data(cls, data: Any, **others: Any) -> "MediaOptions":
         """Take them from the `data` section of a config, except for `others`."""
         urls = DownloadOptions.from_data(data) if data.allow_media_urls else None
-        pixels = data.min_pixels or 0, data.max_pixels or sys.maxsize  # null is no bound
+        pixels = data.min_pixels or 0, data.max_pixels or sys.maxsize  # null: unbounded
         limits = tuple(f"data.{name}" for name in chosen_limits(data))
         return cls(
             *pixels, data.video_fps, cache_dir=data.cache_dir, urls=urls, limits=limits,
@@ -62,7 +62,7 @@ class MediaOptions:
 
 
 def chosen_limits(options: Any) -> list[str]:
-    """Return the bounds of pixels that differ from their defaults; null is no bound."""
+    """Return the bounds of pixels that differ from their defaults; null means unbounded."""
     defaults = {field.name: field.default for field in fields(RowsConfig)}
     return [name for name in LIMITS if getattr(options, name) not in (None, defaults[name])]
 

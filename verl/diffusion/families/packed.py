@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Families whose transformer reads tokens of 2 x 2 latents, and whose schedule depends on their number.
+"""Families with tokens of 2 x 2 latents, and a schedule that depends on their number.
 
 Latents are unpacked, (B, C, h, w), everywhere but in the transformer.
 """

@@ -18,7 +18,7 @@ def family_of(folder: Path, option: str = "worker.actor.model.model_path") -> Di
     """Return the family of a diffusers folder.
 
     Raises:
-        ValueError: It is no such folder, or of a pipeline that no family has.
+        ValueError: It is not such a folder, or its pipeline has no family.
     """
     index = folder / PIPELINE
     if not index.is_file():

@@ -14,7 +14,7 @@ NEARLY_ONE = 1 - 1e-5  # UniPC starts at 1 - 1e-6, because it takes the logarith
 
 
 class Wan(DiffusionFamily):
-    """Videos of `num_frames` = 4 k + 1: the first frame has a latent of its own, and every four after it."""
+    """Videos of `num_frames` = 4 k + 1: the first frame has its own latent, and every four after it."""
 
     pipelines = ("WanPipeline",)
     makes = "videos"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights that the processes that train send to the ones that sample, by NCCL or gloo.
+"""Weights on their way from training to sampling processes, by NCCL or gloo.
 
 When weights are published, each rank that trains gathers the buckets from the shards as for any transport,
 and copies its share to page-locked host memory. From there a thread for each engine sends it, at any later

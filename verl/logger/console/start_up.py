@@ -7,7 +7,7 @@
       ...
     ready after 41.3 s
 
-Any module may name a part of the start, also one that runs in a thread of its own; elsewhere than at the
+Any module may name a part of the start, also one that runs in its own thread; elsewhere than at the
 start of a command that shows it, this does nothing::
 
     with phase("data"):

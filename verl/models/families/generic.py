@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models that read images and that no file describes, through their own processor and `get_image_features`.
+"""Fallback for image models without a file: their own processor and `get_image_features`.
 
 Nothing here knows a name. The modules are found in the model's structure, the tokens and tensors of an image
 are what the processor makes for it alone, and the processor itself shows how those of several images
@@ -201,7 +201,7 @@ def find_structure(model: PreTrainedModel) -> Structure:
     """Find the modules of a model that read images.
 
     Raises:
-        NotImplementedError: The model needs a file of its own.
+        NotImplementedError: The model needs its own file.
     """
     name, text = f"{type(model).__name__} ({model.config.model_type})", model.config.get_text_config()
     if any(hasattr(module, "get_rope_index") for module in model.modules()) or "mrope_section" in str(

@@ -211,7 +211,7 @@ class MediaFamily(Family, ABC):
         raise ValueError(f"{type(self).__name__} reads no videos")
 
     def audio_shape(self, processor: Any, num_samples: int) -> MediumShape:
-        """Return the shape of an audio clip of so many samples at the processor's rate."""
+        """Return the shape of an audio clip, given its number of samples at the processor's rate."""
         raise ValueError(f"{type(self).__name__} reads no audio")
 
     def expand(self, processor: Any, prompt_ids: list[int], shape: MediaShape) -> list[int]:

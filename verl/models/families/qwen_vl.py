@@ -303,7 +303,7 @@ class Qwen3VL(QwenVL):
 
 
 def time_factor(seconds: float, per_second: float) -> float:
-    """Return the steps in time between two temporal patches that are so many seconds apart, as in vLLM."""
+    """Return the steps in time between two temporal patches, given the seconds between them, as in vLLM."""
     return float(np.float32(seconds)) * per_second
 
 

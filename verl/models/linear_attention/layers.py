@@ -39,7 +39,7 @@ def pack_linear_layers(model: nn.Module) -> None:
 
 
 def _rule_of(layer: type[nn.Module]) -> str | None:
-    """Return the name of the delta rule that a layer's forward calls; None if it is no such layer."""
+    """Return the name of the delta rule that a layer's forward calls; None for any other layer."""
     forward = inspect.unwrap(layer.forward)
     called = forward.__code__.co_names if isinstance(forward, FunctionType) else ()
     return next((name for name in FLA_KERNELS if name in called and CONVOLUTION in called), None)

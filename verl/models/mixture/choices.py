@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The experts that routers choose: recorded, compared with other choices, or replaced by them.
+"""Experts chosen by routers: recorded, compared with other choices, or replaced by them.
 
 A router whose forward takes the `topk` of a score for each expert is observed at that call. Where a token's
 experts are given, the call returns these with their live scores, so what the model does with the scores

@@ -121,7 +121,7 @@ class VilaProcessor:
         return [token for tile in tiles for token in (*tile, *after)]
 
     def video_tokens(self, num_frames: int) -> list[int]:
-        """Return the tokens of a video of so many sampled frames."""
+        """Return the tokens of a video, given its number of sampled frames."""
         tokens, encoder = [], self.config.video_encoder
         for count, size in passes(self.config, num_frames):
             for frame in self._wrapped(self.video_token_id, [size] * count, encoder):
@@ -130,7 +130,7 @@ class VilaProcessor:
         return tokens
 
     def _wrapped(self, token: int, sizes: Sequence[int], encoder: Any) -> list[list[int]]:
-        # the tokens of each tile or frame with so many features
+        # the tokens of a tile or frame, given its number of features
         wrapping = Wrapping.of(encoder)
         start, end = self.encode(wrapping.start), self.encode(wrapping.end)
         return [[*start, *[token] * size, *end] for size in sizes]

@@ -132,7 +132,7 @@ def passes(config: VilaConfig, num_frames: int) -> list[tuple[int, int]]:
     """Return the frames of each pass over a video, and the features of one.
 
     Raises:
-        ValueError: Their number is no multiple of the number that is averaged.
+        ValueError: Their number is not a multiple of the number that is averaged.
     """
     found = []
     for time, height, width in Wrapping.of(config.video_encoder).pools:

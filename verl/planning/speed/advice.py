@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options that would shorten a step: each is tried by predicting the step, and planning the memory, again.
+"""Advice for a shorter step: each option is tried by predicting time and memory again.
 
 Only options that leave the loss as it is are tried.
 """

@@ -98,7 +98,7 @@ def _candidates(trainer: TrainerConfig, cluster: Cluster) -> Iterator[tuple[Chan
 
 
 def _cluster_of(gpus: int, like: Cluster) -> Cluster | None:
-    """Return a cluster with so many GPUs; None if they are not whole nodes."""
+    """Return a cluster with `gpus` GPUs; None if they are not whole nodes."""
     if gpus % like.gpus == 0:
         return replace(like, nodes=gpus // like.gpus) if gpus else None
     return replace(like, gpus=gpus) if 0 < gpus < like.gpus else None

@@ -131,7 +131,7 @@ def encoding_work(
 
 
 def _media_tokens(run: PlannedRun, groups: float, lengths: ExpectedLengths, shape: ModelShape) -> float:
-    """Return the tokens of media in so many groups that one of the ranks which share them encodes."""
+    """Return the media tokens of `groups` groups that one of the ranks sharing them encodes."""
     if shape.tower is None or not run.lengths.media:
         return 0.0
     return groups * MEDIA_SHARE * (lengths.prompt or lengths.responses.mean) / run.lengths.ranks

@@ -28,7 +28,7 @@ ALARM_PERIOD_S = 1.0  # the alarm rings again, in case some `except:` on the way
 KERNEL_GRACE_S = 2  # CPU time between the alarm and the kernel's limit
 MEMORY_LIMIT = 4 << 30  # bytes of address space; symbolic mathematics itself takes a tenth
 MAX_ANSWER_LENGTH = 300  # characters; MATH-500 has at most 159, and parsing costs grow with the square
-TOKENS = re.compile(r"\\(boxed)\s*+\{|\\.|[{}]", re.DOTALL)  # `\{` is no brace
+TOKENS = re.compile(r"\\(boxed)\s*+\{|\\.|[{}]", re.DOTALL)  # `\{` is not a brace
 
 _Question = tuple[str, str, float]  # answer, ground truth, limit in seconds of CPU time
 

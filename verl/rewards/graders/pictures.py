@@ -15,7 +15,7 @@ def frames_of(reward_input: Mapping[str, Any], num_frames: int = 8) -> list[Imag
 
 
 def pictures_of(reward_input: Mapping[str, Any], num_frames: int = 8) -> list[Any]:
-    """Return the picture of a response (3, H, W), or at most so many frames of its video, spread evenly."""
+    """Return the picture of a response (3, H, W), or at most that many frames of its video, evenly spaced."""
     if "videos" not in reward_input:
         return [reward_input["images"]]
     frames = reward_input["videos"]

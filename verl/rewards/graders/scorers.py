@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models that score, classify or embed texts, behind vLLM's endpoints; cached and retried as a judge is.
+"""Scoring, classifying and embedding models behind vLLM's endpoints; cached and retried like judges.
 
 `fields` of each method are more fields of the request, such as `use_activation=False` for the raw number of a
 reward model. Errors are those of `Judge.ask`.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""System calls that Python has no function for, and the numbers of the calls that a program may make."""
+"""System calls without a function in Python, and the numbers of the calls allowed to a program."""
 
 import ctypes
 import os

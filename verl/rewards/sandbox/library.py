@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The view that a program has of this machine: libraries of the interpreter and the system, and a user."""
+"""A program's view of this machine: libraries of the interpreter and the system, and a user."""
 
 import os
 import sys

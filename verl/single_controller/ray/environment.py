@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Environment variables that make processes one group: ranks, rendezvous, threads."""
+"""Environment variables of a process group: ranks, rendezvous, threads."""
 
 import os
 import random

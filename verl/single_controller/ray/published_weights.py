@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights on their way from the processes that train to the ones that sample, by Ray's object store.
+"""Weights on their way from training to sampling processes, through Ray's object store.
 
 Each rank that trains stores its share in the object store: shared memory, from which all engines of a node
 read without a copy, and which Ray copies to other nodes once. Training continues when the

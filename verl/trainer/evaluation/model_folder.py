@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model that a name means: a checkpoint is merged into a temporary folder, others are taken as they are.
+"""Resolve the name of a model: a checkpoint is merged into a temporary folder, others are used as they are.
 
 Importing this module imports no torch.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The chance that at least one of k responses is correct, from more than k of them."""
+"""Estimate pass@k from more than k responses."""
 
 import math
 from collections.abc import Sequence

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs whose policy makes pictures or videos (`trainer.diffusion`).
+"""Runs of a policy for pictures or videos (`trainer.diffusion`).
 
 Steps of sampling are tokens, pictures are responses: schedules, filters, scores, advantages, losses, metrics
 and checkpoints are those of text.

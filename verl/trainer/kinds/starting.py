@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts the processes that train, and engines in processes of their own."""
+"""Starts the processes that train, and engines in separate processes."""
 
 from contextlib import ExitStack
 from functools import partial
@@ -33,7 +33,7 @@ def start_engines(
     options: RunOptions,
     num_devices: int,  # of the run
 ) -> tuple[RayWorkerGroup, Engines]:
-    """Start the processes that train, and the ones that sample if these are others."""
+    """Start the processes that train, and separate sampling processes if there are any."""
     timeout_s, size = trainer.worker_timeout_s, worker.rollout.tensor_parallel_size
     if worker.hybrid_engine:
         workers = start_workers(stack, pool, processes, FSDPWorker, worker, options, timeout_s)

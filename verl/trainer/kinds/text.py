@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs whose policy writes text, after prompts of text and media."""
+"""Runs of a policy for text, after prompts of text and media."""
 
 from contextlib import ExitStack
 from dataclasses import dataclass

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One replica of a served model: a Ray actor with vLLM's server, on devices of its own or shared ones."""
+"""One replica of a served model: a Ray actor with vLLM's server, on separate devices or shared ones."""
 
 from collections.abc import Mapping
 from contextlib import suppress

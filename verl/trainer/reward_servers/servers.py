@@ -61,7 +61,7 @@ class RewardServers(AbstractContextManager["RewardServers"]):
         return any(config.is_served and config.colocate for config in self.configs.values())
 
     def start_own(self) -> None:
-        """Start the models with devices of their own, in the background."""
+        """Start the models with dedicated devices, in the background."""
         for name, config in self.configs.items():
             if config.takes_devices:
                 size, option = config.tensor_parallel_size, f"{SECTION}.{name}.n_gpus"

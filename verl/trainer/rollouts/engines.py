@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rollout engines of a run, in the processes that train or in processes of their own."""
+"""The rollout engines of a run, in the processes that train or in separate processes."""
 
 import queue
 import threading
@@ -32,7 +32,7 @@ class Engines(Protocol):
         ...
 
     def awake(self, version: int, timer: StageTimer) -> AbstractContextManager[None]:
-        """Keep the engines awake inside the block, with the weights of now: those after `version` steps."""
+        """Keep the engines awake inside the block, loaded with the weights after `version` steps."""
         ...
 
     def generate(self, prompts: DataProto, options: SamplingOptions) -> Iterator[list[FinishedResponse]]:
@@ -87,7 +87,7 @@ class SharedEngines:
 
 
 class OwnEngines:
-    """Engines in processes of their own, each a worker group; they are always awake.
+    """Engines in separate processes, each a worker group; they are always awake.
 
     One that is lost leaves, its work is done by the others, and another may take its place.
 
@@ -113,7 +113,7 @@ class OwnEngines:
         yield
 
     def load(self, version: int, timer: StageTimer) -> None:
-        """Send the weights of now, those after `version` steps, to all engines that have others."""
+        """Send the current weights, after `version` steps, to every engine with older ones."""
         if version == self.version:
             return
         with timer("sync_weights"):
@@ -124,7 +124,7 @@ class OwnEngines:
             self._compare()
 
     def publish(self, version: int) -> PublishedWeights:
-        """Offer the weights of now, for each engine to load."""
+        """Publish the current weights for the engines to load."""
         self.version = version
         return PublishedWeights(version, tuple(self.workers.publish_weights(version)))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rollout engines of a run that are alive, and the starts of others at the places of missing ones."""
+"""Track the live rollout engines of a run, and restart lost ones."""
 
 import threading
 from collections.abc import Callable, Collection, Sequence

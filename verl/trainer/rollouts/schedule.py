@@ -41,7 +41,7 @@ class Schedule(Protocol):
         ...
 
     def current(self, version: int, timer: StageTimer) -> AbstractContextManager[None]:
-        """Keep the engines free for other prompts inside the block, with the weights of now, `version`."""
+        """Keep the engines free for other prompts inside the block, at weights `version`."""
         ...
 
     def settle(self) -> None:
@@ -176,7 +176,7 @@ class Sampled(NamedTuple):
 
 
 def staleness_metrics(batch: DataProto, step: int) -> Metrics:
-    """Number of updates between the weights that sampled and the ones that the step begins with."""
+    """Number of updates between the weights that sampled and those at the start of the step."""
     staleness = (step - batch.batch["rollout_steps"]).float()  # (B,)
     return {"async/staleness_mean": staleness.mean().item(), "async/staleness_max": staleness.max().item()}
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sampling as a stream: engines of their own sample on while the model trains."""
+"""Sampling as a stream: separate engines keep sampling while the model trains."""
 
 import time
 from functools import partial
@@ -57,7 +57,7 @@ class Stream(GroupStream):
         return collected._replace(metrics=collected.metrics | idle | engines)
 
     def _publish(self, version: int, timer: StageTimer) -> None:
-        """Offer the weights of now to the engines, which load them when they can."""
+        """Publish the current weights; the engines load them when they can."""
         if self.engines.version is None:
             self.engines.load(version, timer)
             self._note_loaded(version)

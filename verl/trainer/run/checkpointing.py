@@ -174,7 +174,7 @@ class RunState:
         self._pending, self.save_error = None, None
 
     def _abandon(self, error: str) -> None:
-        # A checkpoint that cannot be written is no reason to lose the training: the next step tries again.
+        # A checkpoint that cannot be written must not end the training: the next step tries again.
         assert self._pending is not None, "called while one is written"
         free = shutil.disk_usage(self.checkpoints.root).free / 2**20
         self.checkpoints.clear()

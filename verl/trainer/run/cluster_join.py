@@ -69,7 +69,7 @@ def find_devices(config: C, device: str, wait_s: float) -> tuple[C, ResourcePool
 
 
 def check_all_fit(config: RunTree, capacities: Sequence[int]) -> None:
-    """Raise a ClusterError unless devices are left in addition to the ones that train."""
+    """Raise a ClusterError unless devices are left in addition to those for training."""
     trainer, found = config.trainer, sum(capacities)
     if config.num_devices > found:
         uses = {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A lock that keeps two runs out of one folder of checkpoints and log files. Imports no torch.
+"""Lock a folder of checkpoints and log files against a second run. Imports no torch.
 
 The lock is on `run.lock` in the folder and belongs to a process (`fcntl.lockf`): the kernel releases it
 however the process ends, forked processes do not inherit it, and NFS shows it to other machines.

@@ -257,7 +257,7 @@ class IsolatedCalls(Generic[A, R]):
 
     Args:
         function: Takes and returns one value that can be pickled.
-        timeout_s: Limit of a call; None is no limit.
+        timeout_s: Limit of a call; None means no limit.
         enter: Called once in each new process, before its first call.
         retry: Call once more in another process if one ends: memory may have run out because of others.
         start: `ChildProcess.fork`, or `ChildProcess.start` for functions that can be pickled.

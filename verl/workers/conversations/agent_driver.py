@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Agents next to a rollout engine: each leads its conversation in a process of its own and calls the policy.
+"""Agents next to a rollout engine: each leads its conversation in its own process and calls the policy.
 
 Calls come by HTTP, in any order. With tensor parallelism the first rank of an engine serves them, and tells
 the others what to sample and when, so that all make the same calls of the engine.
@@ -78,7 +78,7 @@ class AgentDriver:
         self.sampling.submit([self._request(turn) for turn in turns], self._options, before)
 
     def step(self, at_most: int) -> list[FinishedResponse]:
-        """Make at most so many steps of the engine, until a conversation ends, and return the ended ones."""
+        """Run the engine for `at_most` steps, or until a conversation ends; return the ended ones."""
         ended: list[FinishedResponse] = []
         while self._open and at_most > 0 and not ended:
             num_steps = min(at_most, STEPS)

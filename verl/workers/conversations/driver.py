@@ -126,7 +126,7 @@ class ConversationDriver:
         self._submit(single)
 
     def step(self, at_most: int) -> list[FinishedResponse]:
-        """Make at most so many steps of the engine, until a conversation ends, and return the ended ones."""
+        """Run the engine for `at_most` steps, or until a conversation ends; return the ended ones."""
         ended: list[FinishedResponse] = []
         while self._open and at_most > 0 and not ended:
             num_steps = min(at_most, STEPS) if self._num_calling else at_most

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Frozen models that the policy learns from, each for its own rows, on one data-parallel rank."""
+"""Frozen teachers of the policy, each for its own rows, on one data-parallel rank."""
 
 from collections.abc import Mapping
 from functools import cached_property

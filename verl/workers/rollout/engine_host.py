@@ -92,7 +92,7 @@ class EngineHost:
     def sample(
         self, prompts: DataProto | None, sampling: SamplingOptions, at_most: int
     ) -> list[FinishedResponse]:
-        """Add prompts to the ones that are being sampled, and make at most so many steps of the engine.
+        """Add prompts to those being sampled, and run at most `at_most` engine steps.
 
         Returns the responses that are finished then. Prompts with a column `BEGUN` continue its responses.
         """

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 MAX_BYTES = 4 << 20  # of an answer
 AGAIN = (408, 425, 429, 500, 502, 503, 504)  # HTTP statuses after which another attempt may succeed
-PAUSE_S = 0.5  # before the second attempt, doubled before each further one
+PAUSE_S = 0.5  # before the second attempt, doubled before each later attempt
 
 
 class SearchError(RuntimeError):
@@ -32,7 +32,7 @@ class Search:
     Args:
         endpoint: URL that takes queries, such as http://localhost:8000/retrieve.
         num_results: Documents in an answer.
-        max_characters: Characters of each document; further ones are cut off.
+        max_characters: Characters of each document; the rest is cut off.
         timeout_s: Seconds of an attempt.
         max_attempts: Attempts before the call fails.
         headers: Headers of a request, such as an authorization.

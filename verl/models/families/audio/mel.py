@@ -11,7 +11,7 @@ MEL = "input_features"  # (mel frames, mel bins) of a clip
 
 
 def num_mel_frames(processor: Any, num_samples: int) -> int:
-    """Return the frames of an audio clip of so many samples at the processor's rate."""
+    """Return the number of frames of an audio clip, given its samples at the processor's rate."""
     return -(-num_samples // processor.feature_extractor.hop_length)
 
 
@@ -28,10 +28,10 @@ def mel_features(processor: Any, samples: np.ndarray, frames: int) -> Tensor:
 
 
 def encoded_frames(frames: int) -> int:
-    """Return the frames that an encoder's layers see of so many mel frames, by a convolution of stride 2."""
+    """Return the number of frames in an encoder's layers, after a convolution of stride 2 over mel frames."""
     return (frames + 1) // 2
 
 
 def audio_tokens(frames: int) -> int:
-    """Return the tokens of so many mel frames: a convolution halves their number, and so does pooling."""
+    """Return the number of tokens of mel frames: a convolution halves it, and so does pooling."""
     return encoded_frames(frames) // FRAMES_OF_TOKEN

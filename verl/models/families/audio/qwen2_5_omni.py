@@ -124,7 +124,7 @@ class Qwen25Omni(Qwen25VL):
     # --- tokens and positions
 
     def audio_tokens(self, frames: int) -> int:
-        """Return the tokens of an audio clip of so many mel frames."""
+        """Return the tokens of an audio clip, given its mel frames."""
         return audio_tokens(frames)
 
     def turns(self, patches: int, seconds: float, sounds: int) -> list[list[Any]]:

@@ -72,7 +72,7 @@ def positions_where_heard(theirs: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def with_whole_chunk(theirs: Callable[..., Tensor], frames: int, tokens: int) -> Callable[..., Tensor]:
-    """Have an encoder of audio pad all chunks to a whole one, by a blank clip of so many mel frames."""
+    """Have an audio encoder pad all chunks to a whole one, with a blank clip of that many mel frames."""
 
     @functools.wraps(theirs)
     def encode(tower: Any, input_features: Tensor, feature_lens: Tensor, aftercnn_lens: Tensor) -> Tensor:
