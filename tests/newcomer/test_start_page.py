@@ -127,10 +127,11 @@ def test_the_checks_before_the_run_say_what_the_page_says(folder, printed):
 def test_the_run_writes_metrics_rollouts_and_checkpoints_and_goes_on_where_it_stopped(folder, printed):
     steps = [entry["step"] for entry in read_log(folder / RUN)]
 
-    assert "\nfinished 40 steps in " in printed[TRAIN]
-    assert steps == list(range(61))  # 0: the validation before
-    assert (folder / RUN / "rollouts" / "step_60.parquet").exists()
-    for step in (20, 40, 60):
+    assert "\nfinished 20 steps in " in printed[f"{TRAIN} trainer.max_steps=20"]
+    assert "\nfinished steps 21 to 40 in " in printed[TRAIN]
+    assert steps == list(range(41))  # 0: the validation before
+    assert (folder / RUN / "rollouts" / "step_40.parquet").exists()
+    for step in (20, 40):
         assert (folder / RUN / f"global_step_{step}" / MANIFEST).exists()
 
 
@@ -146,13 +147,13 @@ def test_the_model_learns_within_the_steps_of_the_page(folder, printed):
 def test_the_summary_and_the_page_show_the_run(printed):
     summary = printed["verl-view checkpoints --text"]
 
-    assert "60 of 60" in summary and "val reward" in summary and "best" in summary
+    assert "40 of 40" in summary and "val reward" in summary and "best" in summary
     assert "<html" in output_of(printed, "verl-view", "--port").lower()
 
 
 def test_the_exported_model_answers_as_the_trained_one_did(folder, printed):
-    exported = folder / RUN / "global_step_60" / "actor" / "huggingface"
-    validated = pq.read_table(folder / RUN / "rollouts" / "validation_60.parquet").to_pylist()
+    exported = folder / RUN / "global_step_40" / "actor" / "huggingface"
+    validated = pq.read_table(folder / RUN / "rollouts" / "validation_40.parquet").to_pylist()
     (picture,) = re.findall(r"'/image images/(\S+)'", PAGE.read_text())
 
     assert picture == "val_00.png", "the first row, whose response is the first that is recorded"
