@@ -280,7 +280,11 @@ def root(tmp_path_factory):
     return root
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["1 rank", "2 ranks"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(1, marks=pytest.mark.nightly("verl/workers", "verl/algorithms")), 2],
+    ids=["1 rank", "2 ranks"],
+)
 def results(request, root):
     return run_distributed(update_on_ranks, request.param, root)
 

@@ -43,6 +43,7 @@ sys.meta_path[:] = [Hiding(finder) for finder in sys.meta_path]
 
 
 @pytest.mark.heavy
+@pytest.mark.nightly("scripts/gpu_check.sh", "benchmarks", "tests/gpu", "verl/distributed")
 def test_on_a_bare_machine_kernels_run_and_other_parts_name_the_missing_packages(tmp_path):
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(HIDE)
@@ -74,6 +75,7 @@ OTHERS = [
 
 
 @pytest.mark.heavy
+@pytest.mark.nightly("scripts/gpu_check.sh", "benchmarks", "tests/gpu", "verl/distributed")
 @pytest.mark.parametrize(
     "names", [CHEAP, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["cheap", "others"]
 )

@@ -91,7 +91,7 @@ def p_value(counts, probs, number):
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("top_k", [-1, 4])
+@pytest.mark.parametrize("top_k", [-1, pytest.param(4, marks=pytest.mark.nightly)])
 def test_drafts_do_not_change_the_distribution_of_responses(drafting, top_k):
     engine, model, prompt = drafting
     number = 4096
