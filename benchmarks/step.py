@@ -33,6 +33,7 @@ from verl.models.tiny import save_tiny_model
 from verl.planning.planned_run import planned_ppo
 from verl.single_controller.ray.cluster import connect
 from verl.trainer import setup
+from verl.trainer.kinds import starting
 from verl.trainer.metrics import StageTimer
 from verl.trainer.prepare import prepared_run
 from verl.trainer.ray_trainer import RayPPOTrainer
@@ -133,7 +134,7 @@ def running(folder: Path, options: argparse.Namespace) -> Iterator[RayPPOTrainer
 
 def measure(folder: Path, options: argparse.Namespace) -> tuple[list[Seconds], list[Seconds]]:
     """Alternate between steps and bare parts, and return the seconds of both after the warm-up round."""
-    setup.FSDPWorker = BareWorker  # a worker that can also run the bare parts
+    starting.FSDPWorker = BareWorker  # a worker that can also run the bare parts
     steps: list[Seconds] = []
     parts: list[Seconds] = []
     with running(folder, options) as trainer:
