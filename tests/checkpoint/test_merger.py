@@ -211,6 +211,11 @@ def test_who_may_read_the_exported_weights_is_left_to_the_umask(checkpoints, uma
     assert (folder / "model.safetensors").stat().st_mode & 0o777 == mode
 
 
+def test_others_may_read_the_weights_of_a_tiny_model_as_its_config(models):
+    for folder in models.values():
+        assert len({(folder / name).stat().st_mode for name in ("model.safetensors", "config.json")}) == 1
+
+
 def test_the_command_writes_the_requested_dtype_to_weights_and_config(checkpoints):
     command = [
         sys.executable,

@@ -57,3 +57,9 @@ def test_a_seed_gives_the_same_weights_again_and_another_one_others(name, tmp_pa
 
     assert torch.equal(weights[0], weights[1])
     assert not torch.equal(weights[0], weights[2])
+
+
+def test_others_may_read_its_weights_as_its_index(model_folder):
+    files = [model_folder / "model_index.json", *model_folder.rglob("*.safetensors")]
+
+    assert len(files) > 3 and len({file.stat().st_mode for file in files}) == 1

@@ -24,6 +24,8 @@ from transformers import (
     T5Tokenizer,
 )
 
+from verl.utils.weight_files import share_weights
+
 COLORS = ("red", "green", "blue", "yellow", "black", "white")
 OTHERS = "a all and color dark in is it light of paint picture the wall"
 WORDS = (*COLORS, *OTHERS.split())
@@ -52,6 +54,7 @@ def save_tiny_sd3(folder: Path, *, seed: int = 0, layers: int = 2, size: int = 1
             text_encoder_3=t5(), tokenizer_3=t5_tokenizer(),
         )  # fmt: skip
     pipeline.save_pretrained(folder)
+    share_weights(folder, "model_index.json")
     return folder
 
 

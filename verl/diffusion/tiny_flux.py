@@ -18,6 +18,7 @@ from verl.diffusion.tiny import (
     t5,
     t5_tokenizer,
 )
+from verl.utils.weight_files import share_weights
 
 
 def save_tiny_flux(folder: Path, *, seed: int = 0, layers: int = 1, schnell: bool = False) -> Path:
@@ -38,4 +39,5 @@ def save_tiny_flux(folder: Path, *, seed: int = 0, layers: int = 1, schnell: boo
             text_encoder_2=t5(), tokenizer_2=t5_tokenizer(),
         )  # fmt: skip
     pipeline.save_pretrained(folder)
+    share_weights(folder, "model_index.json")
     return folder

@@ -15,6 +15,7 @@ from tokenizers.trainers import BpeTrainer
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 
 from verl.diffusion.tiny import LATENTS, WIDTH, WORDS, paint_latents, set_layer
+from verl.utils.weight_files import share_weights
 
 # words of the pipeline's chat template: its 34 tokens before the prompt are cut off by their number
 TEMPLATE = (
@@ -41,6 +42,7 @@ def save_tiny_qwen_image(folder: Path, *, seed: int = 0, layers: int = 2) -> Pat
             vae=_vae(), text_encoder=_text_encoder(), tokenizer=_tokenizer(),
         )  # fmt: skip
     pipeline.save_pretrained(folder)
+    share_weights(folder, "model_index.json")
     return folder
 
 

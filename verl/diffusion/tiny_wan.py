@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import UMT5Config, UMT5EncoderModel
 
 from verl.diffusion.tiny import LATENTS, WIDTH, set_layer, t5_tokenizer
+from verl.utils.weight_files import share_weights
 
 CHANNELS = 16  # of the VAE
 MEAN, STD = [0.1, -0.2, 0.3, 0.0], [1.5, 0.8, 1.2, 1.0]  # of latents
@@ -38,6 +39,7 @@ def save_tiny_wan(folder: Path, *, seed: int = 0, layers: int = 2) -> Path:
             scheduler=scheduler, vae=_vae(), text_encoder=_umt5(), tokenizer=t5_tokenizer(),
         )  # fmt: skip
     pipeline.save_pretrained(folder)
+    share_weights(folder, "model_index.json")
     return folder
 
 

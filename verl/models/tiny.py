@@ -22,7 +22,7 @@ from verl.models.families.tiny_sizes import MOE, TEXT
 from verl.models.hub_names import auto_class, correct_conversions
 from verl.models.tiny_words import word_tokenizer
 from verl.utils.quiet import no_weight_bars
-from verl.utils.weight_files import by_folder, save_weights
+from verl.utils.weight_files import by_folder, save_weights, share_weights
 
 SPECIAL_TOKENS = [
     "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>",
@@ -166,6 +166,7 @@ def write_model(model: Any, config: Any, directory: Path) -> None:
     correct_conversions(model)
     with no_weight_bars():
         model.save_pretrained(directory)
+    share_weights(directory)
     family, file = family_of(model.config), directory / WEIGHTS
     if trained_part(config) is not config:
         save_weights({family.hub_prefix + name: tensor for name, tensor in load_file(file).items()}, file)

@@ -23,6 +23,13 @@ def save_weights(
     file.chmod(mode)
 
 
+def share_weights(folder: Path, example: str = "config.json") -> None:
+    """Let others read the weights that another library wrote into a folder as they may read its `example`."""
+    mode = (folder / example).stat().st_mode
+    for file in folder.rglob("*.safetensors"):
+        file.chmod(mode)
+
+
 def by_folder(
     tensors: Iterable[tuple[str, Tensor]], folders: Sequence[str]
 ) -> Iterator[tuple[str, Iterator[tuple[str, Tensor]]]]:
