@@ -2,6 +2,7 @@
 """The shape of the package in numbers: `python -m tests.architecture.shape` prints them."""
 
 import ast
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -78,7 +79,7 @@ def length(function: Function) -> int:
 
 def takes_whole_config(function: Function) -> bool:
     args = [*function.args.args, *function.args.kwonlyargs]
-    return any("PPOConfig" in ast.unparse(arg.annotation) for arg in args if arg.annotation)
+    return any(re.search(r"\bPPOConfig\b", ast.unparse(arg.annotation)) for arg in args if arg.annotation)
 
 
 def measure() -> dict[str, int]:

@@ -9,6 +9,7 @@ from huggingface_hub import constants
 from verl.config.ppo import PPOConfig
 from verl.config.rules import diffusion_rules
 from verl.config.schema import ConfigError, load_config
+from verl.planning.step_needs import StepNeeds
 
 PARTS = {
     "model_index.json": {"_class_name": "StableDiffusion3Pipeline"},
@@ -49,7 +50,7 @@ def load(folder, *options):
 def test_a_run_that_makes_pictures_loads(folder):
     config = load(folder)
 
-    assert config.takes_sampled_log_probs and not config.has_old_pass
+    assert StepNeeds.of(config) == StepNeeds(sampled_log_probs=True, old_pass=False, ref_pass=False)
     assert config.engine == "diffusers"  # vLLM need not be installed
 
 
@@ -88,7 +89,7 @@ def test_the_kl_is_that_of_steps_in_the_loss(folder):
 
     config = load(folder, *adapters, "algorithm.kl_penalty=flow_grpo", "algorithm.use_kl_loss=true")
 
-    assert not config.needs_ref_log_probs and config.use_reference
+    assert not config.algorithm.needs_ref_log_probs and config.algorithm.use_reference
 
 
 def test_another_pipeline_is_refused_and_those_that_can_be_trained_are_named(folder):

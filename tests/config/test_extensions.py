@@ -123,14 +123,14 @@ def test_rules_about_estimators_follow_the_declared_needs(file, minimal):
     assert any("`worker.critic.model.model_path` must be set" in one for one in found)
     assert any("`worker.rollout.n` must be at least 2" in one and estimator in one for one in found)
     plain = load_config(PPOConfig, [*minimal, f"algorithm.adv_estimator={file}:plain", "worker.rollout.n=1"])
-    assert not plain.use_critic and not plain.use_prime
+    assert not plain.algorithm.use_critic and not plain.algorithm.use_prime
 
 
 def test_prime_runs_with_an_estimator_of_a_file(file, minimal):
     file.write_text('@verl.needs("process_rewards")\ndef own(inputs): ...\n')
     config = load_config(PPOConfig, [*minimal, f"algorithm.adv_estimator={file}:own"])
 
-    assert config.use_prime and "prime" in config.trained_roles
+    assert config.algorithm.use_prime and "prime" in config.trained_roles
 
 
 @pytest.mark.parametrize(

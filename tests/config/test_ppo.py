@@ -375,7 +375,7 @@ def test_an_open_ended_reward_chooses_the_shipped_function_and_says_that_yours_i
 def test_disable_kl_overrides_the_kl_loss_and_loads_no_reference(minimal):
     config = load(minimal, "algorithm.disable_kl=true", "algorithm.use_kl_loss=true")
 
-    assert not config.use_reference
+    assert not config.algorithm.use_reference
 
 
 def test_the_checkpoint_folder_is_named_after_project_and_experiment(minimal, tmp_path, monkeypatch):
@@ -449,42 +449,3 @@ def test_processes_beyond_the_cores_are_named_before_the_batches_that_they_do_no
     load(minimal, *eight, *dividing)  # a dry run may be for another machine
     monkeypatch.setenv("RAY_ADDRESS", "cluster:6379")
     assert all("`trainer.n_gpus_per_node` (8)" not in problem for problem in problems_of(minimal, *eight))
-
-
-ONE_UPDATE = [
-    "worker.actor.global_batch_size=8",
-    "worker.critic.global_batch_size=8",
-    "algorithm.use_kl_loss=true",
-]
-CORRECTION = "algorithm.rollout_correction"
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ([], False),
-        ([f"{CORRECTION}.rollout_is=token"], False),
-        ([f"{CORRECTION}.bypass_mode=true"], False),
-        (["worker.actor.global_batch_size=4"], True),
-        (["worker.actor.ppo_epochs=2"], True),
-        (["algorithm.use_kl_loss=false"], True),
-        (["algorithm.use_kl_loss=false", "algorithm.disable_kl=true"], False),
-        (["algorithm.adv_estimator=optimal_token_baseline"], True),
-        (["worker.actor.loss_type=clip_cov"], True),
-        (["worker.actor.adaptive_entropy.enabled=true"], True),
-        (
-            [
-                "algorithm.adv_estimator=gae",
-                "worker.critic.model.model_path=owner/model",
-                "trainer.critic_warmup=1",
-            ],
-            True,
-        ),
-        ([f"{CORRECTION}.rollout_rs=token_k1", f"{CORRECTION}.rollout_rs_threshold=0.5_2.0"], True),
-        ([f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.rollout_is_batch_normalize=true"], True),
-    ],
-)
-def test_a_pass_for_old_log_probs_runs_only_where_something_reads_them_before_the_update(
-    minimal, options, expected
-):
-    assert load(minimal, *ONE_UPDATE, *options).has_old_pass is expected

@@ -9,23 +9,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from verl.config.algorithm import AlgorithmConfig
-from verl.config.async_training import ONE_STEP_OFF, PARTIAL, STREAM
 from verl.config.data import DataConfig
 from verl.config.distillation import DistillationConfig
-from verl.config.files.model_files import length_limit, read_model_config
 from verl.config.model import AUTO, FSDPConfig, TrainedModelConfig
 from verl.config.reward_servers import RewardServerConfig, server_problems
 from verl.config.rules.algorithm_rules import algorithm_problems, group_problems
 from verl.config.rules.diffusion_rules import diffusion_problems
 from verl.config.rules.distillation_rules import distillation_problems, served_teacher_problems
+from verl.config.rules.engine_rules import FOR_ROLLOUT, engine_problems, length_problems
 from verl.config.rules.quantization_rules import quantization_problems
 from verl.config.schema import option
 from verl.config.trainer import WORLD, RunTree, TrainerConfig, divisible
 from verl.config.worker import WorkerConfig
-
-FOR_ROLLOUT = "`trainer.n_gpus_for_rollout`"
-MAX_FOR_ROLLOUT = "`trainer.async_training.max_gpus_for_rollout`"
-LONG_CONTEXTS = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"  # set to 1, vLLM accepts lengths beyond the model's
 
 
 @dataclass(frozen=True)
@@ -76,58 +71,18 @@ class PPOConfig(RunTree):
         return self.worker.rollout.max_model_len or self.max_sequence_length
 
     @property
-    def use_reference(self) -> bool:
-        return self.algorithm.use_reference
-
-    @property
-    def needs_ref_log_probs(self) -> bool:
-        return self.algorithm.needs_ref_log_probs
-
-    @property
-    def takes_sampled_log_probs(self) -> bool:
-        """True if the old log-probs are those of sampling."""
-        return self.algorithm.rollout_correction.bypass_mode or self.trainer.diffusion
-
-    @property
-    def has_old_pass(self) -> bool:
-        """True if a forward pass before the update computes the old log-probs.
-
-        Without it they are those of the update itself, the only one of a rollout batch, or the engine's.
-        """
-        algorithm, actor = self.algorithm, self.worker.actor
-        correction = algorithm.rollout_correction
-        return not self.takes_sampled_log_probs and (
-            self.data.rollout_batch_size != actor.global_batch_size
-            or actor.ppo_epochs > 1
-            or self.trainer.critic_warmup > 0  # steps without an update
-            or actor.selects_tokens
-            or actor.adaptive_entropy.enabled
-            or algorithm.reads_old_log_probs
-            or self.distillation.rewards_tokens
-            or correction.needs_whole_batch
-        )
-
-    @property
-    def use_critic(self) -> bool:
-        return self.algorithm.use_critic
-
-    @property
-    def use_prime(self) -> bool:
-        return self.algorithm.use_prime
-
-    @property
     def models(self) -> list[str]:
         """Sections of all models that are loaded."""
-        frozen = [("ref", self.use_reference), ("reward_model", self.worker.reward_model.is_used)]
+        frozen = [("ref", self.algorithm.use_reference), ("reward_model", self.worker.reward_model.is_used)]
         return [*self.trained_roles, *(name for name, is_loaded in frozen if is_loaded)]
 
     @property
     def trained_roles(self) -> dict[str, TrainedModelConfig]:
         """Options of the models that are updated, by section."""
         roles: dict[str, TrainedModelConfig] = {"actor": self.worker.actor}
-        if self.use_critic:
+        if self.algorithm.use_critic:
             roles["critic"] = self.worker.critic
-        if self.use_prime:
+        if self.algorithm.use_prime:
             roles["prime"] = self.worker.prime
         return roles
 
@@ -157,74 +112,9 @@ class PPOConfig(RunTree):
         yield from algorithm_problems(self.data, self.worker, self.algorithm, self.trainer)
         yield from quantization_problems(self.worker.rollout, self.algorithm, self.trainer)
         yield from server_problems(self.reward_servers, self.worker, self.algorithm, self.trainer)
-        yield from self._own_processes()
+        yield from engine_problems(self.worker, self.algorithm, self.trainer)
         yield from (size for size in sizes if not groups or "`worker.rollout.n`" not in size)
-        yield from self._lengths()
-
-    def _own_processes(self) -> Iterator[str]:
-        """Problems of where and when the engines sample."""
-        count, training = self.trainer.n_gpus_for_rollout, self.trainer.async_training
-        mode = "`trainer.async_training.mode` must be"
-        if training.continues_responses:
-            yield from self._continued()
-        if training.max_gpus_for_rollout is not None:
-            yield from self._growth(training.max_gpus_for_rollout)
-        if not self.worker.hybrid_engine:
-            if count == 0:
-                yield f"{FOR_ROLLOUT} must be at least 1 with `worker.hybrid_engine=false`, got 0"
-            if training.mode == PARTIAL:
-                yield (
-                    f"{mode} 'off', 'one_step_off' or 'stream' with `worker.hybrid_engine=false`, got"
-                    " 'partial': engines of their own need not stop for training; set"
-                    " `trainer.async_training.mode=stream`, or `worker.hybrid_engine=true`"
-                )
-            return
-        if count:
-            yield (
-                f"{FOR_ROLLOUT} must be 0 with `worker.hybrid_engine=true`, got {count}: the processes that"
-                " train also sample; set `worker.hybrid_engine=false` to sample in others"
-            )
-        if (way := self.worker.rollout.weight_transport) != "auto":
-            yield (
-                f"`worker.rollout.weight_transport` must be 'auto' with `worker.hybrid_engine=true`, got"
-                f" {way!r}: weights stay in their processes; set `worker.hybrid_engine=false` to sample in"
-                " others"
-            )
-        if training.samples_ahead:
-            yield (
-                f"{mode} 'off' or 'partial' with `worker.hybrid_engine=true`, got {training.mode!r}:"
-                " the engine sleeps while the model trains; set `worker.hybrid_engine=false` and"
-                f" {FOR_ROLLOUT}"
-            )
-
-    def _growth(self, most: int) -> Iterator[str]:
-        count, training = self.trainer.n_gpus_for_rollout, self.trainer.async_training
-        key, size = "`worker.rollout.tensor_parallel_size`", self.worker.rollout.tensor_parallel_size
-        if training.mode != STREAM or training.deterministic:
-            yield (
-                f"{MAX_FOR_ROLLOUT} must be null unless `trainer.async_training.mode=stream` with"
-                f" `deterministic=false`, got {most}: in other modes no engine joins a run"
-            )
-        elif most < count:
-            yield f"{MAX_FOR_ROLLOUT} ({most}) must be at least {FOR_ROLLOUT} ({count})"
-        else:
-            yield from divisible(MAX_FOR_ROLLOUT, most, key, size)
-
-    def _continued(self) -> Iterator[str]:
-        mode = f"`trainer.async_training.mode={self.trainer.async_training.mode}`"
-        other = ONE_STEP_OFF if self.trainer.async_training.samples_ahead else "off"
-        remedy = f"set `trainer.async_training.mode={other}`"
-        if self.trainer.async_training.deterministic and self.worker.rollout.multi_turn.agent is not None:
-            yield (
-                "`trainer.async_training.deterministic` must be false with `worker.rollout.multi_turn.agent`,"
-                " got true: agents call the policy when they like; set it to false, or use tools or an"
-                " environment"
-            )
-        if "reward_baselines" in self.algorithm.needs:
-            yield (
-                f"`algorithm.adv_estimator` {self.algorithm.adv_estimator} samples greedy responses first,"
-                f" which {mode} does not do: {remedy}"
-            )
+        yield from length_problems(self.data, self.worker)
 
     def _cores(self) -> Iterator[str]:
         # A cluster may have more cores than this machine.
@@ -277,33 +167,4 @@ class PPOConfig(RunTree):
                 sequences // self.dp_size,
                 f"`worker.{role}.micro_batch_size_per_device_for_update`",
                 micro_batch,
-            )
-
-    def _lengths(self) -> Iterator[str]:
-        rollout, needed = self.worker.rollout, self.max_sequence_length
-        lengths = f"`data.max_prompt_length` + `data.max_response_length` ({needed})"
-        if rollout.max_model_len is not None and rollout.max_model_len < needed:
-            yield f"`worker.rollout.max_model_len` ({rollout.max_model_len}) must be at least {lengths}"
-        if rollout.max_num_batched_tokens < needed and not rollout.enable_chunked_prefill:
-            yield (
-                f"`worker.rollout.max_num_batched_tokens` ({rollout.max_num_batched_tokens})"
-                f" must be at least {lengths}, or `worker.rollout.enable_chunked_prefill=true`"
-            )
-        yield from self._context_length(lengths)
-        yield from self.worker.rollout.multi_turn.length_problems(self.data.max_response_length)
-
-    def _context_length(self, lengths: str) -> Iterator[str]:
-        """The engine refuses to start with sequences that are longer than the model's context."""
-        model, rollout = self.worker.actor.model, self.worker.rollout
-        if model.model_path is None or rollout.name != "vllm" or os.environ.get(LONG_CONTEXTS) == "1":
-            return
-        config = read_model_config(model.model_path)
-        limit = None if config is None else length_limit(config, model.override_config)
-        if limit is not None and self.max_model_len > limit.tokens:
-            key = lengths
-            if rollout.max_model_len is not None:
-                key = f"`worker.rollout.max_model_len` ({rollout.max_model_len})"
-            yield (
-                f"{key} must be at most {limit.tokens}, the model's `{limit.key}` in its config.json"
-                f" ({model.model_path})"
             )

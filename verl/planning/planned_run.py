@@ -21,6 +21,7 @@ from verl.planning.diffusion.planned import PlannedPictures, planned_pictures
 from verl.planning.machine import GIB, Machine, Parts
 from verl.planning.memory_model import ModelSetup, ModelShape
 from verl.planning.planned_model import PlannedModel, PlannedPass, RowLengths
+from verl.planning.step_needs import StepNeeds
 
 LOG_PROB_PHASES = {"actor": "old", "critic": "values", "prime": "process_rewards"}  # by trained role
 SFT_BATCH_TENSORS = 5  # of int64: ids, mask, positions, responses and response mask
@@ -188,9 +189,9 @@ def planned_ppo(config: PPOConfig) -> PlannedRun:
     )
     # Three tensors of int64 over sequences, eight of float32 over responses.
     batch_bytes = sequences * (8 * 3 * length + 4 * 8 * response)
-    roles = config.trained_roles
-    skipped = () if config.has_old_pass else ("old",)
-    models = _ppo_models(config.worker, roles, sequences, config.dp_size, config.use_reference, skipped)
+    roles, use_reference = config.trained_roles, config.algorithm.use_reference
+    skipped = () if StepNeeds.of(config).old_pass else ("old",)
+    models = _ppo_models(config.worker, roles, sequences, config.dp_size, use_reference, skipped)
     distillation, actor, rows = config.distillation, config.worker.actor, sequences // config.dp_size
     mini_batch = actor.global_batch_size * rollout.n // config.dp_size
     teachers = planned_teachers(distillation, actor, rows, mini_batch, shares=actor.share_prompt)
@@ -214,9 +215,9 @@ def planned_ppo(config: PPOConfig) -> PlannedRun:
         rows,
         {role: getattr(section, "ppo_epochs", 1) for role, section in roles.items()},
         config.worker.actor.ring_size,
-        config.use_reference,
+        use_reference,
         tuple(PlannedServer(*item) for item in config.reward_servers.items() if item[1].is_served),
-        planned_pictures(data, config.worker, config.dp_size, reference=config.use_reference)
+        planned_pictures(data, config.worker, config.dp_size, reference=use_reference)
         if config.trainer.diffusion
         else None,
         batch_tokens=sequences * length,

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 from verl.config.ppo import PPOConfig
 from verl.logger.tracker import Tracker
+from verl.planning.step_needs import StepNeeds
 from verl.protocol import DataProto
 from verl.single_controller.ray.worker_group import RayWorkerGroup
 from verl.trainer.core_algos import (
@@ -66,6 +67,7 @@ class RayPPOTrainer(TrainingLoop):
     ) -> None:
         super().__init__(config.trainer, workers, run_state, tracker)
         self.config = config
+        self.needs = StepNeeds.of(config)
         self.sampling = sampling
         self.balancer = balancer
         self.reward_stages = reward_stages
@@ -93,13 +95,13 @@ class RayPPOTrainer(TrainingLoop):
 
     def run_forward_passes(self, batch: DataProto, timer: StageTimer) -> DataProto:
         """Run the models over the responses, as far as the algorithm needs their outputs."""
-        config, workers = self.config, self.workers
-        if config.takes_sampled_log_probs:
+        config, needs, workers = self.config, self.needs, self.workers
+        if needs.sampled_log_probs:
             batch = batch.merge({"old_log_probs": batch.batch["rollout_log_probs"]})
-        elif config.has_old_pass:
+        elif needs.old_pass:
             with timer("old"):
                 batch = batch.merge(workers.compute_log_probs(batch))  # old_log_probs
-        if config.needs_ref_log_probs:
+        if needs.ref_pass:
             with timer("ref"):
                 batch = batch.merge(workers.compute_ref_log_probs(batch))  # ref_log_probs
         if config.distillation.reads_teacher_log_probs and config.distillation.loaded:
@@ -108,7 +110,7 @@ class RayPPOTrainer(TrainingLoop):
         if self.served_teachers is not None:
             with timer("teacher"):
                 batch = self.served_teachers.add_to(batch)  # teacher_log_probs or teacher_top_*
-        if config.use_critic:
+        if config.algorithm.use_critic:
             with timer("values"):
                 batch = batch.merge(workers.compute_values(batch))  # values
         if config.worker.reward_model.is_used:
@@ -133,7 +135,7 @@ class RayPPOTrainer(TrainingLoop):
         algorithm, distillation, state = self.config.algorithm, self.config.distillation, self.run_state
         metrics = {}
         batch, kl_metrics = apply_kl_penalty(batch, state.kl_controller)  # token_level_rewards
-        if self.config.has_old_pass:
+        if self.needs.old_pass:
             batch, metrics = correct_rollouts(batch, algorithm.rollout_correction)  # weights, kept_mask
         alone = distillation.is_alone
         batch = no_advantages(batch) if alone else compute_advantages(batch, algorithm)  # advantages, returns
@@ -151,7 +153,7 @@ class RayPPOTrainer(TrainingLoop):
         """Update every model that this step trains."""
         config, state = self.config, self.run_state
         metrics: Metrics = {}
-        if config.use_critic:
+        if config.algorithm.use_critic:
             with timer("update_critic"):
                 metrics |= self.workers.update_critic(self.balancer.for_update(batch, "critic"))[0]
         if state.step >= config.trainer.critic_warmup:

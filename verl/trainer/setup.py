@@ -23,7 +23,7 @@ from verl.config.data import DataConfig
 from verl.config.distillation import DistillationConfig
 from verl.config.ppo import PPOConfig
 from verl.config.sft import SFTConfig
-from verl.config.trainer import RunConfig, TrainerConfig
+from verl.config.trainer import RunConfig, RunTree, TrainerConfig
 from verl.config.worker import RewardConfig, WorkerConfig
 from verl.data.loader import Loaders, PromptLoader, make_loaders, make_sft_loaders, show_to_teachers
 from verl.data.media.cache import MediaCache
@@ -34,6 +34,7 @@ from verl.logger.base import Run
 from verl.logger.console.start_up import phase
 from verl.logger.tracker import Tracker
 from verl.planning.planned_run import planned_ppo, planned_sft
+from verl.planning.step_needs import StepNeeds
 from verl.planning.step_plan import make_plan, make_sft_plan
 from verl.protocol import DataProto
 from verl.rewards.manager import NoRewardFunction, RewardManager
@@ -113,7 +114,7 @@ def running_trainer(
             data,
             algorithm,
             config.models,
-            has_old_pass=config.has_old_pass,
+            has_old_pass=StepNeeds.of(config).old_pass,
             tools=readers.tools,
             in_lockstep=trainer.async_training.deterministic,
         )
@@ -138,7 +139,7 @@ def running_trainer(
         at_once = worker.rollout.sequences_at_once(is_gpu(pool.device))
         sampling = make_schedule(engines, collector, trainer.async_training, training_steps, at_once)
         balancer = Balancer(config.dp_size, worker.rollout.n, mini_batches, worker.actor.share_prompt)
-        prime = [PrimeRewards(workers, balancer, worker.prime.update)] if config.use_prime else []
+        prime = [PrimeRewards(workers, balancer, worker.prime.update)] if algorithm.use_prime else []
         stages = [*prime, *([servers.metrics] if servers.models else [])]
         validator = Validator(
             sampler, workers, loaders.val, worker, config.dp_size, trainer.val_generations_to_log,
@@ -278,7 +279,7 @@ def make_schedule(
     return OneStepAhead(engines, collector, last_step) if config.samples_ahead else InTurn(engines, collector)
 
 
-def open_tracker(config: PPOConfig | SFTConfig, training_steps: int, checkpoint: Path | None) -> Tracker:
+def open_tracker(config: RunTree, training_steps: int, checkpoint: Path | None) -> Tracker:
     """Open the loggers of a run, which record its config; one that resumes its checkpoint continues them."""
     trainer, folder = config.trainer, Path(config.trainer.checkpoint_folder)
     run = Run(

@@ -17,6 +17,7 @@ from verl.config.reward_servers import without_teachers
 from verl.data.loader import make_loaders
 from verl.data.readers import load_readers, media_options
 from verl.logger.tracker import Tracker
+from verl.planning.step_needs import StepNeeds
 from verl.protocol import DataProto
 from verl.single_controller.ray.processes import WorkerProcesses
 from verl.single_controller.ray.resource_pool import ResourcePool
@@ -123,7 +124,7 @@ def running_evaluator(
         shared = ModelRunOptions(pool.device, 0, media, cache, data.override_chat_template, data.seed)
         roles = [role for role in config.models if role == "reward_model"]
         options = ppo_options(
-            shared, data, config.algorithm, roles, has_old_pass=config.has_old_pass, tools=tools
+            shared, data, config.algorithm, roles, has_old_pass=StepNeeds.of(config).old_pass, tools=tools
         )
         servers.start_own()
         workers = start_workers(

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The forward passes that a step of reinforcement learning needs before its update."""
+
+from dataclasses import dataclass
+from typing import Self
+
+from verl.config.ppo import PPOConfig
+
+
+@dataclass(frozen=True)
+class StepNeeds:
+    """Sources of the log-probs of a step.
+
+    Without a pass for them, the old log-probs are the engine's if `sampled_log_probs` is set; otherwise they
+    are computed by the update itself, the only one of its rollout batch.
+    """
+
+    sampled_log_probs: bool  # the old log-probs are the rollout engine's
+    old_pass: bool  # a forward pass before the update computes the old log-probs
+    ref_pass: bool  # a forward pass of the reference computes its log-probs
+
+    @classmethod
+    def of(cls, config: PPOConfig) -> Self:
+        """Derive the passes from the algorithm and from what reads old log-probs before the update."""
+        algorithm = config.algorithm
+        sampled = algorithm.rollout_correction.bypass_mode or config.trainer.diffusion
+        return cls(sampled, not sampled and _reads_old_log_probs(config), algorithm.needs_ref_log_probs)
+
+
+def _reads_old_log_probs(config: PPOConfig) -> bool:
+    actor, algorithm = config.worker.actor, config.algorithm
+    return (
+        config.data.rollout_batch_size != actor.global_batch_size
+        or actor.ppo_epochs > 1
+        or config.trainer.critic_warmup > 0  # steps without an update
+        or actor.selects_tokens
+        or actor.adaptive_entropy.enabled
+        or algorithm.reads_old_log_probs
+        or config.distillation.rewards_tokens
+        or algorithm.rollout_correction.needs_whole_batch
+    )
