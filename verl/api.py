@@ -31,7 +31,7 @@ from verl.workers.warm_up import import_sft_worker, imports_of
 
 if TYPE_CHECKING:
     from verl.trainer.ray_trainer import RayPPOTrainer
-    from verl.trainer.sft.sft_trainer import SFTTrainer
+    from verl.trainer.sft_trainer import SFTTrainer
     from verl.trainer.training_loop import TrainingLoop
 
 Kind = Literal["rl", "sft"]

@@ -48,7 +48,7 @@ OCCURRENCES: dict[str, dict[str, tuple[str, str]]] = {
         "loss_mask": (COUNTS, "reward"),
     },
     "verl/trainer/rollouts/sequences.py": dict.fromkeys(MASKS, (WRITES, "")),
-    "verl/trainer/sft/sft_trainer.py": {"loss_mask": (TUNING, "")},
+    "verl/trainer/sft_trainer.py": {"loss_mask": (TUNING, "")},
     "verl/trainer/validation.py": {"response_mask": (WHOLE, "reward, metrics")},
     "verl/workers/training_worker.py": {"loss_mask": (COUNTS, "metrics")},
     "verl/workers/packing/forward.py": {"loss_mask": (COUNTS, "log-probs, values, update")},

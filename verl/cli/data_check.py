@@ -66,7 +66,7 @@ def _check(switches: argparse.Namespace, config: Any) -> int:
     from verl.cli.data_report.tools import tool_lines  # noqa: PLC0415
 
     if not switches.sft and config.worker.rollout.multi_turn.enable:
-        sys.stdout.write("\n  ".join(tool_lines(config)) + "\n\n")
+        sys.stdout.write("\n  ".join(tool_lines(config.data, config.worker)) + "\n\n")
 
     kind: Kind[Any] = CONVERSATIONS if switches.sft else PROMPTS
     return Report(config, kind, switches.rows, switches.out).check(decode=switches.decode)

@@ -59,7 +59,7 @@ from verl.trainer.rollouts.stream import Stream
 from verl.trainer.run.checkpointing import PPORunState, RunState
 from verl.trainer.run.resuming import check_resume, origin_of
 from verl.trainer.served_teachers import ServedTeachers
-from verl.trainer.sft.sft_trainer import SFTTrainer
+from verl.trainer.sft_trainer import SFTTrainer
 from verl.trainer.validation import Validator
 from verl.workers.run_options import ModelRunOptions, RunOptions
 from verl.workers.sft_worker import SFTWorker

@@ -8,7 +8,8 @@ from typing import Any
 from verl.agents.interface import Message, Observation, ToolCall
 from verl.agents.rules import ConversationRules
 from verl.agents.setup import check_conversations, schemas_of
-from verl.config.ppo import PPOConfig
+from verl.config.data import DataConfig
+from verl.config.worker import WorkerConfig
 from verl.data.readers import load_readers, media_options
 
 READ, WRITTEN = "|", "+"  # first character of a line of text
@@ -18,7 +19,7 @@ EXAMPLES: Mapping[str, Any] = {
 ANSWER = "(the answer)"
 
 
-def tool_lines(config: PPOConfig) -> Iterator[str]:
+def tool_lines(data: DataConfig, worker: WorkerConfig) -> Iterator[str]:
     """Yield a line for each tool, and an example of a call and its answer in the run's chat template.
 
     The environment or the agent of a run has a line too.
@@ -26,10 +27,10 @@ def tool_lines(config: PPOConfig) -> Iterator[str]:
     Raises:
         ValueError: A tool cannot be used, or the chat template cannot show tools, calls or answers.
     """
-    options, data = config.worker.rollout.multi_turn, config.data
+    options = worker.rollout.multi_turn
     schemas = schemas_of(options)
     readers = load_readers(
-        config.worker.actor.model, data.override_chat_template, media_options(data, config.worker.rollout),
+        worker.actor.model, data.override_chat_template, media_options(data, worker.rollout),
         None, schemas,
     )  # fmt: skip
     rules = check_conversations(readers, data, options)
