@@ -7,9 +7,8 @@ import pytest
 
 from tests.planning.planning import GPU, read_shape
 from tests.planning.test_memory_plan import make_config
-from verl.planning.expert_sizes import expert_sizes
 from verl.planning.machine import GIB
-from verl.planning.memory_plan import Planner
+from verl.planning.memory_plan import Planner, expert_sizes
 from verl.planning.planned_run import planned_ppo
 from verl.planning.report import remedy
 from verl.planning.speed.advice import advise

@@ -5,7 +5,8 @@ Adds up the bytes of all models that are in memory at the same time; `memory_mod
 On CPU a "device" is the share that a process has of its node. Needs no torch.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
@@ -319,3 +320,28 @@ def _common(run: PlannedRun, models: Sequence[HeldModel], machine: Machine) -> t
     if models[0].planned.router_replay != "off":
         node["routes"] = BATCH_COPIES * policy.routes * run.batch_tokens
     return device, host, node
+
+
+def expert_sizes(
+    run: PlannedRun, read_shape: ReadShape, at_most: int | None = None
+) -> Iterator[dict[str, int]]:
+    """Yield options by which all mixtures that can have a size have the same one, the smallest first."""
+    allowed = [(model, _expert_divisors(model, run.trainer.world_size, read_shape)) for model in run.models]
+    for size in sorted(set().union(*(sizes for _, sizes in allowed))):
+        changes = {
+            f"{model.section}.fsdp.expert_parallel_size": size
+            for model, sizes in allowed
+            if size in sizes and size != model.fsdp.expert_parallel_size
+        }
+        if changes and (at_most is None or size <= at_most):
+            yield changes
+
+
+def _expert_divisors(model: PlannedModel, world_size: int, read_shape: ReadShape) -> list[int]:
+    """Return all sizes of a mixture, 1 included; none for a model whose experts stay whole."""
+    shape = shape_of(model, read_shape)
+    if model.optim is not None and model.optim.strategy == "muon" and shape.has_expert_biases:
+        return []
+    largest = math.gcd(shape.divisible_experts, model.fsdp.shards(world_size))
+    sizes = range(1, largest + 1) if shape.divisible_experts else ()
+    return [size for size in sizes if largest % size == 0]

@@ -10,9 +10,8 @@ from typing import Any, Generic, TypeVar
 from verl.config.schema import value_at
 from verl.config.trainer import RunTree
 from verl.distributed.backends import on_gpu
-from verl.planning.expert_sizes import expert_sizes
 from verl.planning.machine import GIB, Machine, MemoryPlan, Phase, find_machine
-from verl.planning.memory_plan import REWARD, Planner, read_pictures
+from verl.planning.memory_plan import REWARD, Planner, expert_sizes, read_pictures
 from verl.planning.planned_run import PlannedRun
 from verl.planning.step_plan import PlanLine, table
 from verl.planning.stored_shape import stored_shape

@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 from verl.config.ppo import PPOConfig
 from verl.config.schema import ConfigError, check_config, value_at
 from verl.config.trainer import RunTree
-from verl.planning.expert_sizes import expert_sizes
-from verl.planning.memory_plan import Planner
+from verl.planning.memory_plan import Planner, expert_sizes
 from verl.planning.report import Changes, with_options
 from verl.planning.speed.step_time import Predictor
 
