@@ -99,7 +99,7 @@ def update(rank, world_size, folder, ulysses, lora, size, checkpointing):
         actor.updater.grad_norms.append(1.0)
 
     actor.updater.step = keep
-    metrics = actor.update(batch, 1.0)
+    metrics = actor.update(batch, 1.0).metrics
     values = {name: batch.batch[name].numpy() for name in ("latents", "old_log_probs", "row_ids")}
     return {"gradients": gradients, "metrics": metrics, "pixels": pixels, "tokens": forward.sp.size, **values}
 

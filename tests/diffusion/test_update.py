@@ -118,7 +118,7 @@ def update_on_rank(rank, world_size, folder, case):
 
     actor.updater.step = keep
     share = len(batch) // world_size
-    metrics = actor.update(batch[list(range(rank * share, (rank + 1) * share))], 1.0)
+    metrics = actor.update(batch[list(range(rank * share, (rank + 1) * share))], 1.0).metrics
     return {"gradients": gradients, "metrics": metrics}
 
 

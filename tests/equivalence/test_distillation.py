@@ -134,7 +134,7 @@ def update_on_ranks(rank, world_size, root, name):
         if mode == "mse":
             parts = [teachers.compute_log_probs(one, config, group, batch, TEMPERATURE) for one in TEACHERS]
             found = batch.merge({"teacher_log_probs": sum(parts)})
-        metrics = actor.update(found, TEMPERATURE)
+        metrics = actor.update(found, TEMPERATURE).metrics
         expected, means = torch.load(root / f"{mode}.pt")
         errors = [relative_errors(*pair) for pair in zip(optimizer.gradients, expected, strict=True)]
         worst = max((error, key) for mini in errors for key, error in mini.items())

@@ -212,12 +212,12 @@ def update_on_ranks(rank, world_size, root, settings):
             training = ActorTraining(
                 optimizer, scheduler, rollout_n=N, max_response_length=MAX_RESPONSE_LENGTH
             )
-            metrics = DataParallelPPOActor(config, forward, dist.group.WORLD, training).update(
+            updated = DataParallelPPOActor(config, forward, dist.group.WORLD, training).update(
                 batch, TEMPERATURE
             )
             errors = relative_errors(optimizer.gradients[0], expected[loss, mode][1])
             worst = max((error, name) for name, error in errors.items())
-            results[loss, mode, setting] = (worst, metrics)
+            results[loss, mode, setting] = (worst, updated.metrics)
     return results
 
 

@@ -117,8 +117,9 @@ def train(content, setting, loss_type, folder, sp):
         scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
         if role == "actor":
             actor = DataParallelPPOActor(actor_config, forward, group, ActorTraining(optimizer, scheduler))
-            found["log_probs"] = actor.compute_log_probs(batch, TEMPERATURE).log_probs.numpy()
-            found["metrics"] |= actor.update(batch, TEMPERATURE, seed=3)
+            columns = actor.compute_log_probs(batch, TEMPERATURE)
+            found["log_probs"] = columns.batch["old_log_probs"].numpy()
+            found["metrics"] |= actor.update(batch, TEMPERATURE, seed=3).metrics
         else:
             critic = DataParallelPPOCritic(
                 CriticConfig(**config), forward, group,

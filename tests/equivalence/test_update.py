@@ -255,7 +255,7 @@ def update_on_ranks(rank, world_size, root):
                     optimizer, scheduler, rollout_n=N, kl_loss=KLLoss("low_var_kl", KL_COEF)
                 )
                 actor = DataParallelPPOActor(config, forward, dist.group.WORLD, training)
-                metrics = actor.update(batch, TEMPERATURE)
+                metrics = actor.update(batch, TEMPERATURE).metrics
                 expected, _ = torch.load(root / kind / f"reference-{mode}.pt")
                 errors = [relative_errors(*pair) for pair in zip(optimizer.gradients, expected, strict=True)]
                 worst = max((error, name) for mini in errors for name, error in mini.items())

@@ -64,8 +64,8 @@ def update_once(root, kind, dtype, device):
         ),
     )  # fmt: skip
     batch = DataProto.load_from_disk(root / "batch")
-    log_probs = actor.compute_log_probs(batch, TEMPERATURE).log_probs
-    metrics = actor.update(batch, TEMPERATURE)
+    log_probs = actor.compute_log_probs(batch, TEMPERATURE).batch["old_log_probs"]
+    metrics = actor.update(batch, TEMPERATURE).metrics
     gradients = [{name: grad.cpu() for name, grad in mini.items()} for mini in optimizer.gradients]
     torch.save((log_probs, gradients, metrics), root / f"{dtype}.pt")
 

@@ -19,10 +19,9 @@ from verl.distributed.sequence_parallel import SequenceParallel, data_parallel_g
 from verl.protocol import DataProto
 from verl.single_controller.dispatch import Dispatch, register
 from verl.workers.base_worker import SavingWorker, StepProfiler
-from verl.workers.roles.actor import ActorTraining, DataParallelPPOActor
+from verl.workers.roles.actor import ActorTraining, DataParallelPPOActor, Updated
 from verl.workers.rollout.base import SamplingOptions
 from verl.workers.run_options import RunOptions
-from verl.workers.training_worker import ActorUpdate
 
 
 class DiffusionWorker(SavingWorker[DiffusionModel]):
@@ -94,11 +93,11 @@ class DiffusionWorker(SavingWorker[DiffusionModel]):
         yield from self.engine.generate(prompts, options.n, course)
 
     @register(Dispatch.SHARD, phase="update_actor")
-    def update_actor(self, batch: DataProto, entropy_coef: float, seed: int) -> ActorUpdate:
+    def update_actor(self, batch: DataProto, entropy_coef: float, seed: int) -> Updated:
         """Update the policy on this rank's share of every mini batch."""
         reset_peak_memory(self.options.device)
         start = time.perf_counter()
         with self.policy.loaded(with_optimizer=True):
-            metrics = self.actor.update(batch, 1.0, entropy_coef=entropy_coef, seed=seed)
-        metrics["perf/update_s"] = time.perf_counter() - start
-        return ActorUpdate(metrics | memory_metrics(self.options.device), None)
+            updated = self.actor.update(batch, 1.0, entropy_coef=entropy_coef, seed=seed)
+        metrics = updated.metrics | {"perf/update_s": time.perf_counter() - start}
+        return Updated(metrics | memory_metrics(self.options.device), None)

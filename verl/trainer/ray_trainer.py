@@ -162,7 +162,7 @@ class RayPPOTrainer(TrainingLoop):
                 results = self.workers.update_actor(batch, state.entropy_controller.coef, seed)
             metrics |= results[0].metrics  # equal on all ranks
             if "old_log_probs" not in batch.batch:
-                batch = batch.merge(DataProto.concat([result.log_probs for result in results]))
+                batch = batch.merge(DataProto.concat([result.columns for result in results]))
                 metrics |= measure_mismatch(batch, config.algorithm.rollout_correction)
         return batch, metrics
 

@@ -7,7 +7,7 @@ Each method loads the models it uses onto the device; the work itself is in `rol
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from verl.protocol import DataProto
 from verl.single_controller.dispatch import Dispatch, register
 from verl.workers.base_worker import ModelWorker
 from verl.workers.engine_check import SampledRow, check_engine, differences
-from verl.workers.roles.actor import ActorTraining, DataParallelPPOActor, DistillationLoss
+from verl.workers.roles.actor import ActorTraining, DataParallelPPOActor, DistillationLoss, Updated
 from verl.workers.roles.critic import DataParallelPPOCritic
 from verl.workers.roles.prime import DataParallelPrimeModel, check_prime_tokenizer
 from verl.workers.roles.reward_model import RewardModelScorer, check_has_score, load_reward_tokenizer
@@ -32,13 +32,6 @@ from verl.workers.rollout.base import EngineAdapter
 from verl.workers.rollout.vllm.lora_sync import engine_adapter
 from verl.workers.run_options import RunOptions
 from verl.workers.weight_transport import Publisher, make_publisher
-
-
-class ActorUpdate(NamedTuple):
-    """Results of an update on one rank."""
-
-    metrics: dict[str, float]  # equal on all ranks
-    log_probs: DataProto | None  # `old_log_probs` of this rank's rows, if the batch came without
 
 
 class TrainingWorker(ModelWorker):
@@ -202,29 +195,18 @@ class TrainingWorker(ModelWorker):
         options = self.options
         reference = self.reference_model if options.has_full_kl_in_rewards else None
         with self._loaded(batch, self.policy, reference):
-            result = self.actor.compute_log_probs(
+            return self.actor.compute_log_probs(
                 batch,
                 self.config.rollout.temperature,
                 with_sum_squares=options.has_sum_squares,
                 reference=self.reference_forward if reference else None,
             )
-        tensors = {"old_log_probs": result.log_probs}
-        if result.sum_squared_probs is not None:
-            tensors["sum_squared_probs"] = result.sum_squared_probs
-        if result.kl is not None:
-            tensors["full_kl"] = result.kl
-        if self.actor.expert_choices is not None:
-            tensors["expert_choices"] = self.actor.expert_choices
-        if self.actor.route_matches is not None:
-            tensors["route_matches"] = self.actor.route_matches
-        routes = self.actor.old_routes
-        return DataProto.from_dict(tensors, None if routes is None else {"old_routes": routes})
 
     @register(Dispatch.SHARD, phase="ref", unread=ROUTES)
     def compute_ref_log_probs(self, batch: DataProto) -> DataProto:
         with self._loaded(batch, self.reference_model):
-            result = self.reference.compute_log_probs(batch, self.config.rollout.temperature)
-        return DataProto.from_dict({"ref_log_probs": result.log_probs})
+            temperature = self.config.rollout.temperature
+            return self.reference.compute_log_probs(batch, temperature, column="ref_log_probs")
 
     @register(Dispatch.SHARD, phase="teacher", unread=ROUTES)
     def compute_teacher_log_probs(self, batch: DataProto) -> DataProto:
@@ -271,7 +253,7 @@ class TrainingWorker(ModelWorker):
         return metrics | self._mfu(self.critic_model, batch, seconds, num_response_tokens=0)
 
     @register(Dispatch.SHARD, phase="update_actor")
-    def update_actor(self, batch: DataProto, entropy_coef: float, seed: int) -> ActorUpdate:
+    def update_actor(self, batch: DataProto, entropy_coef: float, seed: int) -> Updated:
         """Update the policy on this rank's share of every mini batch."""
         reset_peak_memory(self.options.device)
         start = time.perf_counter()
@@ -279,10 +261,9 @@ class TrainingWorker(ModelWorker):
         temperature = self.config.rollout.temperature
         teachers = self.teacher_models.values() if self.actor.runs_teachers else ()
         with self._loaded(batch, self.policy, reference, *teachers, with_optimizer=True):
-            metrics = self.actor.update(batch, temperature, entropy_coef=entropy_coef, seed=seed)
+            updated = self.actor.update(batch, temperature, entropy_coef=entropy_coef, seed=seed)
         seconds = (time.perf_counter() - start) / self.config.actor.ppo_epochs
         responses = int(batch.batch["loss_mask"].sum())
-        metrics |= self._mfu(self.policy, batch, seconds, num_response_tokens=responses)
+        metrics = updated.metrics | self._mfu(self.policy, batch, seconds, num_response_tokens=responses)
         metrics |= memory_metrics(self.options.device) | self._encoded_media()
-        own = self.actor.own_log_probs
-        return ActorUpdate(metrics, None if own is None else DataProto.from_dict({"old_log_probs": own}))
+        return updated._replace(metrics=metrics)

@@ -96,7 +96,7 @@ def test_an_update_changes_the_weights_and_logs_its_metrics(folder):
     actor = make_actor(folder)
     before = weights(actor)
 
-    metrics = actor.update(make_batch(8), temperature=1.0)
+    metrics = actor.update(make_batch(8), temperature=1.0).metrics
 
     assert not same_weights(before, weights(actor))
     assert set(metrics) == {f"actor/{name}" for name in METRICS}
@@ -107,12 +107,14 @@ def test_an_update_changes_the_weights_and_logs_its_metrics(folder):
 def test_an_update_raises_good_responses_and_lowers_bad_ones(folder):
     actor = make_actor(folder, lr=0.05)
     batch = make_batch(4)
-    batch = batch.merge(DataProto.from_dict({"old": actor.compute_log_probs(batch, 1.0).log_probs}))
+    batch = batch.merge(
+        DataProto.from_dict({"old": actor.compute_log_probs(batch, 1.0).batch["old_log_probs"]})
+    )
     batch.batch["old_log_probs"] = batch.batch["old"]
 
     actor.update(batch, temperature=1.0)
 
-    change = (actor.compute_log_probs(batch, 1.0).log_probs - batch.batch["old"]).sum(-1)
+    change = (actor.compute_log_probs(batch, 1.0).batch["old_log_probs"] - batch.batch["old"]).sum(-1)
     assert torch.equal(change.sign(), batch.batch["advantages"][:, 0].sign())
 
 
@@ -121,10 +123,13 @@ def test_log_probs_do_not_depend_on_micro_batches_and_keep_the_order_of_the_rows
     alone = make_actor(folder, micro_batch_size_per_device_for_experience=1)
     mixed = make_actor(folder, micro_batch_size_per_device_for_experience=2, dynamic_batching=True)
 
-    log_probs = mixed.compute_log_probs(batch, temperature=0.7).log_probs
+    log_probs = mixed.compute_log_probs(batch, temperature=0.7).batch["old_log_probs"]
 
     torch.testing.assert_close(
-        log_probs, alone.compute_log_probs(batch, temperature=0.7).log_probs, rtol=1e-5, atol=1e-6
+        log_probs,
+        alone.compute_log_probs(batch, temperature=0.7).batch["old_log_probs"],
+        rtol=1e-5,
+        atol=1e-6,
     )
     assert log_probs[batch.batch["loss_mask"] == 0].eq(0).all()
     assert log_probs[batch.batch["loss_mask"] == 1].lt(0).all()
@@ -138,8 +143,8 @@ def test_each_mini_batch_is_an_optimizer_step_in_each_epoch_and_the_scheduler_st
         lambda *_: steps.append(actor.training.optimizer.param_groups[0]["lr"])
     )
 
-    first = actor.update(make_batch(8), temperature=1.0)
-    second = actor.update(make_batch(8), temperature=1.0)
+    first = actor.update(make_batch(8), temperature=1.0).metrics
+    second = actor.update(make_batch(8), temperature=1.0).metrics
 
     assert steps == [0.5] * 6 + [0.45] * 6
     assert (first["actor/lr"], second["actor/lr"]) == (0.5, 0.45)
@@ -151,7 +156,7 @@ def test_a_gradient_that_is_not_finite_is_counted_and_changes_nothing_but_the_sc
     batch = make_batch(8)
     batch.batch["advantages"][1, 0] = float("nan")  # in the first of two mini batches
 
-    metrics = actor.update(batch, temperature=1.0)
+    metrics = actor.update(batch, temperature=1.0).metrics
     assert metrics["actor/skipped_updates"] == 1
     assert math.isfinite(metrics["actor/grad_norm"])
     assert not same_weights(before, weights(actor))
@@ -167,7 +172,7 @@ def test_nan_outside_of_the_responses_does_not_reach_the_update(folder):
     for key in ("old_log_probs", "advantages"):
         dirty.batch[key][dirty.batch["loss_mask"] == 0] = float("nan")
 
-    results = [make_actor(folder).update(batch, temperature=1.0) for batch in (clean, dirty)]
+    results = [make_actor(folder).update(batch, temperature=1.0).metrics for batch in (clean, dirty)]
 
     assert results[0] == results[1]
 
@@ -176,7 +181,7 @@ def test_without_a_kl_loss_no_reference_is_read(folder):
     batch = make_batch(4)
     assert "ref_log_probs" not in batch.batch
 
-    metrics = make_actor(folder).update(batch, temperature=1.0)
+    metrics = make_actor(folder).update(batch, temperature=1.0).metrics
 
     assert "actor/kl_loss" not in metrics
     assert "actor/kl_coef" not in metrics
@@ -188,7 +193,7 @@ def test_a_kl_loss_of_weight_zero_is_logged_and_changes_nothing(folder):
     plain.update(batch, temperature=1.0)
     batch.batch["ref_log_probs"] = batch.batch["old_log_probs"] - 1
 
-    metrics = watched.update(batch, temperature=1.0)
+    metrics = watched.update(batch, temperature=1.0).metrics
 
     assert metrics["actor/kl_coef"] == 0
     assert metrics["actor/kl_loss"] > 0
@@ -200,8 +205,8 @@ def test_the_entropy_bonus_raises_the_entropy(folder):
     batch.batch["advantages"].zero_()
     actor = make_actor(folder, entropy_coef=1.0, lr=0.02)
 
-    first = actor.update(batch, temperature=1.0)
-    second = actor.update(batch, temperature=1.0)
+    first = actor.update(batch, temperature=1.0).metrics
+    second = actor.update(batch, temperature=1.0).metrics
 
     assert second["actor/entropy"] > first["actor/entropy"]
 
@@ -213,7 +218,7 @@ def test_a_sequence_of_weight_two_changes_the_policy_as_two_sequences(folder, mo
     weighted = batch.merge({"sequence_weights": torch.tensor([2.0, 2.0, 1.0, 1.0])})
     actor, other = make_actor(folder, **options), make_actor(folder, global_batch_size=6, **options)
 
-    metrics, expected = actor.update(weighted, 1.0), other.update(batch[twice], 1.0)
+    metrics, expected = actor.update(weighted, 1.0).metrics, other.update(batch[twice], 1.0).metrics
 
     for name, value in weights(actor).items():
         torch.testing.assert_close(value, weights(other)[name], rtol=1e-5, atol=1e-7)
@@ -256,9 +261,9 @@ def skip_on_two_ranks(rank, world_size, folder):
         folder, global_batch_size=8, micro_batch_size_per_device_for_update=1, dynamic_batching=True
     )
     before = weights(actor)
-    skipped = actor.update(batch, temperature=1.0)
+    skipped = actor.update(batch, temperature=1.0).metrics
     unchanged = same_weights(before, weights(actor))
-    taken = actor.update(make_batch(4, seed=rank), temperature=1.0)
+    taken = actor.update(make_batch(4, seed=rank), temperature=1.0).metrics
     return skipped["actor/skipped_updates"], unchanged, taken
 
 
@@ -285,19 +290,19 @@ def test_one_update_without_old_log_probs_equals_a_pass_before_it_bit_for_bit(fo
     sampled = {"rollout_log_probs": batch.batch["old_log_probs"] - 0.01 * batch.batch["advantages"].abs()}
     batch = batch.select([name for name in batch.batch.keys() if name != "old_log_probs"], [])  # noqa: SIM118
     before, alone = make_actor(folder, **sizes), make_actor(folder, **sizes, correction=correction)
-    old = before.compute_log_probs(batch, temperature=0.7).log_probs
+    old = before.compute_log_probs(batch, temperature=0.7).batch["old_log_probs"]
     mask = batch.batch["loss_mask"]
     weights_before = importance_weights(old, sampled["rollout_log_probs"], mask, correction)
 
-    expected = before.update(
+    expected, nothing = before.update(
         batch.merge({"old_log_probs": old, "rollout_is_weights": weights_before}), temperature=0.7
     )
-    found = alone.update(batch.merge(sampled), temperature=0.7)
+    found, columns = alone.update(batch.merge(sampled), temperature=0.7)
 
     assert found == expected
     assert same_weights(weights(alone), weights(before))
-    assert torch.equal(alone.own_log_probs, old)
-    assert before.own_log_probs is None
+    assert torch.equal(columns.batch["old_log_probs"], old)
+    assert nothing is None
 
 
 def test_several_updates_need_the_log_probs_from_before_the_first(folder):

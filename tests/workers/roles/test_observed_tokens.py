@@ -64,7 +64,7 @@ def with_other_observations(batch, observed, names):
 
 def updated(actor, batch):
     """Weights after an update, and its metrics."""
-    metrics = actor.update(batch, temperature=1.0, entropy_coef=0.01)
+    metrics = actor.update(batch, temperature=1.0, entropy_coef=0.01).metrics
     return weights(actor), metrics
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The micro-batch schedule of a pass over a rank's rows, and forward passes along it."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -82,21 +82,20 @@ def forward_in_micro_batches(
     `function` maps a micro batch of b rows to a tensor (b, ...). The result is (B, ...) on CPU, in the order
     of the batch. See `run_in_micro_batches` for `sizes`.
     """
-    [result] = run_in_micro_batches(forward, batch, lambda rows: [function(rows)], **sizes)
-    return result
+    return run_in_micro_batches(forward, batch, lambda rows: {"": function(rows)}, **sizes)[""]
 
 
 @torch.no_grad()
 def run_in_micro_batches(
     forward: RowForward,
     batch: DataProto,
-    function: Callable[[DataProto], Sequence[Tensor]],
+    function: Callable[[DataProto], Mapping[str, Tensor]],
     *,
     size: int,
     dynamic_batching: bool,
     group: dist.ProcessGroup | None,
-) -> list[Tensor]:
-    """`forward_in_micro_batches` of a function with several results.
+) -> dict[str, Tensor]:
+    """`forward_in_micro_batches` of a function that computes several columns, the same for every micro batch.
 
     See `StrategyLimits.of` for `size` and `dynamic_batching`.
     """
@@ -105,7 +104,7 @@ def run_in_micro_batches(
         forward, batch, size=size, dynamic_batching=dynamic_batching, group=group
     )
     results = [function(micro_batch) for micro_batch in schedule.micro_batches(batch)]
-    return [schedule.join(parts, forward.device) for parts in zip(*results, strict=True)]
+    return {name: schedule.join([each[name] for each in results], forward.device) for name in results[0]}
 
 
 def _media_of_round(batch: DataProto, parts: Sequence[Sequence[int]]) -> tuple[MediaRow, ...] | None:

@@ -5,7 +5,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -16,7 +15,7 @@ from verl.algorithms.policy_loss_types import PolicyLossOptions
 from verl.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss, PolicyLossInputs, weighted
 from verl.algorithms.rollout_correction import RolloutCorrection, importance_weights, rejection_mask
 from verl.algorithms.token_selection import selection_of
-from verl.batch_keys import ROUTE_MATCHES, TEACHER_KEYS, TEACHER_MEDIA
+from verl.batch_keys import OLD_ROUTES, ROUTE_MATCHES, TEACHER_KEYS, TEACHER_MEDIA
 from verl.config.worker import ActorConfig
 from verl.models.fused_log_probs import TokenLogProbs
 from verl.protocol import DataProto
@@ -25,7 +24,7 @@ from verl.workers.packing.row_routes import column_of, pad_routes
 from verl.workers.roles.router_balance import CHOICES
 from verl.workers.roles.router_replay import RouterReplay
 from verl.workers.roles.token_selection import MiniBatchSelection
-from verl.workers.roles.updater import MicroBatch, MiniBatch, Training, Updater, compute_experiences
+from verl.workers.roles.updater import MicroBatch, MiniBatch, Training, Updater, compute_columns
 
 if TYPE_CHECKING:  # a policy without teachers needs none of it
     from verl.workers.roles.teachers import Teachers
@@ -63,14 +62,21 @@ class ActorTraining(Training):
     uses_advantages: bool = True  # False leaves the policy loss out
 
 
+class Updated(NamedTuple):
+    """Results of an update on one rank."""
+
+    metrics: dict[str, float]  # equal on all ranks
+    columns: DataProto | None  # `old_log_probs` of this rank's rows, if the batch came without
+
+
 class DataParallelPPOActor:
     """Computes log-probs of sequences and, with `training`, updates the policy.
 
     Example::
 
         actor = DataParallelPPOActor(config.actor, forward, group, ActorTraining(optimizer, scheduler))
-        old_log_probs = actor.compute_log_probs(batch, temperature=1.0).log_probs  # (B, R)
-        metrics = actor.update(batch, temperature=1.0)
+        old_log_probs = actor.compute_log_probs(batch, temperature=1.0)  # a batch with this column
+        metrics, _ = actor.update(batch.merge(old_log_probs), temperature=1.0)
     """
 
     def __init__(
@@ -82,12 +88,7 @@ class DataParallelPPOActor:
     ) -> None:
         self.config, self.forward, self.group, self.training = config, forward, group, training
         self.selection = None
-        # of the last `compute_log_probs`, on CPU
-        self.expert_choices: Tensor | None = None  # (B, E) float32
-        self.route_matches: Tensor | None = None  # (B, 2) float32: see `batch_keys.ROUTE_MATCHES`
-        self.old_routes: np.ndarray | None = None  # (B,) objects, with `router_replay=r2`
         self.replay: RouterReplay | None = None  # None: a dense model, or one that is never updated
-        self.own_log_probs: Tensor | None = None  # (B, R) float32 on CPU, of an update without old ones
         self.full_kl_reference = None
         self.distillation = None if training is None else training.distillation
         if training is not None:
@@ -125,22 +126,23 @@ class DataParallelPPOActor:
         batch: DataProto,
         temperature: float,
         *,
+        column: str = "old_log_probs",
         with_sum_squares: bool = False,
         reference: RowForward | None = None,
-    ) -> TokenLogProbs:
+    ) -> DataProto:
         """Compute log-probs of the response tokens under the current weights; collective over all ranks.
 
-        See `PackedForward.log_probs` for the arguments. If the update balances a mixture's router, the same
-        pass leaves in `expert_choices` what it needs, and of a mixture `route_matches` and `old_routes`.
+        See `PackedForward.log_probs` for the arguments.
 
         Returns:
-            (B, R) float32 on CPU each, zero on padding; without entropy.
+            The columns of this pass, on CPU: log-probs as `column`, `sum_squared_probs` and `full_kl` if
+            requested; of a mixture what its update reads, `expert_choices`, `route_matches`, `old_routes`.
         """
         replay, forward = self.replay, self.forward
         use = None if replay is None else replay.in_old_pass(batch)
         records = replay is not None and replay.records
 
-        def computed(micro_batch: DataProto) -> list[Tensor]:
+        def columns(micro_batch: DataProto) -> dict[str, Tensor]:
             with (
                 forward.counting_choices() if self.balances else nullcontext([]) as counts,
                 forward.observing_routes(use, records=records) as observed,
@@ -148,35 +150,33 @@ class DataParallelPPOActor:
                 result = forward.log_probs(
                     micro_batch, temperature, with_sum_squares=with_sum_squares, reference=reference
                 )
-            # (b, R) each; (b, E); (b, 2); (b, T, layers x k)
             mask = micro_batch.batch["attention_mask"]
-            routes = [pad_routes(each.cpu(), mask) for each in observed.routes]
-            return [*(value for value in result if value is not None), *counts, *observed.matches, *routes]
+            found = {
+                column: result.log_probs,  # (b, R)
+                "sum_squared_probs": result.sum_squared_probs,  # (b, R)
+                "full_kl": result.kl,  # (b, R)
+                CHOICES: next(iter(counts), None),  # (b, E)
+                ROUTE_MATCHES: next(iter(observed.matches), None),  # (b, 2)
+                OLD_ROUTES: next((pad_routes(each.cpu(), mask) for each in observed.routes), None),
+            }
+            return {name: values for name, values in found.items() if values is not None}
 
-        results = iter(compute_experiences(self.config, forward, self.group, batch, computed))
-        log_probs = TokenLogProbs(
-            next(results),
-            sum_squared_probs=next(results) if with_sum_squares else None,
-            kl=next(results) if reference is not None else None,
-        )
-        self.expert_choices = next(results) if self.balances else None
-        self.route_matches = None if use is None else next(results)
-        self.old_routes = None
-        if records:
-            mask = batch.batch["attention_mask"]
-            self.old_routes = column_of(next(results), mask, forward.num_routers)
-        return log_probs
+        found = compute_columns(self.config, forward, self.group, batch, columns)
+        routes, objects = found.pop(OLD_ROUTES, None), {}  # (B, T, layers x k)
+        if routes is not None:
+            objects[OLD_ROUTES] = column_of(routes, batch.batch["attention_mask"], forward.num_routers)
+        return DataProto.from_dict(found, objects)
 
     def update(
         self, batch: DataProto, temperature: float, *, entropy_coef: float | None = None, seed: int = 0
-    ) -> dict[str, float]:
+    ) -> Updated:
         """Update the policy: an optimizer step for each mini batch and PPO epoch; collective over all ranks.
 
         Args:
             batch: This rank's sequences in the order of the mini batches, with `advantages`, for a KL loss
                 `ref_log_probs`, for a weighted one `rollout_is_weights`, for `ActorTraining.correction`
                 `rollout_log_probs`, and `old_log_probs`. A batch that is one mini batch of one epoch may
-                omit these: they equal the log-probs of the update, left in `own_log_probs`.
+                omit these: they equal the log-probs of the update, which are returned.
             temperature: Divides the logits, as for `old_log_probs`.
             entropy_coef: Weight of the entropy bonus; None is the option's.
             seed: For losses that select tokens at random; another in every step.
@@ -184,10 +184,9 @@ class DataParallelPPOActor:
         assert self.training is not None, "the reference is never updated"
         keys = [*self.forward.keys, "advantages"] + [key for key in OPTIONAL_KEYS if key in batch.batch]
         coef = self.config.entropy_coef if entropy_coef is None else entropy_coef
-        updater, is_own = self.updater, "old_log_probs" not in batch.batch
+        updater, columns = self.updater, None
         objects = [key for key in (TEACHER_MEDIA,) if key in batch.non_tensor_batch]
         rows = batch.select(keys, [*self.forward.object_keys, *objects])
-        self.own_log_probs = None
         use, agreement = (None, "") if self.replay is None else self.replay.in_update(rows)
         for number, mini_batch in enumerate(updater.mini_batches(rows), 1):
             if self.selection is not None:
@@ -200,12 +199,14 @@ class DataParallelPPOActor:
                     mini_batch.metrics.add_shares(agreement, *matches.sum(0))
                 updater.backward(loss)
             updater.step()
-            if is_own:
+            if "old_log_probs" not in batch.batch:
                 assert number == 1, "further updates need the log-probs from before the first"
-                self.own_log_probs = mini_batch.log_probs()
+                columns = DataProto.from_dict({"old_log_probs": mini_batch.log_probs()})
         metrics = updater.finish()
         metrics |= {"actor/entropy_loss": metrics["actor/entropy"], "actor/entropy_coef": coef}
-        return metrics | ({"actor/kl_coef": self.training.kl_loss.coef} if self.training.kl_loss else {})
+        if self.training.kl_loss:
+            metrics["actor/kl_coef"] = self.training.kl_loss.coef
+        return Updated(metrics, columns)
 
     def _loss(
         self, micro_batch: MicroBatch, mini_batch: MiniBatch, temperature: float, entropy_coef: float

@@ -7,7 +7,7 @@ and gradients are summed.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -81,19 +81,19 @@ def compute_experience(
     further_keys: Sequence[str] = (),  # that `function` reads if they are there
 ) -> Tensor:
     """`forward_in_micro_batches` with the sizes of a role; `function` reads what a `RowForward` reads."""
-    [result] = compute_experiences(config, forward, group, batch, lambda rows: [function(rows)], further_keys)
-    return result
+    arguments = config, forward, group, batch
+    return compute_columns(*arguments, lambda rows: {"": function(rows)}, further_keys)[""]
 
 
-def compute_experiences(
+def compute_columns(
     config: TrainedModelConfig,
     forward: RowForward,
     group: dist.ProcessGroup | None,
     batch: DataProto,
-    function: Callable[[DataProto], Sequence[Tensor]],
+    function: Callable[[DataProto], Mapping[str, Tensor]],
     further_keys: Sequence[str] = (),  # that `function` reads if they are there
-) -> list[Tensor]:
-    """`compute_experience` of a function with several results."""
+) -> dict[str, Tensor]:
+    """`compute_experience` of a function that computes several columns."""
     further = [key for key in further_keys if key in batch.batch]
     objects = [key for key in further_keys if key in batch.non_tensor_batch]
     return run_in_micro_batches(
