@@ -175,6 +175,7 @@ def test_no_order_of_events_stops_the_stream_or_breaks_its_bound(
                 assert len(taken) == groups
                 assert all(0 <= plan.steps - 1 - group.version <= staleness for group in taken)
                 trained += taken
+        assert plan.drop_late() == []  # only a lower bound than before drops any
 
     assert len(trained) == len(set(trained)) == groups * steps
     assert filtered.isdisjoint(trained)
@@ -201,3 +202,37 @@ def test_an_engine_begins_the_groups_whose_responses_all_find_a_place(num_open, 
 def test_an_engine_with_nothing_to_do_begins_a_group_that_is_larger_than_it_can_sample_at_once():
     assert fitting_groups(0, group_size=4, at_once=3) == 1
     assert fitting_groups(1, group_size=4, at_once=3) == 0
+
+
+def test_a_lower_bound_drops_the_groups_that_no_step_can_train_in_time():
+    # Saved after step 3: a and b of version 2, c of version 3, and d that an engine which is gone had begun.
+    a, b, c, d = GroupId(2, 4), GroupId(2, 5), GroupId(3, 6), GroupId(2, 7)
+    plan = StreamPlan(groups_per_step=2, max_staleness=0, last_step=9, num_engines=1, steps=3, version=3)
+    plan.num_begun, plan.finished, plan.in_flight, plan.orphans = 8, {a, c}, {b: 0}, {d}
+    assert not plan.is_ready
+    assert plan.room(0) == 0
+
+    assert plan.drop_late() == [a, b, d]
+    assert plan.finished == {c}
+    assert plan.room(0) == 1
+    plan.finish(plan.begin(0))
+    assert plan.next_groups() == [c, GroupId(3, 8)]
+
+
+def test_a_lower_bound_keeps_as_many_old_groups_as_the_steps_left_for_them_take():
+    old = [GroupId(2, number) for number in range(5)]
+    plan = StreamPlan(groups_per_step=2, max_staleness=2, last_step=9, num_engines=1, steps=3, version=3)
+    plan.finished = set(old)
+
+    assert plan.drop_late() == old[4:]  # steps 4 and 5 take two each
+    assert plan.drop_late() == []
+
+
+def test_a_plan_that_can_neither_sample_nor_train_is_stuck():
+    plan = StreamPlan(groups_per_step=2, max_staleness=0, last_step=9, num_engines=1, steps=3, version=3)
+    assert not plan.is_stuck  # there is room
+    plan.finished = {GroupId(2, 0), GroupId(2, 1)}
+
+    assert plan.is_stuck
+    plan.in_flight = {GroupId(2, 2): 0}
+    assert not plan.is_stuck

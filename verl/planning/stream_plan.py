@@ -11,6 +11,11 @@ that left.
 
 Source of the bound: staleness-aware training in AReaL (https://arxiv.org/abs/2505.24298), here for every
 version instead of the newest only, so that it holds for groups that finish late as well.
+
+Only a run that resumes with a lower bound than it was saved with drops groups (`drop_late`). Worked example
+with 2 groups per step: a run saved after step 3 holds a and b of version 2, and c of version 3. With
+`max_staleness=1` step 4 trains on a and b (staleness 3 - 2 = 1) and step 5 on c. Resumed with
+`max_staleness=0`, step 4 takes version 3 only: a and b are dropped, and c leaves room for one more group.
 """
 
 from collections import Counter
@@ -134,6 +139,27 @@ class StreamPlan:
         del self.in_flight[group]
         if is_kept:
             self.finished.add(group)
+
+    def drop_late(self) -> list[GroupId]:
+        """Drop the groups that no step can train in time, which a lower bound than before leaves behind."""
+        num_kept, late = 0, []
+        for group in sorted(self._waiting()):
+            if num_kept < self._slots(group.version):
+                num_kept += 1
+            else:
+                late.append(group)
+        for group in late:
+            self.in_flight.pop(group, None)
+        self.orphans.difference_update(late)
+        self.finished.difference_update(late)
+        return late
+
+    @property
+    def is_stuck(self) -> bool:
+        """True if the next step lacks groups and no engine samples any or may begin one."""
+        if not self.loaded or self.in_flight or self.orphans or self.is_ready:
+            return False
+        return not any(self.is_outdated(engine) or self.room(engine) for engine in self.loaded)
 
     @property
     def is_ready(self) -> bool:

@@ -277,6 +277,32 @@ def test_a_run_that_is_not_deterministic_resumes_without_losing_or_repeating_a_p
     assert sorted(numbers) == list(range(LAST * PROMPTS))
 
 
+@BOTH
+def test_a_run_resumed_with_a_lower_bound_drops_what_is_too_old_with_a_warning(
+    reward_manager, kind, tmp_path, caplog
+):
+    # Each engine begins 6 groups (its share of 3 steps) with the first weights; step 1 leaves at least 2.
+    first, _ = start(reward_manager, kind, staleness_threshold=2)
+    first.collect(1, StageTimer())
+    first.settle()
+    first.save(tmp_path)
+
+    second, _ = start(reward_manager, kind, consumed=num_batches(tmp_path), staleness_threshold=0)
+    second.load(tmp_path)
+    resumed = [second.collect(step, StageTimer()) for step in range(2, LAST + 1)]
+
+    assert "`trainer.async_training.staleness_threshold` (0) is lower" in caplog.text
+    assert [collected.metrics["async/staleness_max"] for collected in resumed] == [0.0] * (LAST - 1)
+    assert all(len(set(numbers_of(collected.batch))) == PROMPTS for collected in resumed)
+
+
+def test_a_step_that_can_never_have_its_groups_ends_the_run_with_the_option(reward_manager):
+    stream, _ = start(reward_manager, PartialRollouts, max_inflight_prompts=0)
+
+    with pytest.raises(RuntimeError, match=r"step 1 has 0 of 4 groups.*staleness_threshold` \(1\)"):
+        stream.collect(1, StageTimer())
+
+
 def test_a_stream_and_a_run_in_turn_drop_what_the_other_mode_sampled_with_a_warning(
     reward_manager, tmp_path, caplog
 ):

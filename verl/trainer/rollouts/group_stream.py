@@ -151,6 +151,13 @@ class GroupStream:
             self._is_resting = False
             for lane in self.lanes:
                 lane.plan.steps = step - 1  # a resumed run begins with a later step
+                if num_late := lane.drop_late():
+                    logger.warning(
+                        "groups sampled ahead are dropped, `trainer.async_training.staleness_threshold` (%d)"
+                        " is lower than when they were begun: groups=%d",
+                        lane.plan.max_staleness,
+                        num_late,
+                    )
                 for at in lane.plan.loaded:
                     self._threads.append(in_background(partial(self._drive, lane, at)))
 
@@ -286,6 +293,13 @@ class GroupStream:
         if all(lane.plan.is_ready for lane in self.lanes):
             return True
         self.collector.check_shortage([scores for scores, _ in self._sampled], self._num_finished)
+        for lane in self.lanes:
+            if lane.plan.is_stuck:
+                raise RuntimeError(
+                    f"step {lane.plan.steps + 1} has {len(lane.finished)} of {lane.plan.groups_per_step}"
+                    " groups, and no engine samples any or may begin one: raise"
+                    f" `trainer.async_training.staleness_threshold` ({lane.plan.max_staleness})"
+                )
         return False
 
     def _wait_for(self, is_true: Callable[[], bool]) -> None:

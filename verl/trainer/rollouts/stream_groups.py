@@ -76,6 +76,13 @@ class Lane:
         """Take the groups of the next step, which is ready."""
         return [self.finished.pop(group) for group in self.plan.next_groups()]
 
+    def drop_late(self) -> int:
+        """Drop the groups that no step can train in time; return their number."""
+        late = set(self.plan.drop_late())
+        self.open = {uid: group for uid, group in self.open.items() if group.id not in late}
+        self.finished = {id: groups for id, groups in self.finished.items() if id not in late}
+        return len(late)
+
 
 class PromptSource:
     """Gives each lane its part of every batch of the loader."""
