@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The forward passes that a step of reinforcement learning needs before its update."""
+"""Forward passes needed by a step of reinforcement learning before its update."""
 
 from dataclasses import dataclass
 from typing import Self
