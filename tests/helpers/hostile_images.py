@@ -13,6 +13,8 @@ from pathlib import Path
 
 from PIL import Image, ImageFile
 
+from verl.data.rl_dataset import RLHFDataset
+
 MARK = b"HOSTILE"
 ACTIONS = {
     "abort": os.abort,
@@ -63,3 +65,7 @@ def save_hostile(path: Path, action: str, stage: str = "pixels") -> str:
     """Save an image that performs an action when its header or its pixels are read."""
     path.write_bytes(b" ".join([MARK, stage.encode(), action.encode()]))
     return str(path)
+
+
+class HostileRows(RLHFDataset):
+    """Rows whose readers import this module, and so know the format."""

@@ -11,17 +11,13 @@ Processes read ahead: while a step uses a batch, they decode the media of the ne
 
 import os
 import random
-import signal
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
-from torch.utils.data import DataLoader
 
 from verl.batch_keys import BATCH_KEYS
 from verl.config.data import DataConfig, RowsConfig
@@ -35,6 +31,7 @@ from verl.data.media.sizes import MediaOptions
 from verl.data.messages import BadRowError
 from verl.data.readers import Readers, load_readers
 from verl.data.rl_dataset import RLHFDataset
+from verl.data.row_readers import RowReaders
 from verl.data.sft_dataset import SFTDataset
 from verl.data.teachers import TeacherColumn, TeacherPrompts, data_of_teacher, has_views, media_of_teacher
 from verl.protocol import DataProto
@@ -44,7 +41,6 @@ from verl.utils.registry import Registry
 D = TypeVar("D", bound=RowDataset)
 
 DATASETS: Registry[Any] = Registry("data.dataset")  # its names are files only
-DEAD_READER = "DataLoader worker (pid"  # start of torch's error for a dead process
 
 logger = get_logger(__name__)
 
@@ -71,7 +67,9 @@ class PromptLoader(Generic[D]):
         num_workers: int,
     ) -> None:
         self.dataset, self.batch_size, self.shuffle, self.seed = dataset, batch_size, shuffle, seed
-        self.drop_last, self.read_on, self.num_workers = drop_last, read_on, num_workers
+        self.drop_last, self.read_on = drop_last, read_on
+        workers = min(num_workers, len(dataset), len(os.sched_getaffinity(0)))
+        self._readers = RowReaders(dataset, workers, batch_size)
         self.epoch = 0
         self.position = 0  # rows of this epoch that were used
         self.bad_rows: dict[int, BadRow] = {}  # found when they were read
@@ -145,50 +143,16 @@ class PromptLoader(Generic[D]):
         if self._next != (self.epoch, position):
             self._rows = self._open(position)
         self._next = None  # in case reading fails
-        row = self._take(position)
+        row = next(self._rows)
         is_last = position + 1 == len(self.dataset)
         self._next = (self.epoch + 1, 0) if is_last else (self.epoch, position + 1)
         return row
 
-    def _take(self, position: int) -> dict[str, Any] | BadRow:
-        # Rows that were read ahead are not part of the position, so processes that died are replaced by new
-        # ones, which read the same rows again.
-        try:
-            return next(self._rows)
-        except RuntimeError as error:
-            if not str(error).startswith(DEAD_READER):
-                raise
-            logger.warning("replacing dead processes that read rows: position=%d cause=%s", position, error)
-        self._rows = self._open(position)
-        try:
-            return next(self._rows)
-        except RuntimeError as error:
-            if not str(error).startswith(DEAD_READER):
-                raise
-            raise RuntimeError(
-                f"the processes that read rows died twice before the row at position {position} of epoch"
-                f" {self.epoch} ({error}): lower `data.num_workers` ({self.num_workers}) if memory is short"
-            ) from error
-
     def _open(self, position: int) -> Iterator[dict[str, Any] | BadRow]:
-        workers = min(self.num_workers, len(self.dataset), len(os.sched_getaffinity(0)))
-        rows = DataLoader(
-            self.dataset,
-            batch_size=None,  # one row at a time, so that all workers read for the same batch
-            sampler=_order(
-                len(self.dataset),
-                self.epoch,
-                position,
-                self.seed if self.shuffle else None,
-                self.read_on,
-                self.buffer,
-            ),
-            collate_fn=partial(_as_arrays, self.dataset.tensors),
-            num_workers=workers,
-            prefetch_factor=None if workers == 0 else max(2, -(-self.batch_size // workers)),
+        seed = self.seed if self.shuffle else None
+        return self._readers.rows(
+            _order(len(self.dataset), self.epoch, position, seed, self.read_on, self.buffer)
         )
-        with _own_sigchld():
-            return iter(rows)
 
     def _leave_out(self, row: BadRow) -> None:
         if self.dataset.report is not None:
@@ -198,21 +162,6 @@ class PromptLoader(Generic[D]):
         if row.index not in self.bad_rows:
             self.bad_rows[row.index] = row
             logger.warning("bad row left out: number=%d %s", len(self.bad_rows), row)
-
-
-@contextmanager
-def _own_sigchld() -> Iterator[None]:
-    """Restore the handler of SIGCHLD after the block."""
-    # Torch's own handler raises wherever the main thread is when a process of the loader dies, in the middle
-    # of an update for example. Without it the next read finds the dead process.
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.getsignal(signal.SIGCHLD)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGCHLD, before)
 
 
 def _order(
@@ -354,10 +303,3 @@ def _check_size(dataset: RowDataset, batch_size: int, option: str) -> None:
     if len(dataset) < batch_size:
         unusable = f", {dataset.num_overlong} too long, {len(dataset.bad_rows)} bad"
         raise too_few_rows(option, batch_size, len(dataset), f"{len(dataset.rows)} rows{unusable}")
-
-
-def _as_arrays(tensors: Sequence[str], item: Any) -> Any:
-    # Each tensor that leaves a worker process would hold a file descriptor, so tensors travel as arrays.
-    if isinstance(item, BadRow):
-        return item
-    return item | {name: item[name].numpy() for name in tensors}

@@ -32,14 +32,19 @@ class Counts(NamedTuple):
 class MappedFile:
     """A file of JSON lines, mapped into memory; a line belongs to the block of the line end before it."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, counts: Counts | None = None) -> None:
         self.path = path
         with path.open("rb") as file:
             self.text = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self.bytes = np.frombuffer(self.text, dtype=np.uint8)
-        self.text.madvise(mmap.MADV_SEQUENTIAL)
-        self.counts = self._count()
+        if counts is None:
+            self.text.madvise(mmap.MADV_SEQUENTIAL)
+            counts = self._count()
+        self.counts = counts
         self.text.madvise(mmap.MADV_RANDOM)  # else a row reads its neighbors, too
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return MappedFile, (self.path.absolute(), self.counts)  # another process maps the file itself
 
     def __len__(self) -> int:
         return int(self.counts.rows[-1])

@@ -6,11 +6,15 @@ import importlib.util
 import os
 import sys
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 
 EXCERPT_HEAD, EXCERPT_TAIL = 200, 100  # characters of a text that an error shows
 ERROR_HEAD, ERROR_TAIL = 4000, 2000  # characters of an exception, and of its traceback
+
+
+_imported: dict[str, Path] = {}  # by the names of their modules
 
 
 def import_file(path: Path, option: str, prefix: str, heading: str) -> ModuleType:
@@ -34,7 +38,21 @@ def import_file(path: Path, option: str, prefix: str, heading: str) -> ModuleTyp
         del sys.modules[name]
         what = describe_error(error, path, heading)
         raise ValueError(f"`{option}`: importing {path} failed: {what}{_remedy_of(error)}") from error
+    _imported[name] = path.resolve()
     return module
+
+
+def imported_files() -> dict[str, Path]:
+    """Return the files that this process has imported, by the names of their modules."""
+    return dict(_imported)
+
+
+def import_again(files: Mapping[str, Path]) -> None:
+    """Import files under the names that they have in another process, which sends objects of them."""
+    for name, path in files.items():
+        if name not in sys.modules:
+            prefix = name.removesuffix(f"_{path.stem}")
+            import_file(path, "a file of the run", prefix, "Traceback (most recent call last):")
 
 
 def _remedy_of(error: BaseException) -> str:

@@ -32,7 +32,7 @@ A = TypeVar("A")
 R = TypeVar("R")
 Serve = Callable[[Connection], object]
 
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 1, 15, 36
 STACK_SIGNAL = signal.SIGUSR1  # answered in C, even inside an endless regular expression
 STACK_WAIT_S, STACK_POLL_S = 2.0, 0.02
 # The main thread is written last, from the innermost frame to that of `BOOT`; a deep stack ends with dots.
@@ -62,6 +62,12 @@ def end_with_parent(parent_pid: int, number: signal.Signals = signal.SIGKILL) ->
 def signal_when_parent_dies(number: signal.Signals) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number)
+
+
+def name_process(name: str) -> None:
+    """Give this process a name of at most 15 characters, as `top` shows it."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode())
 
 
 def limit_memory(num_bytes: int) -> None:
@@ -117,7 +123,7 @@ class ChildProcess:
         pid = os.fork()
         if pid == 0:
             ours.close()
-            _run_forked(serve, theirs, parent_pid)
+            run_forked(serve, theirs, parent_pid)
         theirs.close()
         return cls(pid, ours, lambda: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
@@ -339,7 +345,8 @@ class IsolatedCalls(Generic[A, R]):
 # Everything below runs in the child.
 
 
-def _run_forked(serve: Serve, connection: Connection, parent_pid: int) -> NoReturn:
+def run_forked(serve: Serve, connection: Connection, parent_pid: int) -> NoReturn:
+    """Serve in a process that was just forked by `parent_pid`, and end it."""
     status = 1
     try:
         end_with_parent(parent_pid)
