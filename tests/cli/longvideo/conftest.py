@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 import pytest
+from verl_longvideo.command import main
 
 from tests.cli.longvideo.narrator import Narrator
 from tests.helpers.films import save_film
-from verl.cli.longvideo_reason import main
 
 
 @pytest.fixture(scope="package")

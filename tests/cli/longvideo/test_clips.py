@@ -3,10 +3,10 @@
 
 import av
 import pytest
+from verl_longvideo.clips import Source, StoppedError, cut, duration_of, frames_of
+from verl_longvideo.settings import CutSettings
 
 from tests.helpers.films import save_film
-from verl.cli.longvideo.clips import Source, StoppedError, cut, duration_of, frames_of
-from verl.cli.longvideo.settings import CutSettings
 
 
 def source(folder, name, *, side=448, seconds=2.0, fps=4.0):

@@ -10,11 +10,11 @@ import time
 
 import pyarrow.parquet as pq
 import pytest
+from verl_longvideo.command import main
 
 from tests.cli.longvideo.narrator import PROSE, QUESTION, Narrator, images_of, text_of
 from tests.helpers.chat_server import Reply
 from tests.helpers.training import ROOT
-from verl.cli.longvideo_reason import main
 
 FILES = ("train.parquet", "val.parquet", "sft_train.parquet", "sft_val.parquet")
 CATEGORIES = ["temporal", "goal and purpose", "spatial", "plot and narrative"]
@@ -90,9 +90,7 @@ def test_a_killed_command_continues_and_ends_as_an_uninterrupted_one(command, wh
     ):  # requests: among captions, and questions
         with Narrator() as server:
             arguments = command(tmp_path, server, "--concurrency", "1")
-            process = subprocess.Popen(
-                [sys.executable, "-m", "verl.cli.longvideo_reason", *arguments], cwd=ROOT
-            )
+            process = subprocess.Popen([sys.executable, "-m", "verl_longvideo.command", *arguments], cwd=ROOT)
             while len(server.requests) < limit:
                 assert process.poll() is None
                 time.sleep(0.01)

@@ -2,11 +2,11 @@
 """Replies of the reasoning model are read as questions, or refused with a reason."""
 
 import pytest
+from verl_longvideo.captions import clock
+from verl_longvideo.questions import Asking, MalformedError, parse, prose_of
+from verl_longvideo.rows import split_videos
 
 from tests.cli.longvideo.narrator import QUESTION
-from verl.cli.longvideo.captions import clock
-from verl.cli.longvideo.questions import Asking, MalformedError, parse, prose_of
-from verl.cli.longvideo.rows import split_videos
 
 ASKING = Asking("a.mp4", "temporal", 1)
 REPLY = QUESTION.format(category="first")

@@ -13,10 +13,10 @@ from dataclasses import asdict, dataclass, field
 from threading import Event
 from typing import Any, NamedTuple, TypeVar
 
-from verl.cli.longvideo.asking import Question, ask_all, judge_of
-from verl.cli.longvideo.captions import Timeline, caption_question, timeline_of
-from verl.cli.longvideo.clips import Clip, Source, cut
-from verl.cli.longvideo.questions import (
+from verl_longvideo.asking import Question, ask_all, judge_of
+from verl_longvideo.captions import Timeline, caption_question, timeline_of
+from verl_longvideo.clips import Clip, Source, cut
+from verl_longvideo.questions import (
     Asking,
     Item,
     MalformedError,
@@ -27,8 +27,8 @@ from verl.cli.longvideo.questions import (
     reason_question,
     rewrite_question,
 )
-from verl.cli.longvideo.rows import split_videos, write_rows
-from verl.cli.longvideo.settings import STEPS, ModelSettings, Settings
+from verl_longvideo.rows import split_videos, write_rows
+from verl_longvideo.settings import STEPS, ModelSettings, Settings
 
 MALFORMED, PARSED, REPORT = "malformed.jsonl", "parsed.jsonl", "report.json"
 

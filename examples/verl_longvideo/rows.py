@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from verl.cli.longvideo.prompts import QUESTION, Prompts
-from verl.cli.longvideo.questions import Item
-from verl.cli.longvideo.state import digest_of
+from verl_longvideo.prompts import QUESTION, Prompts
+from verl_longvideo.questions import Item
+from verl_longvideo.state import digest_of
 
 TRAIN, VAL, SFT, SFT_VAL = "train.parquet", "val.parquet", "sft_train.parquet", "sft_val.parquet"
 TEXT, TEXTS = pa.string(), pa.list_(pa.string())

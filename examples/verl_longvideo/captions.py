@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from verl.cli.longvideo.asking import Messages, Question, question
-from verl.cli.longvideo.clips import Clip, frames_of
-from verl.cli.longvideo.prompts import CAPTION
-from verl.cli.longvideo.settings import AS_VIDEO, Settings
+from verl_longvideo.asking import Messages, Question, question
+from verl_longvideo.clips import Clip, frames_of
+from verl_longvideo.prompts import CAPTION
+from verl_longvideo.settings import AS_VIDEO, Settings
 
 JPEG_QUALITY = 85
 

@@ -18,9 +18,9 @@ import av
 import av.error
 from av.container import OutputContainer
 
-from verl.cli.longvideo.settings import CutSettings
-from verl.cli.longvideo.state import digest_of, read_state, write_state
 from verl.data.media.video import opened_video
+from verl_longvideo.settings import CutSettings
+from verl_longvideo.state import digest_of, read_state, write_state
 
 # In every build of FFmpeg, and always with the same result; x264's differs from run to run on some machines.
 CODEC, QUANTIZER = "mpeg4", "3"

@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from verl.cli.longvideo.prompts import Prompts
+from verl_longvideo.prompts import Prompts
 
 SUFFIXES = (".mp4", ".mkv", ".webm", ".mov", ".avi", ".m4v", ".mpg", ".mpeg", ".ts", ".flv", ".wmv")
 STEPS = ("split", "caption", "merge", "reason", "parse", "reformat")

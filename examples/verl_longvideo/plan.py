@@ -4,11 +4,11 @@
 import math
 from collections.abc import Iterator
 
-from verl.cli.longvideo.captions import caption_question, clock
-from verl.cli.longvideo.clips import duration_of
-from verl.cli.longvideo.pipeline import sources_of
-from verl.cli.longvideo.rows import split_videos
-from verl.cli.longvideo.settings import Settings
+from verl_longvideo.captions import caption_question, clock
+from verl_longvideo.clips import duration_of
+from verl_longvideo.pipeline import sources_of
+from verl_longvideo.rows import split_videos
+from verl_longvideo.settings import Settings
 
 
 def plan(settings: Settings) -> Iterator[str]:

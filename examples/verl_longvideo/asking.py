@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from verl.cli.longvideo.settings import ModelSettings, Settings
-from verl.cli.longvideo.state import digest_of, read_state, write_state
 from verl.rewards.graders.llm_judge import Judge
+from verl_longvideo.settings import ModelSettings, Settings
+from verl_longvideo.state import digest_of, read_state, write_state
 
 HOPELESS = 5  # failures before any answer, after which nothing more is asked
 FAILURES = (ValueError, TimeoutError, RuntimeError, OSError)

@@ -11,11 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from verl.cli.longvideo.asking import Question, question, text_message
-from verl.cli.longvideo.captions import Timeline, clock
-from verl.cli.longvideo.prompts import REASON, REWRITE
-from verl.cli.longvideo.settings import Settings
 from verl.rewards.graders.choices import LETTERS
+from verl_longvideo.asking import Question, question, text_message
+from verl_longvideo.captions import Timeline, clock
+from verl_longvideo.prompts import REASON, REWRITE
+from verl_longvideo.settings import Settings
 
 THOUGHTS = re.compile(r"\A.*</think>", re.DOTALL)  # of a model that shows them
 HEADINGS = re.compile(r"^[*# ]*(QUESTION|ANSWER|REASONS?):[* ]*", re.MULTILINE)

@@ -90,7 +90,7 @@ class Prompts:
 
 
 def _shipped(name: str) -> str:
-    return (files("verl.cli") / "longvideo" / "prompt_files" / name).read_text(encoding="utf-8")
+    return (files("verl_longvideo") / "prompt_files" / name).read_text(encoding="utf-8")
 
 
 def write_prompts(folder: Path) -> None:

@@ -27,10 +27,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from verl.cli.longvideo.prompts import Prompts, write_prompts
-from verl.cli.longvideo.settings import AS_FRAMES, AS_VIDEO, STEPS, CutSettings, ModelSettings, Settings
 from verl.trainer.run.exit_status import BAD_INPUT, INTERRUPTED
 from verl.utils.typed_command import command_parser
+from verl_longvideo.prompts import Prompts, write_prompts
+from verl_longvideo.settings import AS_FRAMES, AS_VIDEO, STEPS, CutSettings, ModelSettings, Settings
 
 SHOWN = 5  # problems of a kind that are printed; the files have all
 
@@ -132,15 +132,15 @@ def settings_of(switches: argparse.Namespace) -> Settings:
 
 
 def _dry_run(settings: Settings) -> int:
-    from verl.cli.longvideo.plan import plan  # noqa: PLC0415 - `--help` needs no PyAV
+    from verl_longvideo.plan import plan  # noqa: PLC0415 - `--help` needs no PyAV
 
     sys.stdout.writelines(f"{line}\n" for line in plan(settings))
     return 0
 
 
 def _run(settings: Settings) -> int:
-    from verl.cli.longvideo.pipeline import GivenUpError, Pipeline, Problem  # noqa: PLC0415
-    from verl.cli.longvideo.state import locked  # noqa: PLC0415
+    from verl_longvideo.pipeline import GivenUpError, Pipeline, Problem  # noqa: PLC0415
+    from verl_longvideo.state import locked  # noqa: PLC0415
 
     def listed(title: str, problems: Sequence[Problem]) -> None:
         if problems:
