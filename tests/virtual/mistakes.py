@@ -10,14 +10,15 @@ from tests.virtual.device import TYPE
 
 def host_tensor_in_loss() -> None:
     """Mix a tensor of the host into the loss."""
-    from verl.workers.roles.actor import DataParallelPPOActor
+    from verl.workers.roles.loss_terms import PolicyTokens
 
-    original = DataParallelPPOActor._policy_loss
+    original = PolicyTokens.__call__
 
-    def policy_loss(self: Any, log_probs: torch.Tensor, *others: Any) -> Any:
-        return original(self, log_probs * torch.ones(log_probs.shape), *others)
+    def policy_loss(self: Any, result: Any, tensors: Any) -> Any:
+        mixed = result.log_probs * torch.ones(result.log_probs.shape)
+        return original(self, result._replace(log_probs=mixed), tensors)
 
-    DataParallelPPOActor._policy_loss = policy_loss
+    PolicyTokens.__call__ = policy_loss
 
 
 def number_of_loss() -> None:

@@ -1,26 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
 """Log-probs and loss of the policy, on one data-parallel rank; the reference uses the same class."""
 
+from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from verl.algorithms.aggregation import aggregate_loss
-from verl.algorithms.kl import FULL, KLLoss, kl_divergence
-from verl.algorithms.policy_loss_types import PolicyLossOptions
-from verl.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss, PolicyLossInputs, weighted
-from verl.algorithms.rollout_correction import RolloutCorrection, importance_weights, rejection_mask
+from verl.algorithms.kl import KLLoss
+from verl.algorithms.policy_losses import POLICY_LOSSES
+from verl.algorithms.rollout_correction import RolloutCorrection
 from verl.algorithms.token_selection import selection_of
 from verl.batch_keys import OLD_ROUTES, ROUTE_MATCHES, TEACHER_KEYS, TEACHER_MEDIA
 from verl.config.worker import ActorConfig
-from verl.models.fused_log_probs import TokenLogProbs
 from verl.protocol import DataProto
 from verl.workers.packing.row_forward import RowForward
 from verl.workers.packing.row_routes import column_of, pad_routes
+from verl.workers.roles.loss_terms import (
+    ENTROPY,
+    LossTerm,
+    PolicyTokens,
+    entropy_term,
+    kl_term,
+    needed_columns,
+    needed_results,
+    sum_terms,
+    with_masks,
+)
 from verl.workers.roles.router_balance import CHOICES
 from verl.workers.roles.router_replay import RouterReplay
 from verl.workers.roles.token_selection import MiniBatchSelection
@@ -87,23 +96,16 @@ class DataParallelPPOActor:
         training: ActorTraining | None = None,  # None: never updated
     ) -> None:
         self.config, self.forward, self.group, self.training = config, forward, group, training
-        self.selection = None
         self.replay: RouterReplay | None = None  # None: a dense model, or one that is never updated
-        self.full_kl_reference = None
-        self.distillation = None if training is None else training.distillation
+        self.selection: MiniBatchSelection | None = None
+        self.terms: list[LossTerm] = []
         if training is not None:
             if forward.routing is not None:
                 self.replay = RouterReplay(config.router_replay)
-            if training.kl_loss is not None and training.kl_loss.kind == FULL:
-                self.full_kl_reference = training.reference
             loss_type = REINFORCE if training.is_reinforce else config.loss_type
-            self.policy_loss = POLICY_LOSSES[loss_type]
-            # the section and the inputs of losses use the same names
-            self.loss_options = {
-                entry.name: getattr(config, entry.name) for entry in fields(PolicyLossOptions)
-            }
+            self.terms = _terms(config, training, loss_type)
             self.updater = Updater("actor", config, forward, group, training, config.ppo_epochs)
-            choose = selection_of(loss_type, self.policy_loss)
+            choose = selection_of(loss_type, POLICY_LOSSES[loss_type])
             if choose is not None:
                 self.selection = MiniBatchSelection(config, forward, group, choose)
 
@@ -114,11 +116,11 @@ class DataParallelPPOActor:
 
     @property
     def reads_reference(self) -> bool:
-        return self.full_kl_reference is not None
+        return "kl" in needed_results(self.terms)
 
     @property
     def runs_teachers(self) -> bool:
-        return self.distillation is not None and self.distillation.teachers.runs_in_update
+        return "divergence" in needed_results(self.terms)
 
     @torch.no_grad()
     def compute_log_probs(
@@ -182,19 +184,19 @@ class DataParallelPPOActor:
             seed: For losses that select tokens at random; another in every step.
         """
         assert self.training is not None, "the reference is never updated"
-        keys = [*self.forward.keys, "advantages"] + [key for key in OPTIONAL_KEYS if key in batch.batch]
         coef = self.config.entropy_coef if entropy_coef is None else entropy_coef
+        terms = [replace(term, coef=-coef) if term.name == ENTROPY else term for term in self.terms]
         updater, columns = self.updater, None
-        objects = [key for key in (TEACHER_MEDIA,) if key in batch.non_tensor_batch]
-        rows = batch.select(keys, [*self.forward.object_keys, *objects])
+        rows = with_masks(self._read_by_update(batch), terms)
         use, agreement = (None, "") if self.replay is None else self.replay.in_update(rows)
-        for number, mini_batch in enumerate(updater.mini_batches(rows), 1):
+        mini_batches = updater.mini_batches(rows, [term.mask_column for term in terms])
+        for number, mini_batch in enumerate(mini_batches, 1):
             if self.selection is not None:
                 selected = self.selection.add_to(mini_batch.batch, temperature, seed * 1_000_003 + number)
                 mini_batch = replace(mini_batch, batch=selected)
             for micro_batch in mini_batch.micro_batches():
                 with self.forward.observing_routes(use) as observed:
-                    loss = self._loss(micro_batch, mini_batch, temperature, coef)
+                    loss = self._loss(terms, micro_batch, mini_batch, temperature)
                 for matches in observed.matches:
                     mini_batch.metrics.add_shares(agreement, *matches.sum(0))
                 updater.backward(loss)
@@ -203,76 +205,48 @@ class DataParallelPPOActor:
                 assert number == 1, "further updates need the log-probs from before the first"
                 columns = DataProto.from_dict({"old_log_probs": mini_batch.log_probs()})
         metrics = updater.finish()
-        metrics |= {"actor/entropy_loss": metrics["actor/entropy"], "actor/entropy_coef": coef}
+        metrics |= {"actor/entropy_loss": metrics[ENTROPY], "actor/entropy_coef": coef}
         if self.training.kl_loss:
             metrics["actor/kl_coef"] = self.training.kl_loss.coef
         return Updated(metrics, columns)
 
+    def _read_by_update(self, batch: DataProto) -> DataProto:
+        keys = [*self.forward.keys, "advantages", *needed_columns(self.terms, batch)]
+        keys += [key for key in OPTIONAL_KEYS if key in batch.batch]
+        objects = [key for key in (TEACHER_MEDIA,) if key in batch.non_tensor_batch]
+        return batch.select(list(dict.fromkeys(keys)), [*self.forward.object_keys, *objects])
+
     def _loss(
-        self, micro_batch: MicroBatch, mini_batch: MiniBatch, temperature: float, entropy_coef: float
+        self, terms: Sequence[LossTerm], micro_batch: MicroBatch, mini_batch: MiniBatch, temperature: float
     ) -> Tensor:
-        """Loss = pg_loss - entropy_coef * entropy + kl_coef * kl_loss + coef * distillation."""
-        assert self.training is not None, "the reference is never updated"
-        tensors, metrics = micro_batch.tensors, mini_batch.metrics
-        mask = tensors["loss_mask"]  # (B, R)
-        teachers = None if self.distillation is None else self.distillation.teachers
+        training, needs = self.training, needed_results(terms)
+        assert training is not None, "the reference is never updated"
+        divergence = None
+        if "divergence" in needs:
+            assert training.distillation is not None, "only its term needs it"
+            divergence = training.distillation.teachers.divergence(micro_batch.rows, temperature)
         result = self.forward.log_probs(
             micro_batch.rows,
             temperature,
-            with_entropy=True,
-            reference=self.full_kl_reference,
-            divergence=teachers and teachers.divergence(micro_batch.rows, temperature),
+            with_entropy="entropy" in needs,
+            with_sum_squares="sum_squared_probs" in needs,
+            reference=training.reference if "kl" in needs else None,
+            divergence=divergence,
         )
-        assert result.entropy is not None, "requested above"
-        if "old_log_probs" not in tensors:
+        if "old_log_probs" not in micro_batch.tensors:
             mini_batch.computed.append(result.log_probs.detach())
-        policy = self._policy_loss(result.log_probs, tensors)
-        loss = self._aggregate(policy.per_token, tensors, mini_batch)
-        metrics.add_loss("actor/pg_loss", loss)
-        for name, values in policy.statistics.items():
-            metrics.add_mean(f"actor/{name}", values, mask)
-        metrics.add_mean("actor/entropy", result.entropy, mask)
-        if not self.training.uses_advantages:
-            loss = torch.zeros_like(loss)
-        if entropy_coef:
-            loss = loss - entropy_coef * self._aggregate(result.entropy, tensors, mini_batch)
-        if self.distillation is not None:
-            loss = loss + self.distillation.coef * self._distillation_loss(result, tensors, mini_batch)
-        kl_loss = self.training.kl_loss
-        if kl_loss:
-            ref_log_probs = tensors.get("ref_log_probs")
-            per_token = kl_divergence(result.log_probs, ref_log_probs, mask, kl_loss.kind, result.kl)
-            kl = self._aggregate(per_token, tensors, mini_batch)
-            metrics.add_loss("actor/kl_loss", kl)
-            if kl_loss.coef:
-                loss = loss + kl_loss.coef * kl
-        return loss
+        return sum_terms(terms, result, micro_batch.tensors, mini_batch, self.config.loss_avg_mode)
 
-    def _distillation_loss(
-        self, result: TokenLogProbs, tensors: dict[str, Tensor], mini_batch: MiniBatch
-    ) -> Tensor:
-        assert self.distillation is not None, "asked before"
-        per_token = self.distillation.teachers.per_token(result, tensors)
-        loss = self._aggregate(per_token, tensors, mini_batch)
-        mini_batch.metrics.add_loss("distillation/loss", loss)
-        self.distillation.teachers.add_metrics(mini_batch.metrics, per_token, tensors)
-        return loss
 
-    def _aggregate(self, per_token: Tensor, tensors: dict[str, Tensor], mini_batch: MiniBatch) -> Tensor:
-        mask, weights = tensors["loss_mask"], tensors.get("sequence_weights")
-        return aggregate_loss(per_token, mask, self.config.loss_avg_mode, mini_batch.denominators, weights)
-
-    def _policy_loss(self, log_probs: Tensor, tensors: dict[str, Tensor]) -> PolicyLoss:
-        # of each token, with importance weights of the batch or of the bypass mode
-        mask, current = tensors["loss_mask"], log_probs.detach()
-        old = tensors.get("old_log_probs", current)
-        policy = self.policy_loss(
-            PolicyLossInputs(
-                log_probs, old, tensors["advantages"], mask, tensors.get("selected"), **self.loss_options
-            )
-        )
-        weights = tensors.get("rollout_is_weights")
-        if self.training is not None and self.training.correction is not None:
-            arguments = current, tensors["rollout_log_probs"], mask, self.training.correction
-            weights = importance_weights(*arguments) * rejection_mask(*arguments)
-        return weighted(policy, weights, mask)
+def _terms(config: ActorConfig, training: ActorTraining, loss_type: str) -> list[LossTerm]:
+    """Return the terms of the loss: pg_loss - entropy_coef * entropy + coef * distillation + kl_coef * KL."""
+    policy = PolicyTokens(config, loss_type, training.correction)
+    terms = [
+        LossTerm("actor/pg_loss", float(training.uses_advantages), policy),
+        entropy_term(config.entropy_coef),
+    ]
+    if training.distillation is not None:
+        terms.append(training.distillation.teachers.loss_term(training.distillation.coef))
+    if training.kl_loss:
+        terms.append(kl_term(training.kl_loss))
+    return terms

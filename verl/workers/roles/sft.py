@@ -7,12 +7,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from verl.algorithms.aggregation import aggregate_loss
 from verl.batch_keys import TEACHER_KEYS
 from verl.config.sft import SFTActorConfig
 from verl.models.fused_log_probs import TokenLogProbs
 from verl.protocol import DataProto
 from verl.workers.packing.forward import FORWARD_KEYS, OBJECT_KEYS, PackedForward
+from verl.workers.roles.loss_terms import LossTerm, Tensors, TokenLoss, sum_terms
 from verl.workers.roles.teachers import Teachers
 from verl.workers.roles.updater import MicroBatch, MiniBatch, Training, Updater, compute_experience
 
@@ -46,6 +46,10 @@ class DataParallelSFT:
     ) -> None:
         self.config, self.forward, self.group = config, forward, group
         self.distillation = distillation
+        has_task = distillation is None or distillation.with_cross_entropy
+        self.terms = [LossTerm(f"{ROLE}/loss", float(has_task), _cross_entropy)]
+        if distillation is not None:
+            self.terms.append(distillation.teachers.loss_term(distillation.coef))
         self.updater = Updater(ROLE, config, forward, group, training)
 
     def update(self, batch: DataProto) -> dict[str, float]:
@@ -67,23 +71,11 @@ class DataParallelSFT:
         return compute_experience(self.config, self.forward, self.group, batch, losses)
 
     def _loss(self, micro_batch: MicroBatch, mini_batch: MiniBatch) -> Tensor:
-        mask, teachers = micro_batch.tensors["loss_mask"], self.distillation and self.distillation.teachers
+        teachers = self.distillation and self.distillation.teachers
         divergence = teachers and teachers.divergence(micro_batch.rows, TEMPERATURE)
         result = self.forward.log_probs(micro_batch.rows, TEMPERATURE, divergence=divergence)
-        loss = aggregate_loss(-result.log_probs, mask, "token", mini_batch.denominators)
-        mini_batch.metrics.add_loss(f"{ROLE}/loss", loss)
-        if self.distillation is None:
-            return loss
-        distilled = self.distillation.coef * self._distillation_loss(result, micro_batch, mini_batch)
-        return loss + distilled if self.distillation.with_cross_entropy else distilled
+        return sum_terms(self.terms, result, micro_batch.tensors, mini_batch, "token")
 
-    def _distillation_loss(
-        self, result: TokenLogProbs, micro_batch: MicroBatch, mini_batch: MiniBatch
-    ) -> Tensor:
-        assert self.distillation is not None, "asked before"
-        teachers, tensors, metrics = self.distillation.teachers, micro_batch.tensors, mini_batch.metrics
-        per_token = teachers.per_token(result, tensors)  # (B, T - 1)
-        loss = aggregate_loss(per_token, tensors["loss_mask"], "token", mini_batch.denominators)
-        metrics.add_loss("distillation/loss", loss)
-        teachers.add_metrics(metrics, per_token, tensors)
-        return loss
+
+def _cross_entropy(result: TokenLogProbs, _tensors: Tensors) -> TokenLoss:
+    return TokenLoss(-result.log_probs)

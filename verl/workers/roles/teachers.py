@@ -29,7 +29,7 @@ from verl.protocol import DataProto
 from verl.workers.packing.divergences import Distributions, Divergence, TokenTargets
 from verl.workers.packing.forward import PackedForward
 from verl.workers.packing.media_inputs import WholeRows
-from verl.workers.roles.metric_sums import MetricSums
+from verl.workers.roles.loss_terms import LossTerm, Tensors, TokenLoss
 from verl.workers.roles.updater import compute_experience
 
 
@@ -77,21 +77,24 @@ class Teachers:
             targets.append(TokenTargets(is_own[rows].nonzero()[:, 0], given))
         return Divergence(targets, self._compare)
 
-    def per_token(self, student: TokenLogProbs, tensors: dict[str, Tensor]) -> Tensor:
-        """Return the divergence of each token from its teacher, (B, R), zero outside of the mask."""
-        if student.divergence is not None:
-            return student.divergence
-        mask, teacher = tensors["loss_mask"], tensors[TEACHER_LOG_PROBS]
-        return kl_divergence(student.log_probs, teacher, mask, self.loss.loss_mode)
+    def loss_term(self, coef: float) -> LossTerm:
+        """Return the term of the loss that pulls a policy towards its teachers."""
+        return LossTerm(
+            "distillation/loss", coef, self._token_loss, ["divergence"] if self.runs_in_update else []
+        )
 
-    def add_metrics(self, metrics: MetricSums, per_token: Tensor, tensors: dict[str, Tensor]) -> None:
-        """Add `distillation/kl`, and with several teachers `distillation/kl/NAME`."""
-        mask = tensors["loss_mask"]
-        metrics.add_mean("distillation/kl", per_token, mask)
+    def _token_loss(self, student: TokenLogProbs, tensors: Tensors) -> TokenLoss:
+        # the divergence of each token from its teacher; also logged for each of several teachers
+        mask, per_token = tensors["loss_mask"], student.divergence
+        if per_token is None:
+            teacher = tensors[TEACHER_LOG_PROBS]
+            per_token = kl_divergence(student.log_probs, teacher, mask, self.loss.loss_mode)
+        means = {"distillation/kl": (per_token, mask)}
         if len(self.names) > 1:
             for number, name in enumerate(self.names):
                 own = (tensors[TEACHER_IDS] == number)[:, None]
-                metrics.add_mean(f"distillation/kl/{name}", per_token, mask * own)
+                means[f"distillation/kl/{name}"] = per_token, mask * own
+        return TokenLoss(per_token, means)
 
     def compute_log_probs(
         self,

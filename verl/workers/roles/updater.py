@@ -7,7 +7,7 @@ and gradients are summed.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -53,11 +53,15 @@ class MiniBatch:
     """This rank's rows of one optimizer step."""
 
     batch: DataProto
-    denominators: LossDenominators  # tokens and sequences over all ranks
+    masks: Mapping[str, LossDenominators]  # tokens and sequences of masks' columns, over all ranks
     metrics: MetricSums
     forward: RowForward
     schedule: MicroBatchSchedule
     computed: list[Tensor] = field(default_factory=list)  # log-probs of each micro batch, (b, R)
+
+    @property
+    def denominators(self) -> LossDenominators:
+        return self.masks["loss_mask"]
 
     def log_probs(self) -> Tensor:
         """Return the log-probs that the update computed: (B, R) on CPU; collective."""
@@ -139,17 +143,22 @@ class Updater:
             role, forward, group, config.model.router_aux_loss_coef, config.fsdp.expert_parallel_size
         )
 
-    def mini_batches(self, batch: DataProto) -> Iterator[MiniBatch]:
-        """Yield the mini batches of an update in order, once for each PPO epoch."""
+    def mini_batches(self, batch: DataProto, masks: Iterable[str] = ()) -> Iterator[MiniBatch]:
+        """Yield the mini batches of an update in order, once for each PPO epoch.
+
+        Args:
+            masks: Columns of masks besides `loss_mask` that losses are averaged over.
+        """
         self._check_rows(len(batch))
         self.metrics, self.grad_norms = MetricSums(self.forward.device), []
         parts = self._with_choices(batch).split(self.mini_batch_rows)
-        denominators = self._global_denominators(parts)
+        columns = dict.fromkeys(["loss_mask", *masks])
+        denominators = [self._global_denominators(parts, column) for column in columns]
         choices = self.balance.total(parts) if CHOICES in parts[0].batch else [None] * len(parts)
         for _ in range(self.ppo_epochs):
-            for part, counts, chosen in zip(parts, denominators, choices, strict=True):
+            for part, chosen, *counts in zip(parts, choices, *denominators, strict=True):
                 self.balance.choices = chosen
-                yield self._mini_batch(part, counts)
+                yield self._mini_batch(part, dict(zip(columns, counts, strict=True)))
 
     def _with_choices(self, batch: DataProto) -> DataProto:
         # the experts that rows choose before the first step, where one micro batch cannot tell
@@ -206,9 +215,9 @@ class Updater:
                 f" {rows} sequences of a rank"
             )
 
-    def _global_denominators(self, parts: list[DataProto]) -> list[LossDenominators]:
+    def _global_denominators(self, parts: list[DataProto], mask: str) -> list[LossDenominators]:
         tensors = [part.batch for part in parts]
-        counts = [count_denominators(each["loss_mask"], each.get("sequence_weights")) for each in tensors]
+        counts = [count_denominators(each[mask], each.get("sequence_weights")) for each in tensors]
         counts = torch.stack([torch.stack(each[:2]) for each in counts])  # (parts, 2)
         counts = counts.to(self.forward.device)
         dist.all_reduce(counts, group=self.group)
@@ -223,11 +232,11 @@ class Updater:
             group=self.group,
         )
 
-    def _mini_batch(self, part: DataProto, denominators: LossDenominators) -> MiniBatch:
+    def _mini_batch(self, part: DataProto, masks: Mapping[str, LossDenominators]) -> MiniBatch:
         forward, schedule = self.forward, self._schedule(part)
         shared = self.metrics.shared_by(forward.sp.size)
         if forward.sp.size > 1:
             each = torch.ones(len(schedule), device=forward.device)
             shared.add_mean(f"perf/sp_whole_rows_{self.role}", each * schedule.is_whole, each)
         metrics = self.metrics if schedule.is_whole else shared
-        return MiniBatch(part, denominators, metrics, forward, schedule)
+        return MiniBatch(part, masks, metrics, forward, schedule)
