@@ -80,6 +80,11 @@ class ActorConfig(PolicyConfig):
         ),
         extension="policy loss",
     )
+    loss_terms: tuple[str, ...] = option(
+        (),
+        "Terms added to the policy's loss: each a LossTerm of a file, `file.py:NAME`.",
+        extension="loss term",
+    )
     clip_cov_ratio: float = option(
         2e-4, "Fraction of the mini batch's tokens that `clip_cov` excludes.", minimum=0.0, maximum=1.0
     )
@@ -123,7 +128,8 @@ class ActorConfig(PolicyConfig):
     @property
     def reads_whole_rows(self) -> bool:
         """True if the loss of a place depends on others of its row; one of a file may."""
-        return self.loss_type in WHOLE_ROW_LOSSES or is_extension(self.loss_type)
+        own = bool(self.loss_terms) or is_extension(self.loss_type)
+        return own or self.loss_type in WHOLE_ROW_LOSSES
 
     def problems(self, path: str) -> Iterator[str]:
         yield from super().problems(path)

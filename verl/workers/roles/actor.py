@@ -21,6 +21,7 @@ from verl.workers.packing.row_forward import RowForward
 from verl.workers.packing.row_routes import column_of, pad_routes
 from verl.workers.roles.loss_terms import (
     ENTROPY,
+    LOSS_TERMS,
     LossTerm,
     PolicyTokens,
     entropy_term,
@@ -249,4 +250,4 @@ def _terms(config: ActorConfig, training: ActorTraining, loss_type: str) -> list
         terms.append(training.distillation.teachers.loss_term(training.distillation.coef))
     if training.kl_loss:
         terms.append(kl_term(training.kl_loss))
-    return terms
+    return [*terms, *(LOSS_TERMS[spec] for spec in config.loss_terms)]

@@ -7,7 +7,7 @@ the loss does not depend on the division into micro batches. A forward pass comp
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -19,10 +19,15 @@ from verl.algorithms.rollout_correction import RolloutCorrection, importance_wei
 from verl.config.worker import ActorConfig
 from verl.models.fused_log_probs import TokenLogProbs
 from verl.protocol import DataProto
+from verl.utils.registry import Registry
 from verl.workers.roles.updater import MiniBatch
 
 ENTROPY = "actor/entropy"
+BUILT_IN = ("actor/pg_loss", ENTROPY, "distillation/loss", "actor/kl_loss")
 Tensors = Mapping[str, Tensor]  # columns of a micro batch, on the device
+
+
+LOSS_TERMS: Registry[Any] = Registry("worker.actor.loss_terms")  # of files only
 
 
 class TokenLoss(NamedTuple):

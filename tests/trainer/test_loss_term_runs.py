@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run with the loss term of docs/extensions.md, a file outside of the package."""
+
+import re
+import sys
+
+import pytest
+
+from tests.helpers.training import QUICKSTART, ROOT, quickstart_arguments, train
+from verl.models.tiny import save_tiny_model
+
+sys.path.insert(0, str(QUICKSTART))
+from shapes import write_questions
+
+pytestmark = pytest.mark.heavy
+
+PAGE = (ROOT / "docs" / "extensions.md").read_text()
+
+
+def test_a_run_learns_from_a_term_of_a_users_file(tmp_path):
+    (content,) = re.findall(r"```python\n(# keep_good\.py\n.*?)```", PAGE, flags=re.DOTALL)
+    (tmp_path / "keep_good.py").write_text(content)
+    save_tiny_model(tmp_path / "model", "qwen2")
+    write_questions(tmp_path, "train", 24, seed=1, with_images=False)
+    write_questions(tmp_path, "val", 4, seed=2, with_images=False)
+
+    steps = train(
+        tmp_path / "run",
+        *quickstart_arguments(tmp_path, tmp_path / "model"),
+        f"worker.actor.loss_terms=[{tmp_path}/keep_good.py:keep_good]",
+        f"worker.reward.reward_function={ROOT}/tests/trainer/scored_by_letters.py:compute_score",
+        *("trainer.n_gpus_per_node=1", "trainer.val_before_train=false", "trainer.val_freq=-1"),
+        *("trainer.save_freq=-1", "trainer.max_steps=2", "data.rollout_batch_size=4"),
+        "worker.actor.global_batch_size=4",
+    )
+
+    learned = [metrics for metrics in steps.values() if "actor/pg_loss" in metrics]
+    assert len(learned) == 2
+    for metrics in learned:  # the term divides by its own tokens, as the mean that it logs does
+        assert metrics["actor/keep_good"] > 0
+        assert metrics["actor/keep_good"] == pytest.approx(-metrics["actor/good_log_probs"], rel=1e-5)
