@@ -31,8 +31,7 @@ from verl.workers.roles.loss_terms import (
     sum_terms,
     with_masks,
 )
-from verl.workers.roles.router_balance import CHOICES
-from verl.workers.roles.router_replay import RouterReplay
+from verl.workers.roles.routers import CHOICES, RouterReplay
 from verl.workers.roles.token_selection import MiniBatchSelection
 from verl.workers.roles.updater import MicroBatch, MiniBatch, Training, Updater, compute_columns
 

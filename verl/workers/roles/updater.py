@@ -26,7 +26,7 @@ from verl.utils.rank_logger import get_logger
 from verl.workers.packing.row_forward import RowForward
 from verl.workers.packing.schedule import MicroBatchSchedule, run_in_micro_batches
 from verl.workers.roles.metric_sums import MetricSums
-from verl.workers.roles.router_balance import CHOICES, RouterBalance
+from verl.workers.roles.routers import CHOICES, RouterBalance
 
 logger = get_logger(__name__)
 

@@ -1,10 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The balance of a mixture's routers during an update: the loss, and metrics of the largest load.
+"""A mixture's routers in the policy's passes: the loss that balances them, and the replay of their choices.
 
-The loss of an optimizer step reads how often all its tokens choose each expert, which a micro batch alone
-does not know. Choices are those under the weights from before the update's first step, like
+The balance loss of an optimizer step reads how often all its tokens choose each expert, which a micro batch
+alone does not know. Choices are those under the weights from before the update's first step, like
 `old_log_probs`: they come with the batch, or from a forward pass before the first step; an update of a single
 micro batch counts its own. Hence the loss does not depend on the division into micro batches and ranks.
+
+Replay (`worker.actor.router_replay`):
+
+    off   every pass chooses experts itself
+    r2    the update replays the choices of the pass that computes `old_log_probs`
+    r3    both replay the choices of the rollout engine
+
+The reference and the critic always choose for themselves, since their weights differ. So does a token whose
+experts are unknown, such as the last one of a response, which no engine ever runs.
 """
 
 from collections.abc import Sequence
@@ -13,15 +22,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from verl.batch_keys import ENGINE_ROUTES, OLD_ROUTES, ROUTE_MATCHES
 from verl.models.mixture.routing import balance_loss
 from verl.protocol import DataProto
 from verl.workers.packing.row_forward import RowForward
+from verl.workers.packing.row_routes import RouteUse
 from verl.workers.roles.metric_sums import MetricSums
 
 CHOICES = "expert_choices"  # (B, E) of a batch
 # By role; others have them under their own prefix.
 LOAD = {"actor": "moe/load_max", "train": "moe/load_max"}
 RANK_LOAD = {"actor": "moe/ep_load_max", "train": "moe/ep_load_max"}  # of divided experts
+# Metrics: share of the experts in the given routes which a router chooses as well.
+ROUTE_AGREEMENT = "moe/route_agreement"  # of the engine and the trainer, before the update
+REPLAY_AGREEMENT = "moe/replay_agreement"  # of the replayed routes and the update
 
 
 class RouterBalance:
@@ -68,3 +82,42 @@ class RouterBalance:
         balance = balance_loss(routes, choices)
         metrics.add_loss(f"{self.role}/router_aux_loss", balance)
         return loss + self.coef * balance
+
+
+class RouterReplay:
+    """The columns of routes that each pass of the policy reads, and what it does with them."""
+
+    def __init__(self, mode: str) -> None:
+        self.mode = mode
+        self.records = mode == "r2"  # the pass before the update
+
+    def in_old_pass(self, batch: DataProto) -> RouteUse | None:
+        """Return the routes that the pass before the update reads."""
+        self._check(batch)
+        return RouteUse(ENGINE_ROUTES, self.mode == "r3") if _has(batch, ENGINE_ROUTES) else None
+
+    def in_update(self, batch: DataProto) -> tuple[RouteUse | None, str]:
+        """Return the routes that the update reads, and the name of their metric.
+
+        An update without a pass before it replays nothing with r2: its own choices are the old ones.
+        """
+        self._check(batch)
+        column = OLD_ROUTES if self.records else ENGINE_ROUTES
+        is_compared = ROUTE_MATCHES in batch.batch
+        if self.mode != "off" and _has(batch, column):
+            name = REPLAY_AGREEMENT if self.records or is_compared else ROUTE_AGREEMENT
+            return RouteUse(column, True), name
+        if _has(batch, ENGINE_ROUTES) and not is_compared:
+            return RouteUse(ENGINE_ROUTES, False), ROUTE_AGREEMENT
+        return None, ""
+
+    def _check(self, batch: DataProto) -> None:
+        if self.mode == "r3" and not _has(batch, ENGINE_ROUTES):
+            raise ValueError(
+                "`worker.actor.router_replay=r3` needs the engine's routes, and the rows have no"
+                f" `{ENGINE_ROUTES}`: use r2, which needs none"
+            )
+
+
+def _has(batch: DataProto, column: str) -> bool:
+    return column in batch.non_tensor_batch
