@@ -8,7 +8,7 @@ wrong, crashed, timed_out, not_run  fractions of the other tests; without a prog
 format                              1 if there is a ```python block, else 0
 
 The ground truth holds the tests, in the format of Skywork-OR1, LiveCodeBench, APPS, TACO or MBPP: stdin and
-stdout, calls of a function, or assertions (`verl/rewards/sandbox/cases.py`). Skywork-OR1's graded reward is
+stdout, calls of a function, or assertions (`verl/sandbox/cases.py`). Skywork-OR1's graded reward is
 `partial: true, power: 4`. A test may take `cpu_s` seconds of CPU time, all tests of a row `budget_s` seconds;
 set `worker.reward.timeout_s` above that. On a machine that cannot isolate programs, none is run and the call
 fails.
@@ -17,8 +17,8 @@ fails.
 import re
 from typing import Any
 
-from verl.rewards.sandbox.outcome import Limits
-from verl.rewards.sandbox.verdicts import Verdict, VerdictKind, judge
+from verl.sandbox.outcome import Limits
+from verl.sandbox.verdicts import Verdict, VerdictKind, judge
 
 REWARD_NAME = "code"
 REWARD_TYPE = "sequential"

@@ -7,8 +7,8 @@ from tests.agents.test_pool import ask, descendants, gone
 from verl.agents.tools.pool import ToolPool
 from verl.agents.tools.shipped.python import Python
 from verl.config.multi_turn import MultiTurnConfig
-from verl.rewards.sandbox.outcome import Isolation
-from verl.rewards.sandbox.runner import detect
+from verl.sandbox.outcome import Isolation
+from verl.sandbox.runner import detect
 
 pytestmark = pytest.mark.skipif(
     detect()[0] is Isolation.NONE, reason="no isolation of programs works on this machine"

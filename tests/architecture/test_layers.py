@@ -20,7 +20,7 @@ LAYERS = [  # top first
     {"agents"},
     {"data", "rewards", "checkpoint", "optim", "single_controller", "viewer"},
     {"protocol", "algorithms", "models", "logger"},
-    {"utils", "config", "distributed", "batch_keys"},
+    {"utils", "config", "distributed", "batch_keys", "sandbox"},
 ]
 HOMES = {
     "ray": ("trainer/", "single_controller/ray/"),

@@ -11,8 +11,8 @@ import pytest
 from verl.config.worker import RewardConfig
 from verl.rewards.function import load_reward_function
 from verl.rewards.manager import RewardManager
-from verl.rewards.sandbox.outcome import Isolation
-from verl.rewards.sandbox.runner import detect
+from verl.sandbox.outcome import Isolation
+from verl.sandbox.runner import detect
 
 FILE = Path(__file__).parents[2] / "examples" / "reward_function" / "code.py"
 TESTS = json.dumps({"inputs": ["1 2", "3 4", "5 6", "7 8"], "outputs": ["3", "7", "11", "15"]})

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from verl.rewards.sandbox.outcome import REMEDY, Isolation, is_unsafe_allowed
-from verl.rewards.sandbox.runner import detect
+from verl.sandbox.outcome import REMEDY, Isolation, is_unsafe_allowed
+from verl.sandbox.runner import detect
 from verl.utils.host_memory import container_limit, machine_bytes
 
 GIB = 1 << 30

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from verl.agents.interface import Observation
-from verl.rewards.sandbox.outcome import SandboxError
-from verl.rewards.sandbox.session import SESSION_LIMITS, Session, SessionEndedError, working_isolation
+from verl.sandbox.outcome import SandboxError
+from verl.sandbox.session import SESSION_LIMITS, Session, SessionEndedError, working_isolation
 
 
 class Notebook:

@@ -8,7 +8,7 @@ import resource
 import signal
 import struct
 
-from verl.rewards.sandbox import filter, kernel
+from verl.sandbox import filter, kernel
 
 MIB = 1 << 20
 READ_ANY_FILE = 1 << 2  # CAP_DAC_READ_SEARCH

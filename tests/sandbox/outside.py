@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from tests.rewards.sandbox import attempts
-from verl.rewards.sandbox.outcome import Isolation, Limits, SandboxError
-from verl.rewards.sandbox.runner import run
+from tests.sandbox import attempts
+from verl.sandbox.outcome import Isolation, Limits, SandboxError
+from verl.sandbox.runner import run
 
 LIMITS = Limits(
     cpu_s=1, wall_s=1.2, memory_mb=256, threads=32, output_bytes=1 << 20, folder_mb=8, open_files=64

@@ -270,7 +270,7 @@ say("32 bits", pid)""",
 IMPORTS = {
     "the launcher's modules": """
 import importlib
-for name in ("verl", "verl.rewards.sandbox.kernel", "verl.rewards.sandbox.runner"):
+for name in ("verl", "verl.sandbox.kernel", "verl.sandbox.runner"):
     try:
         importlib.import_module(name)
     except ImportError:

@@ -16,10 +16,10 @@ from enum import StrEnum
 from itertools import starmap, zip_longest
 from typing import Any
 
-from verl.rewards.sandbox.cases import AssertCase, CallCase, Case, StdinCase, read_cases
-from verl.rewards.sandbox.outcome import Call, Limits, Outcome, SandboxRefusedError, Status
-from verl.rewards.sandbox.runner import run
-from verl.rewards.sandbox.values import to_text
+from verl.sandbox.cases import AssertCase, CallCase, Case, StdinCase, read_cases
+from verl.sandbox.outcome import Call, Limits, Outcome, SandboxRefusedError, Status
+from verl.sandbox.runner import run
+from verl.sandbox.values import to_text
 
 PRELUDE = (  # imports that solutions rely on
     "import bisect, collections, copy, functools, heapq, itertools, math, operator, random, re, string, sys;"

@@ -17,7 +17,7 @@ UNCAUGHT, OUT_OF_MEMORY, REJECTED = 121, 122, 123  # an exception, a MemoryError
 
 def execute(job: dict, value_file: int) -> None:
     """Run a program as a script, or as a module and then write the value of a call to `value_file`."""
-    values = sys.modules.get("verl.rewards.sandbox.values")  # loaded before access to its folder was dropped
+    values = sys.modules.get("verl.sandbox.values")  # loaded before access to its folder was dropped
     _forget_launcher(job["import_path"])
     for name in ("exit", "quit"):  # the module `site`, which is not imported, would add them
         setattr(builtins, name, Quitter(name, "Ctrl-D"))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from verl.rewards.sandbox import filter, kernel
+from verl.sandbox import filter, kernel
 
 HEADERS = (Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h"), Path("/usr/include/asm-generic/unistd.h"))
 PID = 77

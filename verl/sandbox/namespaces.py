@@ -7,8 +7,8 @@ An ordinary user may create all of them: user, mount, process, network, IPC, hos
 import os
 import shutil
 
-from verl.rewards.sandbox import kernel
-from verl.rewards.sandbox.confinement import DEVICES
+from verl.sandbox import kernel
+from verl.sandbox.confinement import DEVICES
 
 NOBODY = 65534
 FOLDER = "/box"  # the program's working folder

@@ -10,7 +10,7 @@ from itertools import product
 import numpy
 import pytest
 
-from verl.rewards.sandbox.values import to_text
+from verl.sandbox.values import to_text
 
 FORGED = [k * ((1 << 61) - 1) for k in range(9)]  # Python's hash of each is 0
 

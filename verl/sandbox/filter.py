@@ -11,7 +11,7 @@ import errno
 import os
 import struct
 
-from verl.rewards.sandbox import kernel
+from verl.sandbox import kernel
 
 ALLOW, KILL, FAIL = 0x7FFF0000, 0x80000000, 0x00050000
 LOAD, JUMP_EQUAL, JUMP_AT_LEAST, JUMP_ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.rewards.sandbox.outside import launchers, wait_for_launchers
-from tests.rewards.sandbox.outside import works as is_there
-from verl.rewards.sandbox import runner
-from verl.rewards.sandbox.outcome import Call, Isolation, Limits, SandboxError, Status
-from verl.rewards.sandbox.runner import run
-from verl.rewards.sandbox.values import to_text
+from tests.sandbox.outside import launchers, wait_for_launchers
+from tests.sandbox.outside import works as is_there
+from verl.sandbox import runner
+from verl.sandbox.outcome import Call, Isolation, Limits, SandboxError, Status
+from verl.sandbox.runner import run
+from verl.sandbox.values import to_text
 
 works = cache(is_there)
 ROOT = Path(__file__).parents[3]
@@ -208,9 +208,9 @@ def test_runs_in_many_threads_do_not_disturb_each_other(isolation):
 
 LEAVES_NOTHING = """
 import os, sys, threading
-from tests.rewards.sandbox.outside import wait_for_launchers
-from verl.rewards.sandbox.outcome import Isolation, Limits
-from verl.rewards.sandbox.runner import run
+from tests.sandbox.outside import wait_for_launchers
+from verl.sandbox.outcome import Isolation, Limits
+from verl.sandbox.runner import run
 
 def count():
     return len(os.listdir("/proc/self/fd")), threading.active_count()
@@ -235,7 +235,7 @@ def test_nothing_is_left_open_or_running(isolation):
 
 def test_the_program_dies_with_the_process_that_runs_it(isolation):
     code = (
-        "from verl.rewards.sandbox.runner import run; from verl.rewards.sandbox.outcome import Isolation;"
+        "from verl.sandbox.runner import run; from verl.sandbox.outcome import Isolation;"
         f"run('import time; time.sleep(10)', isolation=Isolation({str(isolation)!r}))"
     )
     with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT) as process:
@@ -264,8 +264,8 @@ def test_where_processes_cannot_be_watched_nothing_is_judged():
     # A filter like those of old container engines: every system call but pidfd_open (434) is allowed.
     code = """
 import ctypes
-from verl.rewards.sandbox import filter, kernel
-from verl.rewards.sandbox.verdicts import judge
+from verl.sandbox import filter, kernel
+from verl.sandbox.verdicts import judge
 rules = [(filter.LOAD, 0, 0, 0), (filter.JUMP_EQUAL, 0, 1, 434)]
 rules += [(filter.RETURN, 0, 0, filter.FAIL | 1), (filter.RETURN, 0, 0, filter.ALLOW)]
 lines = b"".join(filter.INSTRUCTION.pack(*rule) for rule in rules)
@@ -286,7 +286,7 @@ def test_without_isolation_nothing_runs_unless_the_user_says_so(unsafe):
     # personality(PER_LINUX32): the machine calls itself one that the filter has no numbers for.
     code = (
         "import ctypes; ctypes.CDLL(None).personality(8);"
-        "from verl.rewards.sandbox.runner import run; outcome = run('print(6 * 7)');"
+        "from verl.sandbox.runner import run; outcome = run('print(6 * 7)');"
         "print(outcome.status, outcome.stdout, outcome.detail)"
     )
     environment = {**os.environ, "VERL_SANDBOX_UNSAFE": "1"} if unsafe else None

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.rewards.sandbox import attempts
-from tests.rewards.sandbox.attempts import ATTEMPTS, SEVERAL_PROCESSES, TIME
-from tests.rewards.sandbox.outside import failure_of, outside, works
-from verl.rewards.sandbox.outcome import Isolation, Limits
-from verl.rewards.sandbox.runner import run
+from tests.sandbox import attempts
+from tests.sandbox.attempts import ATTEMPTS, SEVERAL_PROCESSES, TIME
+from tests.sandbox.outside import failure_of, outside, works
+from verl.sandbox.outcome import Isolation, Limits
+from verl.sandbox.runner import run
 
 pytestmark = pytest.mark.heavy
 
@@ -103,7 +103,7 @@ def test_every_attempt_fails_where_an_ordinary_user_runs_the_sandbox(isolation):
         pytest.skip("only the superuser can become another user")
     names = json.dumps([name for name in ATTEMPTS if name not in TIME])
     nobody = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"]
-    command = [*nobody, SYSTEM_PYTHON, "-B", "-m", "tests.rewards.sandbox.outside", isolation, names]
+    command = [*nobody, SYSTEM_PYTHON, "-B", "-m", "tests.sandbox.outside", isolation, names]
 
     done = subprocess.run(command, cwd=ROOT, env={"HOME": "/nonexistent"}, capture_output=True, text=True)
 

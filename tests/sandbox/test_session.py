@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 from PIL import Image
 
-from verl.rewards.sandbox import session as sessions
-from verl.rewards.sandbox.outcome import Isolation, Limits
-from verl.rewards.sandbox.runner import detect
-from verl.rewards.sandbox.session import Session, SessionEndedError
+from verl.sandbox import session as sessions
+from verl.sandbox.outcome import Isolation, Limits
+from verl.sandbox.runner import detect
+from verl.sandbox.session import Session, SessionEndedError
 
 LIMITS = Limits(cpu_s=60, memory_mb=1024, wall_s=10)
 WORKING, _ = detect()

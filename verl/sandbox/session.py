@@ -20,7 +20,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from verl.rewards.sandbox.outcome import (
+from verl.sandbox.outcome import (
     REMEDY,
     Isolation,
     Limits,
@@ -29,7 +29,7 @@ from verl.rewards.sandbox.outcome import (
     Status,
     is_unsafe_allowed,
 )
-from verl.rewards.sandbox.runner import START_LIMIT_S, Run, detect, follow, job_of, outcome_of, started
+from verl.sandbox.runner import START_LIMIT_S, Run, detect, follow, job_of, outcome_of, started
 
 SESSION_LIMITS = Limits(cpu_s=600, memory_mb=2048)  # of all cells together; `wall_s` is that of one
 GRACE_S = 2.0  # for a cell that was interrupted to end

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from verl.rewards.sandbox.cases import AssertCase, CallCase, StdinCase, read_cases
-from verl.rewards.sandbox.outcome import Isolation, Limits
-from verl.rewards.sandbox.runner import detect
-from verl.rewards.sandbox.verdicts import VerdictKind, judge, same_output
+from verl.sandbox.cases import AssertCase, CallCase, StdinCase, read_cases
+from verl.sandbox.outcome import Isolation, Limits
+from verl.sandbox.runner import detect
+from verl.sandbox.verdicts import VerdictKind, judge, same_output
 
 ROOT = Path(__file__).parents[3]
 needs_isolation = pytest.mark.skipif(detect()[0] is Isolation.NONE, reason="this machine has no isolation")
@@ -219,7 +219,7 @@ WIDE = "('\\U0001F600' + 'x' * ((1 << 24) - 8)).encode()"  # 16 MiB that are 64 
 JUDGE = """
 import json, re, sys, time
 from pathlib import Path
-from verl.rewards.sandbox.verdicts import judge
+from verl.sandbox.verdicts import judge
 def peak_mb(): return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) / 1024
 source, tests = json.load(sys.stdin)
 before, seconds = peak_mb(), time.process_time()

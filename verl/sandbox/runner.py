@@ -23,9 +23,9 @@ from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 
-from verl.rewards.sandbox import kernel, launcher, library, program
-from verl.rewards.sandbox.namespaces import NOBODY
-from verl.rewards.sandbox.outcome import (
+from verl.sandbox import kernel, launcher, library, program
+from verl.sandbox.namespaces import NOBODY
+from verl.sandbox.outcome import (
     REMEDY,
     Call,
     Isolation,
@@ -38,13 +38,12 @@ from verl.rewards.sandbox.outcome import (
 
 BOOT = """
 import sys
-for name, folder in zip(("verl", "verl.rewards"), sys.argv[1:3]):
-    package = sys.modules[name] = type(sys)(name)
-    package.__path__ = [folder]
-from verl.rewards.sandbox.launcher import main
+package = sys.modules["verl"] = type(sys)("verl")
+package.__path__ = [sys.argv[1]]
+from verl.sandbox.launcher import main
 main()
-"""  # bare packages, since importing verl itself takes longer than everything else together
-PACKAGES = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
+"""  # a bare package, since importing verl itself takes longer than everything else together
+PACKAGE = str(Path(__file__).parents[1])
 START_LIMIT_S = 20.0  # until the program starts, on the busiest machine
 END_LIMIT_S = 0.5  # for the launcher to kill the program and exit; then it is killed as well
 STATUS_LIMIT = 1 << 16
@@ -218,7 +217,7 @@ def started(job: dict, stdin: bytes, kept: int, connection: int | None = None) -
 def _launch(files: dict[str, int], folder: str) -> subprocess.Popen:
     numbers = [str(files[name]) for name in launcher.Files._fields]
     return subprocess.Popen(
-        [sys.executable, "-I", "-S", "-X", "utf8", "-c", BOOT, *PACKAGES, *numbers],
+        [sys.executable, "-I", "-S", "-X", "utf8", "-c", BOOT, PACKAGE, *numbers],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=files["stderr"],

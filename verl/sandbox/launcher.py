@@ -19,7 +19,7 @@ import signal
 import sys
 from collections import namedtuple
 
-from verl.rewards.sandbox import confinement, kernel, namespaces, program
+from verl.sandbox import confinement, kernel, namespaces, program
 
 FIRST_FREE = 10  # file descriptors from here on are free for moving files
 VALUE, STATUS = 3, 4  # file descriptors of the program, after the standard three
@@ -29,7 +29,7 @@ Files = namedtuple("Files", "job stdin stdout stderr value status lifeline")  # 
 
 def main() -> None:
     """Run the job whose file descriptors are on the command line. Returns in the program's process only."""
-    files = Files(*map(int, sys.argv[3:]))
+    files = Files(*map(int, sys.argv[2:]))
     job = _prepare(files)
     child = os.fork()
     if child:
@@ -61,7 +61,7 @@ def _prepare(files: Files) -> dict:
         os.close(_open_process(os.getpid()))  # `_supervise` cannot do without it
         if job["call"] is not None:
             # It cannot be found later. The import is slow, so only where it is needed.
-            importlib.import_module("verl.rewards.sandbox.values")
+            importlib.import_module("verl.sandbox.values")
         if job["namespaces"]:
             kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # so that the caller may write the user mapping
             kernel.unshare(kernel.NEW_NAMESPACES)
