@@ -40,8 +40,8 @@ from verl.models.hub_names import HubNames, auto_class
 from verl.models.tiny import save_tiny_model
 from verl.workers.continued_sampling import ContinuedSampling
 from verl.workers.conversations.driver import ConversationDriver
-from verl.workers.rollout.base import EngineSetup, FinishedResponse, RolloutEngine, SamplingOptions
 from verl.workers.rollout.engines import build_rollout_engine
+from verl.workers.rollout.interface import EngineSetup, FinishedResponse, RolloutEngine, SamplingOptions
 
 TEMPLATE = Path(__file__).resolve().parent.parent / "examples" / "chat_template" / "qwen_vl_tools.jinja"
 MAX_TURNS, MAX_TOKENS, PROMPT = 8, 3900, 100

@@ -34,8 +34,8 @@ from verl.config.model import PolicyConfig
 from verl.config.rollout import RolloutConfig
 from verl.models.hub_names import HubNames
 from verl.models.tiny import save_tiny_model
-from verl.workers.rollout.base import EngineSetup, RolloutRequest, SamplingOptions
 from verl.workers.rollout.engines import build_rollout_engine
+from verl.workers.rollout.interface import EngineSetup, RolloutRequest, SamplingOptions
 from verl.workers.rollout.vllm.lora_sync import engine_adapter
 from verl.workers.sharded_model import ModelSetup, ShardedModel
 

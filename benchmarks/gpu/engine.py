@@ -35,14 +35,14 @@ from verl.config.rollout import RolloutConfig
 from verl.distributed.device import resident_bytes, synchronize
 from verl.distributed.fsdp import local_part, sharded_parameters
 from verl.models.hub_names import HubNames
-from verl.workers.rollout.base import (
+from verl.workers.rollout.engines import build_rollout_engine
+from verl.workers.rollout.interface import (
     EngineSetup,
     FinishedResponse,
     RolloutEngine,
     RolloutRequest,
     SamplingOptions,
 )
-from verl.workers.rollout.engines import build_rollout_engine
 from verl.workers.rollout.vllm import arguments
 from verl.workers.rollout.vllm.lora_sync import engine_adapter
 from verl.workers.sharded_model import ModelSetup, ShardedModel

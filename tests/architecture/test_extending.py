@@ -15,8 +15,8 @@ from verl.data import files as data_files
 from verl.logger.tracker import LOGGERS
 from verl.models.families.interface import MediaFamily
 from verl.optim.build import OPTIMIZERS
-from verl.workers.rollout.base import RolloutEngine
 from verl.workers.rollout.engines import ROLLOUT_ENGINES
+from verl.workers.rollout.interface import RolloutEngine
 
 PAGE = (ROOT / "docs" / "extending.md").read_text()
 SECTIONS = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", PAGE, flags=re.DOTALL | re.MULTILINE))

@@ -22,7 +22,7 @@ from verl.data.prompt_template import PromptFormat
 from verl.data.rl_dataset import RLHFDataset
 from verl.data.tokenizer import load_processor, load_tokenizer
 from verl.models.tiny import save_tiny_model
-from verl.workers.rollout.base import RolloutRequest, SamplingOptions
+from verl.workers.rollout.interface import RolloutRequest, SamplingOptions
 from verl.workers.rollout.standalone import standalone_engine
 
 RUN = "import sys; from verl.cli.chat import main; sys.exit(main(sys.argv[1:]))"

@@ -24,8 +24,8 @@ from verl.workers.model_builder import build_model
 from verl.workers.packing.forward import PackedForward
 from verl.workers.packing.row_routes import RouteUse, column_of, pad_routes
 from verl.workers.packing.sp_strategy import Strategy, StrategyPlanner
-from verl.workers.rollout.base import RolloutRequest, SamplingOptions
 from verl.workers.rollout.engines import build_rollout_engine
+from verl.workers.rollout.interface import RolloutRequest, SamplingOptions
 
 SIZES = ((9, (7, 20, 1, 3)), (24, (3, 8, 2, 5)))  # two prompts, four rows of each
 GROUPS = (((IMAGE,), (3, 5)), ((), (6, 2)))

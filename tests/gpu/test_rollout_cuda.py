@@ -30,8 +30,8 @@ def sync_sleep_wake(folder, device):
     from verl.distributed.fsdp import full_named_tensors, make_mesh
     from verl.models.hub_names import HubNames
     from verl.workers.model_builder import build_model
-    from verl.workers.rollout.base import EngineSetup, RolloutRequest, SamplingOptions
     from verl.workers.rollout.engines import build_rollout_engine
+    from verl.workers.rollout.interface import EngineSetup, RolloutRequest, SamplingOptions
 
     assert dist.get_world_size() == 1
     policy = build_model(

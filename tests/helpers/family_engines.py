@@ -17,7 +17,7 @@ from tests.workers.rollout.reference import (
     reference_log_probs,
 )
 from verl.data.media.loader import DecodedMedia
-from verl.workers.rollout.base import RolloutRequest, SamplingOptions
+from verl.workers.rollout.interface import RolloutRequest, SamplingOptions
 
 
 def requests_of(tiny: Tiny, rows: Sequence[Sequence[Part]]) -> list[RolloutRequest]:

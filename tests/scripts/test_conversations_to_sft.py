@@ -24,7 +24,7 @@ from verl.trainer.rollouts.rollout_log import RolloutLog
 from verl.trainer.rollouts.scores import reward_values
 from verl.trainer.rollouts.sequences import join_responses
 from verl.viewer.rollout_store import RolloutStore
-from verl.workers.rollout.base import FinishedResponse
+from verl.workers.rollout.interface import FinishedResponse
 
 END = "<|im_end|>"
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "number", "default": None}}}

@@ -169,7 +169,7 @@ def _run_options(setup: PictureSetup) -> Any:
 
 def run_picture_phases(worker: Any, setup: PictureSetup, phase: Phase) -> None:
     """Do one step's work of a rank, in the trainer's order; the old log-probs are those of sampling."""
-    from verl.workers.rollout.base import SamplingOptions
+    from verl.workers.rollout.interface import SamplingOptions
 
     rows = setup.prompts * setup.responses
     with phase("gen"):

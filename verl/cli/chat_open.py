@@ -15,7 +15,7 @@ from verl.data.prompt_template import PromptFormat
 from verl.data.tokenizer import load_processor, load_tokenizer
 from verl.distributed.device import is_gpu, resolve_device
 from verl.models.families.registry import load_config
-from verl.workers.rollout.base import SamplingOptions
+from verl.workers.rollout.interface import SamplingOptions
 from verl.workers.rollout.standalone import standalone_engine
 
 LONGEST = 8192  # tokens of a conversation, if the model allows as many

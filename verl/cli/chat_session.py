@@ -10,7 +10,7 @@ from verl.data.media.loader import DecodedMedia, MediaLoader
 from verl.data.messages import Message, references
 from verl.data.prompt_template import PromptFormat
 from verl.models.families.interface import KINDS, Kind
-from verl.workers.rollout.base import RolloutEngine, RolloutRequest, SamplingOptions
+from verl.workers.rollout.interface import RolloutEngine, RolloutRequest, SamplingOptions
 
 UNFINISHED = "\ufffd"  # end of a text whose last character still lacks tokens
 

@@ -15,7 +15,7 @@ from verl.diffusion.model import DiffusionModel
 from verl.diffusion.sampler import Course, sample
 from verl.protocol import DataProto
 from verl.workers.packing.micro_batches import max_over_ranks
-from verl.workers.rollout.base import FinishedResponse
+from verl.workers.rollout.interface import FinishedResponse
 
 IDLE = ""  # the prompt of a rank that has none left while others sample
 

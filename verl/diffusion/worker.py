@@ -20,7 +20,7 @@ from verl.protocol import DataProto
 from verl.single_controller.dispatch import Dispatch, register
 from verl.workers.base_worker import SavingWorker, StepProfiler
 from verl.workers.roles.actor import ActorTraining, DataParallelPPOActor, Updated
-from verl.workers.rollout.base import SamplingOptions
+from verl.workers.rollout.interface import SamplingOptions
 from verl.workers.run_options import RunOptions
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from verl.models.mixture.routes import join_routes
-from verl.workers.rollout.base import (
+from verl.workers.rollout.interface import (
     INTERRUPTED,
     FinishedResponse,
     RolloutEngine,

@@ -29,7 +29,7 @@ from verl.models.families.interface import (
 )
 from verl.models.monkey_patch import evaluating
 from verl.models.registry import TOLERANCE
-from verl.workers.rollout.base import (
+from verl.workers.rollout.interface import (
     EmbeddedMedia,
     FinishedResponse,
     RolloutEngine,

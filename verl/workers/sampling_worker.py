@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from verl.protocol import DataProto
 from verl.single_controller.dispatch import Dispatch, register
 from verl.workers.base_worker import DeviceWorker
-from verl.workers.rollout.base import FinishedResponse, SamplingOptions
 from verl.workers.rollout.engine_host import EngineHost, EnginePlace
+from verl.workers.rollout.interface import FinishedResponse, SamplingOptions
 
 
 class SamplingWorker(DeviceWorker):

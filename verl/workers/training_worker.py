@@ -28,7 +28,7 @@ from verl.workers.roles.critic import DataParallelPPOCritic
 from verl.workers.roles.prime import DataParallelPrimeModel, check_prime_tokenizer
 from verl.workers.roles.reward_model import RewardModelScorer, check_has_score, load_reward_tokenizer
 from verl.workers.roles.updater import Training
-from verl.workers.rollout.base import EngineAdapter
+from verl.workers.rollout.interface import EngineAdapter
 from verl.workers.rollout.vllm.lora_sync import engine_adapter
 from verl.workers.run_options import RunOptions
 from verl.workers.weight_transport import Publisher, make_publisher

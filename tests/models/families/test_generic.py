@@ -43,7 +43,7 @@ from verl.models.families.registry import family_of, is_named
 from verl.models.hub_names import HubNames
 from verl.models.registry import check_model
 from verl.models.trainable import TrainableOptions, select_trainable
-from verl.workers.rollout.base import EngineSetup
+from verl.workers.rollout.interface import EngineSetup
 from verl.workers.rollout.vllm.arguments import engine_arguments
 
 SIZES = 30, 150

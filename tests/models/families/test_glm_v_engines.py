@@ -18,8 +18,8 @@ from verl.data.media.loader import DecodedMedia
 from verl.models.families.glm_v import VIDEO, GlmV, tiny_processor
 from verl.models.hub_names import HubNames
 from verl.models.tiny import save_tiny_model
-from verl.workers.rollout.base import RolloutRequest, SamplingOptions, media_token_ids
 from verl.workers.rollout.engines import build_rollout_engine
+from verl.workers.rollout.interface import RolloutRequest, SamplingOptions, media_token_ids
 
 pytestmark = [pytest.mark.heavy, pytest.mark.nightly("verl/workers/rollout")]
 

@@ -14,7 +14,7 @@ from verl.trainer.rollouts.collector import RolloutCollector
 from verl.trainer.rollouts.early_stop import make_early_stop
 from verl.trainer.rollouts.group_filter import make_group_filter, make_quota
 from verl.trainer.rollouts.sampler import Sampler
-from verl.workers.rollout.base import FinishedResponse
+from verl.workers.rollout.interface import FinishedResponse
 
 PROMPT_LENGTH, RESPONSE_LENGTH = 3, 6
 

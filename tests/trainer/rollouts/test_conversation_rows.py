@@ -10,7 +10,7 @@ from verl.protocol import DataProto, objects
 from verl.trainer.metrics import agent_metrics
 from verl.trainer.rollouts.sampler import conversation_columns
 from verl.trainer.rollouts.sequences import join_responses
-from verl.workers.rollout.base import FinishedResponse
+from verl.workers.rollout.interface import FinishedResponse
 
 CALL = ToolCall("add", {"a": 1, "b": 2})
 TURNS = (

@@ -14,7 +14,7 @@ from verl.protocol import DataProto, objects
 from verl.trainer.rollouts.engines import SharedEngines
 from verl.trainer.rollouts.sampler import with_uids
 from verl.trainer.rollouts.sequences import draft_columns, join_responses
-from verl.workers.rollout.base import Drafts, FinishedResponse
+from verl.workers.rollout.interface import Drafts, FinishedResponse
 
 
 def test_sequences_come_in_the_order_of_their_prompts_in_whatever_order_they_finish(reward_manager):

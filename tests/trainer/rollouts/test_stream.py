@@ -22,7 +22,7 @@ from verl.trainer.rollouts.schedule import AHEAD_FILE, InTurn, OneStepAhead
 from verl.trainer.rollouts.stream import Stream
 from verl.trainer.rollouts.stream_groups import PROMPTS_FILE
 from verl.utils.background import in_background
-from verl.workers.rollout.base import INTERRUPTED, FinishedResponse
+from verl.workers.rollout.interface import INTERRUPTED, FinishedResponse
 
 PROMPTS, N, LAST = 4, 2, 6
 BOTH = pytest.mark.parametrize("kind", [Stream, PartialRollouts])

@@ -13,7 +13,7 @@ from verl.data.media.loader import DecodedMedia, media_in_order, shape_of
 from verl.models.families.interface import KINDS, EncodedMedium, TinyModel
 from verl.models.families.mrope import continue_positions
 from verl.models.families.registry import family_of
-from verl.workers.rollout.base import EmbeddedMedia, RolloutRequest
+from verl.workers.rollout.interface import EmbeddedMedia, RolloutRequest
 
 
 def picture(seed, height=60, width=90):

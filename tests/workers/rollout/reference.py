@@ -8,7 +8,7 @@ import torch
 from verl.config.rollout import RolloutConfig
 from verl.models.families.registry import load_config
 from verl.models.hub_names import HubNames, auto_class
-from verl.workers.rollout.base import EngineSetup, RolloutRequest, SamplingOptions
+from verl.workers.rollout.interface import EngineSetup, RolloutRequest, SamplingOptions
 
 PROMPTS = [[40, 41, 42], [50, 51, 52, 53, 54, 55], [60, 61]]
 OPTIONS = SamplingOptions(n=2, max_tokens=24)

@@ -24,8 +24,8 @@ from verl.data.media.sizes import MediaOptions
 from verl.workers.continued_sampling import ContinuedSampling
 from verl.workers.conversations.agent_driver import AgentDriver
 from verl.workers.conversations.agent_leader import AgentServices
-from verl.workers.rollout.base import SamplingOptions
 from verl.workers.rollout.engines import build_rollout_engine
+from verl.workers.rollout.interface import SamplingOptions
 
 pytestmark = pytest.mark.heavy
 

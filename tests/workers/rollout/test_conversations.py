@@ -23,8 +23,8 @@ from verl.data.media.loader import MediaLoader
 from verl.data.media.sizes import MediaOptions
 from verl.workers.continued_sampling import ContinuedSampling
 from verl.workers.conversations.driver import ConversationDriver
-from verl.workers.rollout.base import RolloutRequest, SamplingOptions
 from verl.workers.rollout.engines import build_rollout_engine
+from verl.workers.rollout.interface import RolloutRequest, SamplingOptions
 
 pytestmark = pytest.mark.heavy
 

@@ -15,8 +15,8 @@ from verl.config.rollout import SpeculativeConfig
 from verl.models.mixture.choices import ChoicePass, ExpertChoices
 from verl.models.tiny import save_tiny_model
 from verl.workers.continued_sampling import ContinuedSampling
-from verl.workers.rollout.base import RolloutRequest, SamplingOptions
 from verl.workers.rollout.engines import build_rollout_engine
+from verl.workers.rollout.interface import RolloutRequest, SamplingOptions
 
 OPTIONS = SamplingOptions(n=2, max_tokens=12, ignore_eos=True)
 # vLLM's CPU cache has blocks of 128 tokens: the last prompt begins with a block of the first one

@@ -21,8 +21,8 @@ from tests.workers.rollout.reference import (
 from verl.models.families.tiny_sizes import MOE
 from verl.models.hub_names import HubNames
 from verl.models.tiny import save_tiny_model
-from verl.workers.rollout.base import SamplingOptions
 from verl.workers.rollout.engines import build_rollout_engine
+from verl.workers.rollout.interface import SamplingOptions
 
 pytestmark = pytest.mark.heavy
 nightly = pytest.mark.nightly("verl/models")

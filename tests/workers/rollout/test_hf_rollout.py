@@ -20,9 +20,9 @@ from tests.workers.rollout.reference import (
     text_requests,
 )
 from verl.models.tiny import save_tiny_model
-from verl.workers.rollout.base import RolloutRequest, SamplingOptions, media_token_ids
 from verl.workers.rollout.engines import build_rollout_engine
 from verl.workers.rollout.hf.batches import RunningBatch, sample_tokens
+from verl.workers.rollout.interface import RolloutRequest, SamplingOptions, media_token_ids
 
 pytestmark = pytest.mark.heavy
 nightly = pytest.mark.nightly("verl/models")

@@ -22,8 +22,8 @@ from verl.data.media.loader import DecodedMedia, media_in_order, shape_of
 from verl.models.families.interface import TinyModel
 from verl.models.families.registry import family_of
 from verl.models.tiny import save_tiny_model
-from verl.workers.rollout.base import RolloutRequest, SamplingOptions
 from verl.workers.rollout.engines import build_rollout_engine
+from verl.workers.rollout.interface import RolloutRequest, SamplingOptions
 
 pytestmark = pytest.mark.heavy
 

@@ -26,7 +26,7 @@ from verl.trainer.extensions.protocol import (
 )
 from verl.trainer.reward_samples import open_unchecked
 from verl.utils.registry import Registry
-from verl.workers.rollout.base import RolloutEngine
+from verl.workers.rollout.interface import RolloutEngine
 
 # The names of these are files only, or shipped ones that need no check.
 TOOLS: Registry[Any] = Registry("worker.rollout.multi_turn.tools")

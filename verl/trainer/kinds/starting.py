@@ -17,7 +17,7 @@ from verl.trainer.rollouts.engines import Engines, OwnEngines, SharedEngines
 from verl.trainer.rollouts.roster import Roster
 from verl.trainer.run.cluster_join import engine_pool
 from verl.workers.fsdp_worker import FSDPWorker
-from verl.workers.rollout.base import EngineAdapter
+from verl.workers.rollout.interface import EngineAdapter
 from verl.workers.rollout_worker import RolloutWorker
 from verl.workers.run_options import ModelRunOptions, RunOptions
 from verl.workers.training_worker import TrainingWorker

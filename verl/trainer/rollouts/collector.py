@@ -24,7 +24,7 @@ from verl.trainer.rollouts.group_filter import GroupFilter, Quota
 from verl.trainer.rollouts.sampler import Sampler, with_uids
 from verl.trainer.rollouts.scores import ScoredGroups, Scoring, column_of, shaping_terms
 from verl.utils.rank_logger import get_logger
-from verl.workers.rollout.base import SamplingOptions
+from verl.workers.rollout.interface import SamplingOptions
 
 logger = get_logger(__name__)
 

@@ -22,7 +22,7 @@ from verl.rewards.manager import NoRewardFunction, RewardManager
 from verl.trainer.metrics import Metrics
 from verl.trainer.rollouts.group_filter import GroupFilter
 from verl.trainer.rollouts.scores import ScoredGroups
-from verl.workers.rollout.base import SamplingOptions
+from verl.workers.rollout.interface import SamplingOptions
 
 WEIGHTS = "sequence_weights"  # column of the batch
 

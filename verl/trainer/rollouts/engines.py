@@ -17,7 +17,7 @@ from verl.single_controller.ray.published_weights import PublishedWeights
 from verl.single_controller.ray.worker_group import RayWorkerGroup
 from verl.trainer.metrics import StageTimer
 from verl.trainer.rollouts.roster import Roster
-from verl.workers.rollout.base import FinishedResponse, SamplingOptions
+from verl.workers.rollout.interface import FinishedResponse, SamplingOptions
 
 T = TypeVar("T")
 Responses = Iterator[list[FinishedResponse]]

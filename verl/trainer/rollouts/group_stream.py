@@ -44,7 +44,7 @@ from verl.trainer.rollouts.stream_groups import (
 )
 from verl.utils.background import in_background
 from verl.utils.rank_logger import get_logger
-from verl.workers.rollout.base import FinishedResponse
+from verl.workers.rollout.interface import FinishedResponse
 
 STEPS = 16  # of an engine at once, unless a response is finished before
 

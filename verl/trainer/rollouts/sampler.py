@@ -15,7 +15,7 @@ from verl.rewards.manager import NoRewardFunction, RewardJob, RewardManager, Tur
 from verl.trainer.rollouts.engines import Engines
 from verl.trainer.rollouts.scores import Scoring, unscored
 from verl.trainer.rollouts.sequences import draft_columns, join_responses
-from verl.workers.rollout.base import FinishedResponse, SamplingOptions
+from verl.workers.rollout.interface import FinishedResponse, SamplingOptions
 
 Progress = Callable[[int, int, str], None]  # done, total, unit
 

@@ -12,7 +12,7 @@ from verl.batch_keys import ENGINE_ROUTES
 from verl.models.families.mrope import continue_positions
 from verl.models.mixture.routes import extend_routes
 from verl.protocol import DataProto, objects
-from verl.workers.rollout.base import Drafts, FinishedResponse
+from verl.workers.rollout.interface import Drafts, FinishedResponse
 
 PROMPT_ONLY = {"prompt_position_ids", "raw_prompt_ids"}  # needed to sample, unused afterwards
 # Columns of a row that an own prompt replaces, by its attribute.

@@ -16,7 +16,7 @@ from verl.protocol import DataProto, objects
 from verl.single_controller.dispatch import shard
 from verl.trainer.rollouts.sampler import with_uids
 from verl.trainer.rollouts.scores import ScoredGroups
-from verl.workers.rollout.base import INTERRUPTED, FinishedResponse
+from verl.workers.rollout.interface import INTERRUPTED, FinishedResponse
 
 PROMPTS_FILE = "stream_prompts.pt"  # that wait, or are being sampled
 GROUPS_FILE = "stream_groups.pt"  # that are finished

@@ -15,7 +15,7 @@ from verl.data.media.loader import MediaData
 from verl.workers.continued_sampling import ContinuedSampling
 from verl.workers.conversations.agent_leader import AgentLeader, AgentServices, CallId, Step, Turn
 from verl.workers.conversations.keys import Begun, Columns, Key, placed, samples_of, seed_offset
-from verl.workers.rollout.base import FinishedResponse, RolloutRequest, SamplingOptions
+from verl.workers.rollout.interface import FinishedResponse, RolloutRequest, SamplingOptions
 
 STEPS = 4  # of the engine, after which calls are taken
 

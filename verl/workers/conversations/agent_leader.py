@@ -17,7 +17,7 @@ from verl.agents.tools.pool import ToolPool
 from verl.data.media.loader import MediaData
 from verl.utils.rank_logger import get_logger
 from verl.workers.conversations.keys import Columns, Key, columns_of, finished_response, stop_problem
-from verl.workers.rollout.base import Drafts, FinishedResponse, join_drafts
+from verl.workers.rollout.interface import Drafts, FinishedResponse, join_drafts
 
 WAIT_S = 0.02  # for a call, while the engine has nothing to do
 MAX_REPORTS = 3  # agents without a turn that are logged; others are only counted

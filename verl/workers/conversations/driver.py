@@ -30,7 +30,7 @@ from verl.workers.conversations.keys import (
     seed_offset,
     stop_problem,
 )
-from verl.workers.rollout.base import (
+from verl.workers.rollout.interface import (
     Drafts,
     FinishedResponse,
     RolloutRequest,

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from verl.agents.conversation import FinishedConversation
 from verl.agents.rules import ConversationRules
-from verl.workers.rollout.base import Drafts, FinishedResponse, SamplingOptions
+from verl.workers.rollout.interface import Drafts, FinishedResponse, SamplingOptions
 
 MAX_SEED = 1 << 31  # environments hand it to generators of random numbers
 

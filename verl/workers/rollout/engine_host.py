@@ -22,7 +22,8 @@ from verl.workers.conversations.agent_leader import AgentServices
 from verl.workers.conversations.driver import ConversationDriver
 from verl.workers.engine_check import SampledRow, check_requests, refusing_engine, sample
 from verl.workers.packing.vision_features import FrozenTower
-from verl.workers.rollout.base import (
+from verl.workers.rollout.engines import build_rollout_engine
+from verl.workers.rollout.interface import (
     EmbeddedMedia,
     EngineAdapter,
     EngineSetup,
@@ -30,7 +31,6 @@ from verl.workers.rollout.base import (
     RolloutRequest,
     SamplingOptions,
 )
-from verl.workers.rollout.engines import build_rollout_engine
 from verl.workers.run_options import RunOptions
 
 NOT_FOUND = (

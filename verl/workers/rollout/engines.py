@@ -8,7 +8,7 @@ module only when `worker.rollout.name` selects it.
 from typing import Any
 
 from verl.utils.registry import Registry
-from verl.workers.rollout.base import EngineSetup, RolloutEngine
+from verl.workers.rollout.interface import EngineSetup, RolloutEngine
 
 ROLLOUT_ENGINES: Registry[Any] = Registry("worker.rollout.name")
 

@@ -11,8 +11,8 @@ from verl.config.rollout import RolloutConfig
 from verl.distributed.fsdp import torch_dtype
 from verl.models.families.registry import load_config
 from verl.models.hub_names import HubNames, auto_class
-from verl.workers.rollout.base import EngineSetup, RolloutEngine
 from verl.workers.rollout.engines import build_rollout_engine
+from verl.workers.rollout.interface import EngineSetup, RolloutEngine
 
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 

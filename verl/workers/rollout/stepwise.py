@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from verl.workers.rollout.base import FinishedResponse, RolloutRequest, SamplingOptions
+from verl.workers.rollout.interface import FinishedResponse, RolloutRequest, SamplingOptions
 
 
 class StepwiseEngine(ABC):

@@ -26,8 +26,8 @@ from verl.config.rollout import SpeculativeConfig
 from verl.models.tiny import save_tiny_model
 from verl.workers.continued_sampling import ContinuedSampling
 from verl.workers.conversations.driver import ConversationDriver
-from verl.workers.rollout.base import Drafts, RolloutRequest, SamplingOptions, join_drafts
 from verl.workers.rollout.engines import build_rollout_engine
+from verl.workers.rollout.interface import Drafts, RolloutRequest, SamplingOptions, join_drafts
 from verl.workers.rollout.vllm.drafts import expand_to_tokens
 
 TEMPERATURE, LENGTH, LIKELY = 1.0, 3, 8

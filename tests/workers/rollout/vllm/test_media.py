@@ -28,8 +28,8 @@ from verl.data.media.loader import DecodedMedia
 from verl.models.hub_names import HubNames
 from verl.models.tiny import save_tiny_model
 from verl.workers.continued_sampling import ContinuedSampling
-from verl.workers.rollout.base import SamplingOptions, media_token_ids
 from verl.workers.rollout.engines import build_rollout_engine
+from verl.workers.rollout.interface import SamplingOptions, media_token_ids
 from verl.workers.rollout.vllm.sleep_mode import loose_tensors
 
 pytestmark = pytest.mark.heavy

@@ -13,7 +13,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from tests.workers.rollout.reference import rollout_config, setup_of
 from verl.models.tiny import save_tiny_model
-from verl.workers.rollout.base import RolloutRequest, SamplingOptions
+from verl.workers.rollout.interface import RolloutRequest, SamplingOptions
 from verl.workers.rollout.stepwise import StepwiseEngine
 from verl.workers.rollout.vllm import arguments, environment, sleep_mode
 from verl.workers.rollout.vllm.arguments import engine_arguments

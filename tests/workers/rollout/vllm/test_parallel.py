@@ -24,8 +24,8 @@ from tests.workers.rollout.reference import (
 )
 from verl.models.tiny import save_tiny_model
 from verl.workers.continued_sampling import ContinuedSampling
-from verl.workers.rollout.base import SamplingOptions
 from verl.workers.rollout.engines import build_rollout_engine
+from verl.workers.rollout.interface import SamplingOptions
 
 pytestmark = pytest.mark.heavy
 

@@ -20,8 +20,8 @@ from tests.workers.rollout.reference import (
     text_requests,
 )
 from verl.models.tiny import save_tiny_model
-from verl.workers.rollout.base import RolloutRequest, SamplingOptions
 from verl.workers.rollout.engines import build_rollout_engine
+from verl.workers.rollout.interface import RolloutRequest, SamplingOptions
 from verl.workers.rollout.vllm import arguments
 from verl.workers.rollout.vllm.sleep_mode import loose_tensors
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from verl.models.families.interface import Medium
-from verl.workers.rollout.base import INTERRUPTED, FinishedResponse, SamplingOptions
+from verl.workers.rollout.interface import INTERRUPTED, FinishedResponse, SamplingOptions
 
 # (input_ids, mask, position_ids, cache, media) -> logits of the last position, (B, V) float32, and of all T
 # tokens the routes (B, T, L, k), if they are recorded

@@ -25,7 +25,8 @@ from verl.models.families.registry import family_of, media_family_of
 from verl.models.hub_names import auto_class
 from verl.models.mixture.choices import ChoicePass, ExpertChoices
 from verl.workers.model_builder import read_config
-from verl.workers.rollout.base import (
+from verl.workers.rollout.hf.batches import PreparedPrompt, RunningBatch, padded_tokens
+from verl.workers.rollout.interface import (
     INTERRUPTED,
     EngineSetup,
     FinishedResponse,
@@ -33,7 +34,6 @@ from verl.workers.rollout.base import (
     SamplingOptions,
     media_token_ids,
 )
-from verl.workers.rollout.hf.batches import PreparedPrompt, RunningBatch, padded_tokens
 from verl.workers.rollout.stepwise import StepwiseEngine
 
 

@@ -15,7 +15,7 @@ from verl.distributed.fsdp import torch_dtype
 from verl.models.families.registry import family_of, kinds_of, trained_part
 from verl.models.layer_configs import experts_per_token, layer_heads
 from verl.workers.model_builder import apply_overrides
-from verl.workers.rollout.base import EngineSetup
+from verl.workers.rollout.interface import EngineSetup
 from verl.workers.rollout.vllm.lora_sync import adapter_arguments
 from verl.workers.rollout.vllm.prompts import embeds_prompts
 

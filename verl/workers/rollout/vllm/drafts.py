@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.workers.rollout.base import Drafts
+from verl.workers.rollout.interface import Drafts
 
 
 class DraftCounts:

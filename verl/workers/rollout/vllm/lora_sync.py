@@ -17,7 +17,7 @@ from verl.models.families.registry import encoder_of
 from verl.models.lora import adapted_layers, adapted_parameters, joint_experts
 from verl.models.lora_weights import AdapterConfig, is_adapter, peft_config, peft_name
 from verl.utils.rank_logger import get_logger
-from verl.workers.rollout.base import EngineAdapter
+from verl.workers.rollout.interface import EngineAdapter
 
 logger = get_logger(__name__)
 

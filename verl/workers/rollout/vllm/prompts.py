@@ -10,7 +10,7 @@ from torch import Tensor
 from verl.models.families.interface import KINDS, EncodedMedium, Family, Kind, MediaFamily
 from verl.models.families.registry import family_of, media_family_of
 from verl.utils.rank_logger import get_logger
-from verl.workers.rollout.base import EmbeddedMedia, RolloutRequest
+from verl.workers.rollout.interface import EmbeddedMedia, RolloutRequest
 
 logger = get_logger(__name__)
 

@@ -18,7 +18,8 @@ from verl.models.families.interface import is_part
 from verl.models.families.registry import engine_encoder_of, family_of, trained_part
 from verl.models.layer_configs import experts_per_layer
 from verl.workers.model_builder import read_config
-from verl.workers.rollout.base import (
+from verl.workers.rollout.generation_rng import GenerationRng, preserved_rng
+from verl.workers.rollout.interface import (
     INTERRUPTED,
     Drafts,
     EngineSetup,
@@ -27,7 +28,6 @@ from verl.workers.rollout.base import (
     SamplingOptions,
     media_token_ids,
 )
-from verl.workers.rollout.generation_rng import GenerationRng, preserved_rng
 from verl.workers.rollout.stepwise import StepwiseEngine
 from verl.workers.rollout.vllm import environment, lora_sync, sleep_mode, weight_sync
 from verl.workers.rollout.vllm.arguments import engine_arguments

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from verl.workers.rollout.base import SamplingOptions
+from verl.workers.rollout.interface import SamplingOptions
 
 
 def sampling_params(
