@@ -57,7 +57,7 @@ from verl.data.media.sizes import MediaOptions
 from verl.distributed.sequence_parallel import SequenceParallel
 from verl.models.families.interface import KINDS as MEDIA
 from verl.models.families.interface import MediaShape, is_part
-from verl.models.families.registry import FAMILIES, encoder_of, transposed_experts
+from verl.models.families.registry import all_families, encoder_of, transposed_experts
 from verl.models.hub_names import HubNames
 from verl.models.lora_weights import AdapterConfig, is_adapter
 from verl.models.registry import check_sequence_parallel
@@ -68,8 +68,8 @@ from verl.workers.packing.media_inputs import MEDIA_KEYS
 from verl.workers.packing.vision_features import FrozenTower
 from verl.workers.rollout.engines import build_rollout_engine
 
-KINDS = [name for family in FAMILIES for name, tiny in family.tiny.items() if tiny.encoders]
-SEEING = [name for family in FAMILIES for name, tiny in family.tiny.items() if tiny.vision is not None]
+KINDS = [name for family in all_families() for name, tiny in family.tiny.items() if tiny.encoders]
+SEEING = [name for family in all_families() for name, tiny in family.tiny.items() if tiny.vision is not None]
 PAGE = ROOT / "docs" / "models.md"
 TABLE = re.compile(r"(?<=<!-- families -->\n).*?(?=<!-- end -->)", re.DOTALL)
 WIDE, SMALL = (80, 160), (64, 64)  # sizes of images; the first is more than one tile or slice

@@ -17,7 +17,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from verl.models.auto import AutoConfig
 from verl.models.families.interface import TinyModel
-from verl.models.families.registry import FAMILIES, family_of, trained_part, wholes
+from verl.models.families.registry import all_families, family_of, trained_part, wholes
 from verl.models.families.tiny_sizes import MOE, TEXT
 from verl.models.hub_names import auto_class, correct_conversions
 from verl.models.tiny_words import word_tokenizer
@@ -71,7 +71,7 @@ TEXT_MODELS: dict[str, TinyModel] = {
     "qwen3": TinyModel("qwen3", TEXT),
     "qwen3_moe": TinyModel("qwen3_moe", TEXT | MOE),
 }
-TINY_MODELS = TEXT_MODELS | {name: tiny for family in FAMILIES for name, tiny in family.tiny.items()}
+TINY_MODELS = TEXT_MODELS | {name: tiny for family in all_families() for name, tiny in family.tiny.items()}
 
 
 def train_tokenizer(

@@ -14,7 +14,7 @@ from tests.helpers.families import Part, Tiny, expanded, load_tiny, media_shape_
 from tests.helpers.family_engines import requests_of
 from tests.helpers.family_table import KINDS
 from tests.workers.rollout.reference import rollout_config, setup_of
-from verl.models.families.registry import FAMILIES, trained_part
+from verl.models.families.registry import all_families, trained_part
 from verl.workers.rollout.generation_rng import preserved_rng
 from verl.workers.rollout.vllm.arguments import engine_arguments
 from verl.workers.rollout.vllm.environment import import_vllm
@@ -23,7 +23,9 @@ from verl.workers.rollout.vllm.prompts import vllm_prompt
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
-UNKNOWN = {name for family in FAMILIES if getattr(family, "embeds_prompts", False) for name in family.tiny}
+UNKNOWN = {
+    name for family in all_families() if getattr(family, "embeds_prompts", False) for name in family.tiny
+}
 KNOWN = [kind for kind in KINDS if kind not in UNKNOWN]
 SEEDS = 2, 4, 7, 9, 10, 13  # images alone, videos alone, both in either order
 SIZES = 30, 300

@@ -18,14 +18,14 @@ from verl.data.media.loader import MediaLoader
 from verl.data.media.sizes import MediaOptions
 from verl.models.families.generic import GenericFamily
 from verl.models.families.interface import MediumShape, VisionFamily
-from verl.models.families.registry import FAMILIES
+from verl.models.families.registry import all_families
 
 NAMES = [
-    name for family in FAMILIES if isinstance(family, VisionFamily) for name in family.tiny
+    name for family in all_families() if isinstance(family, VisionFamily) for name in family.tiny
 ]  # of `verl-tiny-model --kind`
 READ_VIDEOS = [
     name
-    for family in FAMILIES
+    for family in all_families()
     if isinstance(family, VisionFamily) and "video" in family.kinds
     for name in family.tiny
 ]

@@ -1,61 +1,68 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The families of models by the `model_type` of their config; to add one, write its file and list it here."""
+"""The families of models by the `model_type` of their config; to add one, write its file and list it here.
 
+A family's file is imported when the first model of it is met; `tests/models/families/test_registry.py` holds
+the table against what the files declare.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedConfig
 
 from verl.models.auto import AutoConfig
-from verl.models.families.audio.qwen2_5_omni import Qwen25Omni
-from verl.models.families.audio.qwen2_audio import Qwen2Audio
-from verl.models.families.audio.qwen3_omni import Qwen3Omni
-from verl.models.families.cohere import CohereVision
-from verl.models.families.deepseek_vl import DeepseekVL
-from verl.models.families.gemma import Gemma3, Gemma4
 from verl.models.families.generic import GenericFamily
-from verl.models.families.glm_v import GlmV
 from verl.models.families.interface import Family, Kind, MediaFamily
-from verl.models.families.internvl import InternVL
-from verl.models.families.llava_onevision import LlavaOnevision
-from verl.models.families.minicpm_v import MiniCPMV46, MiniCPMV47
-from verl.models.families.mistral3 import Ministral3, Mistral3
-from verl.models.families.qwen3_5 import HybridText, Qwen35
-from verl.models.families.qwen_vl import Qwen3VL, Qwen25VL, QwenVL
-from verl.models.families.vila import Vila
 from verl.utils.registry import Registry
 
-FAMILIES: tuple[Family, ...] = (
-    QwenVL(),
-    Qwen25VL(),
-    Qwen3VL(),
-    Qwen25Omni(),
-    Qwen3Omni(),
-    Qwen2Audio(),
-    HybridText(),
-    Qwen35(),
-    Ministral3(),
-    Mistral3(),
-    MiniCPMV46(),
-    MiniCPMV47(),
-    InternVL(),
-    LlavaOnevision(),
-    Vila(),
-    GlmV(),
-    Gemma3(),
-    Gemma4(),
-    CohereVision(),
-    DeepseekVL(),
-)
+
+@dataclass(frozen=True)
+class Listed:
+    """A family that is not imported yet, with what its class declares."""
+
+    path: str  # module:CLASS in this folder
+    model_types: tuple[str, ...]
+    processors: tuple[str, ...] = ()
+    wholes: Mapping[str, str] = field(default_factory=dict)
+
+
+LISTED = (
+    Listed("qwen_vl:QwenVL", ("qwen2_vl",), ("Qwen2VLProcessor",)),
+    Listed("qwen_vl:Qwen25VL", ("qwen2_5_vl",), ("Qwen2_5_VLProcessor",)),
+    Listed("qwen_vl:Qwen3VL", ("qwen3_vl", "qwen3_vl_moe"), ("Qwen3VLProcessor",)),
+    Listed(
+        "audio.qwen2_5_omni:Qwen25Omni", ("qwen2_5_omni_thinker",), ("Qwen2_5OmniProcessor",),
+        wholes={"qwen2_5_omni": "thinker_config"},
+    ),
+    Listed(
+        "audio.qwen3_omni:Qwen3Omni", ("qwen3_omni_moe_thinker",), ("Qwen3OmniMoeProcessor",),
+        wholes={"qwen3_omni_moe": "thinker_config"},
+    ),
+    Listed("audio.qwen2_audio:Qwen2Audio", ("qwen2_audio",), ("Qwen2AudioProcessor",)),
+    Listed("qwen3_5:HybridText", ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")),
+    Listed("qwen3_5:Qwen35", ("qwen3_5", "qwen3_5_moe")),  # with the processor of Qwen3-VL
+    Listed("mistral3:Ministral3", ("ministral3",)),
+    Listed("mistral3:Mistral3", ("mistral3",), ("PixtralProcessor",)),
+    Listed("minicpm_v:MiniCPMV46", ("minicpmv4_6",), ("MiniCPMV4_6Processor",)),
+    Listed("minicpm_v:MiniCPMV47", ("minicpmv4_7",), ("MiniCPMV4_7Processor",)),
+    Listed("internvl:InternVL", ("internvl",), ("InternVLProcessor",)),
+    Listed("llava_onevision:LlavaOnevision", ("llava_onevision",), ("LlavaOnevisionProcessor",)),
+    Listed("vila:Vila", ("vila",), ("VilaProcessor",)),
+    Listed("glm_v:GlmV", ("glm4v", "glm4v_moe", "glm46v"), ("Glm4vProcessor", "Glm46VProcessor")),
+    Listed("gemma:Gemma3", ("gemma3",), ("Gemma3Processor",)),
+    Listed("gemma:Gemma4", ("gemma4",), ("Gemma4Processor",)),
+    Listed("cohere:CohereVision", ("aya_vision", "cohere2_vision")),
+    Listed("deepseek_vl:DeepseekVL", ("deepseek_vl",)),
+)  # fmt: skip
 TEXT, GENERIC = Family(), GenericFamily()
 
 OWN_FAMILIES: Registry[Any] = Registry("worker.actor.model.family")  # of users' files
-_by_processor = {
-    name: family for family in FAMILIES if isinstance(family, MediaFamily) for name in family.processors
-}
-TYPES: dict[str, Family] = {  # those of users' files are added
-    name: family for family in FAMILIES for name in family.model_types
-}
+TYPES: dict[str, Listed | Family] = {name: listed for listed in LISTED for name in listed.model_types}
+_by_processor = {name: listed for listed in LISTED for name in listed.processors}
 
 
 def load_config(path: str | Path, **options: Any) -> PreTrainedConfig:
@@ -75,7 +82,7 @@ def trained_part(config: Any) -> Any:
 
 def wholes() -> dict[str, str]:
     """Return the types of models of which a part is trained, with the names of its config in theirs."""
-    return {whole: part for family in TYPES.values() for whole, part in family.wholes.items()}
+    return {whole: part for entry in TYPES.values() for whole, part in entry.wholes.items()}
 
 
 def whole_config(config: Any, path: str | Path, **options: Any) -> Any:
@@ -92,8 +99,14 @@ def whole_config(config: Any, path: str | Path, **options: Any) -> Any:
 
 def family_of(config: Any) -> Family:
     """Return the family of a transformers config; a model that no file names is a text or a generic one."""
-    family = TYPES.get(config.model_type, GENERIC if hasattr(config, "vision_config") else TEXT)
+    entry = TYPES.get(config.model_type, GENERIC if hasattr(config, "vision_config") else TEXT)
+    family = _imported(entry)
     return family.of(config) if isinstance(family, GenericFamily) else family
+
+
+def all_families() -> list[Family]:
+    """Import and return every family of this folder, in the order of the table."""
+    return [_import_family(listed.path) for listed in LISTED]
 
 
 def media_family_of(config: Any) -> MediaFamily:
@@ -105,7 +118,9 @@ def media_family_of(config: Any) -> MediaFamily:
 
 def family_of_processor(processor: Any) -> MediaFamily:
     """Return the family that a processor's class belongs to; several types of models may share one."""
-    return _by_processor.get(type(processor).__name__, GENERIC)
+    family = _imported(_by_processor.get(type(processor).__name__, GENERIC))
+    assert isinstance(family, MediaFamily)
+    return family
 
 
 def transposed_experts(config: Any) -> tuple[str, ...]:
@@ -150,9 +165,19 @@ def register_family(spec: str | None) -> Family | None:
     if not family.model_types:
         raise ValueError(f"`{OWN_FAMILIES.option}` ({spec}) must name its `model_types`")
     for name in family.model_types:
-        if type(TYPES.get(name, family)).__qualname__ != type(family).__qualname__:
+        if type(_imported(TYPES.get(name, family))).__qualname__ != type(family).__qualname__:
             raise ValueError(
                 f"`{OWN_FAMILIES.option}` ({spec}) must describe new types of models, {name} is known already"
             )
         TYPES[name] = family
     return family
+
+
+def _imported(entry: Listed | Family) -> Family:
+    return entry if isinstance(entry, Family) else _import_family(entry.path)
+
+
+@cache
+def _import_family(path: str) -> Family:
+    module, _, name = path.partition(":")
+    return getattr(import_module(f"{__name__.rpartition('.')[0]}.{module}"), name)()
