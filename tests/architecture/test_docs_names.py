@@ -36,6 +36,8 @@ NUMBERS = (
     "ten",
     "eleven",
     "twelve",
+    "thirteen",
+    "fourteen",
 )
 COUNTS = {  # what is counted: how many there are
     r"(?:advantage )?estimators": len(ADV_ESTIMATORS.names()),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes that read rows of a data set before they are used."""
+"""Reading rows of a data set in processes, ahead of their use."""
 
 import os
 import pickle

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Teachers of the rows: the column that names them, prompts of their own, and their tokenizers."""
+"""Teachers of the rows: the column that names them, the prompts that they see, and their tokenizers."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
