@@ -14,8 +14,14 @@ from typing import Any
 
 from torch import Tensor
 
-from verl.agents.contexts import UNLEARNED, AgentContext, AnsweredCall, OpenCall, join_contexts
-from verl.agents.conversation import FinishedConversation
+from verl.agents.contexts import (
+    UNLEARNED,
+    AgentContext,
+    AnsweredCall,
+    FinishedConversation,
+    OpenCall,
+    joined_response,
+)
 from verl.agents.endpoint.errors import ApiError, context_full
 from verl.agents.endpoint.messages import ChatMessage, assistant_message
 from verl.agents.endpoint.replies import Reply
@@ -152,30 +158,10 @@ class AgentConversation:
             return self._empty(result, reason)
         self._give_rewards(contexts, result)
         contexts.sort(key=lambda context: context is not first)
-        joined = join_contexts(contexts)
         latest = max(contexts, key=lambda context: context.calls[-1].number)
-        trajectory = Trajectory(
-            is_sampled=joined.is_sampled,
-            turns=joined.turns,
-            messages=_plain_messages(latest.chat),
-            media=joined.media,
-            position_ids=joined.position_ids,
-            is_masked=is_masked,
-            stop_reason=reason,
-            prompt=first.row.own_prompt(),
-            context_starts=joined.starts,
-            contexts=tuple(context.record() for context in contexts),
-        )
         finish_reason = "length" if self._is_cut or reason != "stop" else "stop"
-        return FinishedConversation(
-            joined.token_ids,
-            joined.log_probs,
-            finish_reason,
-            reason,
-            trajectory,
-            joined.versions,
-            joined.routes,
-        )
+        messages = _plain_messages(latest.chat)
+        return joined_response(contexts, messages, reason, finish_reason, is_masked=is_masked)
 
     @property
     def num_turns(self) -> int:

@@ -14,7 +14,7 @@ import torch
 
 from verl.agents.endpoint.messages import ChatMessage
 from verl.agents.endpoint.requests import ChatRequest
-from verl.agents.interface import ContextRecord, Message, Turn
+from verl.agents.interface import ContextRecord, Message, Trajectory, Turn
 from verl.agents.media import as_lists, join_media
 from verl.agents.row import Piece, Row
 from verl.data.media.loader import MediaData
@@ -114,22 +114,32 @@ class OpenCall:
         return 0 if self.context.is_first else len(self.context.row.expanded_prompt)
 
 
-class JoinedContexts(NamedTuple):
-    """The response of a row: the first context after its prompt, and every later one as a whole."""
+class FinishedConversation(NamedTuple):
+    """The response of a conversation: all turns and the observations between them."""
 
-    token_ids: list[int]
-    log_probs: list[float]
-    is_sampled: list[bool]
-    versions: list[int]
-    position_ids: Any  # None continues from the prompt's last one
-    media: dict[str, list[Any]]  # all but those of the first prompt
-    turns: tuple[Turn, ...]
-    starts: tuple[int, ...]  # of the further contexts
-    routes: torch.Tensor | None  # (tokens, L, k), of the first prompt and the response
+    token_ids: list[int]  # with the tokens of media
+    log_probs: list[float]  # 0 for tokens that were not sampled
+    finish_reason: str  # "stop", or "length" if a limit cut it off
+    stop_reason: str
+    trajectory: Trajectory
+    versions: list[int]  # of the weights that sampled each token; 0 for tokens that were not sampled
+    routes: torch.Tensor | None = None  # (tokens, L, k) experts of the prompt and the response
 
 
-def join_contexts(contexts: Sequence[Context]) -> JoinedContexts:
-    """Join contexts to the response of a row, whose prompt is that of the first."""
+def joined_response(
+    contexts: Sequence[Context],
+    messages: tuple[Message, ...],
+    stop_reason: str,
+    finish_reason: str,
+    *,
+    is_masked: bool,
+) -> FinishedConversation:
+    """Join contexts to the response of a row, whose prompt is that of the first.
+
+    Args:
+        messages: The prompt's and those of the conversation.
+        is_masked: The response takes no part in training.
+    """
     first, *others = contexts
     row, parts = first.row, [context.row for context in contexts]
     starts = [len(row.response)]
@@ -140,15 +150,25 @@ def join_contexts(contexts: Sequence[Context]) -> JoinedContexts:
         for start, context in zip(starts, others, strict=False)
         for turn in context.turns
     ]
-    return JoinedContexts(
+    trajectory = Trajectory(
+        is_sampled=_joined(row.is_sampled, parts, lambda part: part.is_sampled, False),
+        turns=(*first.turns, *later),
+        messages=messages,
+        media=as_lists(reduce(join_media, (part.media for part in parts[1:]), row.added)),
+        position_ids=_positions(parts) if others else row.positions(),
+        is_masked=is_masked,
+        stop_reason=stop_reason,
+        prompt=row.own_prompt(),
+        context_starts=tuple(starts[:-1]),
+        contexts=tuple(context.record() for context in contexts),
+    )
+    return FinishedConversation(
         _joined(row.response, parts, lambda part: part.response, None),
         _joined(row.log_probs, parts, lambda part: part.log_probs, 0.0),
-        _joined(row.is_sampled, parts, lambda part: part.is_sampled, False),
+        finish_reason,
+        stop_reason,
+        trajectory,
         _joined(row.versions, parts, lambda part: part.versions, 0),
-        _positions(parts) if others else row.positions(),
-        as_lists(reduce(join_media, (part.media for part in parts[1:]), row.added)),
-        (*first.turns, *later),
-        tuple(starts[:-1]),
         _routes(parts),
     )
 

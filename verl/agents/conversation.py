@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from verl.agents.contexts import Context, join_contexts
-from verl.agents.interface import Message, Observation, ToolCall, Trajectory, Turn
+from verl.agents.contexts import Context, FinishedConversation, joined_response
+from verl.agents.interface import Message, Observation, ToolCall, Turn
 from verl.agents.media import join_media, join_shapes
 from verl.agents.parsers.interface import THOUGHT, without_thought
 from verl.agents.readable import Readable, readable
@@ -34,18 +34,6 @@ class TurnRequest(NamedTuple):
     media: MediaData  # of the prompt and all observations
     max_tokens: int
     number: int  # turns before it
-
-
-class FinishedConversation(NamedTuple):
-    """The response of a conversation: all turns and the observations between them."""
-
-    token_ids: list[int]  # with the tokens of media
-    log_probs: list[float]  # 0 for tokens that were not sampled
-    finish_reason: str  # "stop", or "length" if a limit cut it off
-    stop_reason: str
-    trajectory: Trajectory
-    versions: list[int]  # of the weights that sampled each token; 0 for tokens that were not sampled
-    routes: Tensor | None = None  # (tokens, L, k) experts of the prompt and the response
 
 
 class Conversation:
@@ -170,27 +158,9 @@ class Conversation:
         assert self.stop_reason is not None, "the conversation has ended"
         first, *others = self._contexts
         contexts = [first, *(context for context in others if context.turns)]
-        joined = join_contexts(contexts)
-        trajectory = Trajectory(
-            is_sampled=joined.is_sampled,
-            turns=joined.turns,
-            messages=tuple(contexts[-1].messages),
-            media=joined.media,
-            position_ids=joined.position_ids,
-            is_masked=self._is_masked,
-            stop_reason=self.stop_reason,
-            prompt=first.row.own_prompt(),
-            context_starts=joined.starts,
-            contexts=tuple(context.record() for context in contexts),
-        )
-        return FinishedConversation(
-            joined.token_ids,
-            joined.log_probs,
-            self.finish_reason,
-            self.stop_reason,
-            trajectory,
-            joined.versions,
-            joined.routes,
+        messages = tuple(contexts[-1].messages)
+        return joined_response(
+            contexts, messages, self.stop_reason, self.finish_reason, is_masked=self._is_masked
         )
 
     # --- turns

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from verl.agents.conversation import FinishedConversation
+from verl.agents.contexts import FinishedConversation
 from verl.agents.rules import ConversationRules
 from verl.workers.rollout.interface import Drafts, FinishedResponse, SamplingOptions
 
