@@ -23,11 +23,10 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from verl.agents.environments.loading import load_environments
-from verl.agents.environments.server import EnvironmentServer
 from verl.agents.harnesses.loading import load_agents
 from verl.agents.tools.answers import AnswerLimits
 from verl.agents.tools.loading import LoadedTool, load_tools
-from verl.agents.tools.process import ToolServer
+from verl.agents.tools.process import EnvironmentServer, ToolServer
 from verl.config.multi_turn import MultiTurnConfig
 from verl.utils.processes.child_process import FIRST_TO_KILL, STACK_SIGNAL, become_child
 from verl.utils.registry import HEADING

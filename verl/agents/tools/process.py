@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The inside of a tool's process: make the state of a conversation, answer its calls, release it.
+"""The inside of the process of a tool or an environment: make a state, answer its calls, release it.
 
 Messages on the connection, each with one answer:
 
@@ -10,12 +10,13 @@ Messages on the connection, each with one answer:
 import asyncio
 import inspect
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from verl.agents.environments.opening import as_opening, as_step
 from verl.agents.interface import Observation
 from verl.agents.tools.answers import AnswerLimits, BadAnswerError, as_observation
 from verl.utils.processes.child_process import limit_memory
@@ -101,6 +102,27 @@ class ToolServer:
             yield
         finally:
             resource.setrlimit(resource.RLIMIT_DATA, self._limited)
+
+
+class EnvironmentServer(ToolServer):
+    """Leads the environment of one conversation; `tool` makes it from the columns of a row."""
+
+    def _create(self, row: Mapping[str, Any]) -> Observation:
+        self.state = self.tool(row)
+        try:
+            return as_opening(self._run(self.state.reset, row))
+        except BaseException:
+            with suppress(Exception):  # it is reported with what `reset` raised
+                self._close(None)
+            raise
+
+    def _call(self, step: Any) -> Observation:
+        text, calls = step
+        return as_step(self._run(self.state.step, text, list(calls)), self.limits)
+
+    def _close(self, _: None) -> Observation:
+        self._run(self.state.close)
+        return Observation()
 
 
 async def _awaited(value: Any) -> Any:
