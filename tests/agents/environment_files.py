@@ -31,6 +31,12 @@ def unknown_role():
 def words_of_the_policy():
     return [{"role": "user", "content": "Go."}, {"role": "assistant", "content": "I go."}]
 
+def deep_message():
+    deep = []
+    for _ in range(600):
+        deep = [deep]
+    return [{"role": "user", "content": "Go.", "note": deep}]
+
 def odd_part():
     return [{"role": "user", "content": [{"type": "smell", "smell": "roses"}]}]
 

@@ -176,6 +176,7 @@ BAD_OPENINGS = {
     "half_a_message": r"Counter returned message 0 without a `role` of .* and a `content` of text or parts.*",
     "unknown_role": r"Counter returned message 0 without a `role` of .*narrator.*",
     "words_of_the_policy": r"Counter returned messages that end with the assistant's, before its turn",
+    "deep_message": r"Counter returned message 0 with over 64 levels of lists and objects",
     "odd_part": r"Counter returned a part of message 0 that is no text, image or video: .*",
     "empty_image": r"Counter returned image in message 0 must have one of .*",
     "over_already": r"Counter returned a beginning that is `done` or `failed`: .*",

@@ -213,6 +213,18 @@ def test_a_state_that_cannot_be_made_is_a_failed_call(make_pool):
     assert [each.text for each in observations] == ["count failed: KeyError: 'no such row'"] * 2
 
 
+def test_a_call_that_cannot_travel_is_answered_and_the_next_ones_are_made(make_pool):
+    pool = make_pool()
+    pool.start("a", {})
+    pool.start("b", {})
+
+    (failed,) = ask(pool, "a", ("count", {"kind": lambda: None}))
+
+    assert failed.failed and failed.done and "could not be made" in failed.text
+    assert count_of(ask(pool, "a", ("count", {}))[0])[0] == 1
+    assert ask(pool, "b", ("add", {"a": 1, "b": 2}))[0].text == "3"
+
+
 def test_a_call_of_no_tool_is_refused_before_it_is_queued(make_pool):
     pool = make_pool()
     pool.start("a", {})

@@ -112,14 +112,14 @@ class AgentConversation:
     ) -> Reply:
         """Append the sampled turn of a call and return how it is answered."""
         prompt_ids, context = call.token_ids, call.context
+        is_whole = finish_reason != "length"
         self._close(call)
+        message = self._answer(call, prompt_ids, token_ids, is_whole)  # may fail, and changes no context
         if call.piece is not None:
             self._note_answers(context, call)
             context.row.add_piece(call.piece)
         start, prompt_tokens = len(context.row.response), len(context.row.expanded_prompt)
         context.row.add_sampled(token_ids, log_probs, versions, routes)
-        is_whole = finish_reason != "length"
-        message = self._answer(call, prompt_ids, token_ids, is_whole)
         context.chat = [*call.request.messages, message]
         context.turns.append(Turn(start, start + len(token_ids), message.calls))
         context.calls.append(AnsweredCall(call.number, at, message.call_ids))

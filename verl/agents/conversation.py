@@ -101,13 +101,14 @@ class Conversation:
         made are answered here.
         """
         assert not self.is_done and token_ids, "a turn has tokens and follows a request"
-        start, text = len(self._row.response), self.rules.text_of(token_ids)
-        is_whole = finish_reason != "length"
-        calls = self._calls_of(text) if is_whole else []
+        start, is_thinking = len(self._row.response), self.rules.starts_thought(self._row.token_ids)
         self._row.add_sampled(token_ids, log_probs, versions, routes)
-        self._context.messages.append({"role": "assistant", "content": text})
-        self._turns.append(Turn(start, len(self._row.response), tuple(calls)))
+        self._turns.append(Turn(start, len(self._row.response)))  # before it is read, which may fail
         self._turn_ended_at = at
+        text, is_whole = self.rules.text_of(token_ids), finish_reason != "length"
+        self._context.messages.append({"role": "assistant", "content": text})
+        calls = self._calls_of(THOUGHT * is_thinking + text) if is_whole else []
+        self._turns[-1] = replace(self._turns[-1], calls=tuple(calls))
         if self._failure is not None:
             self._turns[-1] = replace(self._turns[-1], calls=(), observations=(self._failure,))
             self.end(FAILED, is_masked=True)
@@ -149,6 +150,13 @@ class Conversation:
         """Have the conversation end after one token, masked: its environment could not begin."""
         self._failure = failure
 
+    def break_off(self, failure: Observation) -> None:
+        """End after the last turn, masked: something failed that no rule foresees."""
+        turns = next(context.turns for context in reversed(self._contexts) if context.turns)
+        turns[-1] = replace(turns[-1], observations=(failure,))
+        self.is_waiting = False
+        self.end(FAILED, is_masked=True)
+
     def end(self, reason: str, is_masked: bool = False) -> None:
         """End the conversation; a masked one takes no part in training."""
         self.stop_reason, self._is_masked = reason, is_masked
@@ -187,8 +195,7 @@ class Conversation:
         return self.rules.max_tokens - sum(context.num_tokens for context in self._contexts)
 
     def _calls_of(self, text: str) -> list[ToolCall]:
-        is_thinking = self.rules.starts_thought(self._row.token_ids)
-        return self.rules.format.parse(without_thought(THOUGHT * is_thinking + text), self.rules.schemas)
+        return self.rules.format.parse(without_thought(text), self.rules.schemas)
 
     def _refusal(self, number: int, call: ToolCall) -> Observation | None:
         """Return the answer to a call that is not made."""

@@ -10,6 +10,16 @@ from typing import Any, Protocol
 
 Reference = Any  # of an image or video: a path, bytes, or a dictionary with one of them, as in a row
 Message = dict[str, Any]  # `role` and `content`, as a chat template reads it
+MAX_DEPTH = 64  # of lists and objects within each other: pickle, json and templates recurse into them
+
+
+def is_too_deep(value: Any, limit: int = MAX_DEPTH) -> bool:
+    """Return whether lists and mappings are nested deeper than `limit`; does not recurse."""
+    level = [value]
+    for _ in range(limit + 1):
+        containers = [one for one in level if isinstance(one, Mapping | list | tuple)]
+        level = [part for one in containers for part in (one.values() if isinstance(one, Mapping) else one)]
+    return bool(containers)
 
 
 @dataclass(frozen=True)

@@ -235,6 +235,34 @@ def test_a_body_that_is_no_json_object_is_refused(endpoint, leader, body):
     assert status == 400 and error["type"] == "invalid_request_error" and error["message"]
 
 
+def nested(depth):
+    return "[" * depth + "]" * depth
+
+
+def test_calls_of_64_levels_are_taken_and_deeper_ones_are_refused(endpoint, leader):
+    headers = {"Authorization": f"Bearer {endpoint.open('deep')}"}
+
+    def ask_with(arguments):
+        call = {"id": "1", "function": {"name": "add", "arguments": arguments}}
+        messages = [*QUESTION, {"role": "assistant", "tool_calls": [call]}, *QUESTION]
+        return post(endpoint, json.dumps({"messages": messages}).encode(), headers)
+
+    # an object is a level itself
+    with pytest.raises(KeyError, match="error"):
+        ask_with(f'{{"a": {nested(63)}}}')
+    for depth in (64, 600, 100_000):
+        status, error = ask_with(f'{{"a": {nested(depth)}}}')
+        assert status == 400 and error["param"] == "messages[1].tool_calls[0]"
+
+
+def test_a_body_of_many_levels_is_refused(endpoint, leader):
+    body = f'{{"messages": [{{"role": "user", "content": "a"}}], "metadata": {nested(600)}}}'
+
+    status, error = post(endpoint, body.encode(), {"Authorization": f"Bearer {endpoint.open('deep')}"})
+
+    assert status == 400 and "over 128 levels" in error["message"]
+
+
 def test_a_huge_body_is_refused_before_it_is_read(endpoint, leader, monkeypatch):
     monkeypatch.setattr(server, "MAX_BODY", 1000)
     headers = {"Authorization": f"Bearer {endpoint.open('huge')}"}

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls in the formats of models: read back from chat templates, and malformed."""
 
+import pickle
 import random
 
 import pytest
@@ -320,6 +321,35 @@ def test_malformed_json_calls_say_why(text, problem):
     (call,) = CALL_FORMATS["json"].parse(text, ())
 
     assert problem in call.problem
+
+
+def call_in(name, value):
+    """The text of a call of `run` in a format, with one argument as JSON."""
+    whole = f'{{"name": "run", "arguments": {{"options": {value}}}}}'
+    return {
+        "json": whole,
+        "hermes": f"<tool_call>{whole}</tool_call>",
+        "gemma4": f"<|tool_call>call:run{{options:{value}}}<tool_call|>".replace('"', ""),
+        "glm": f"<tool_call>run<arg_key>options</arg_key><arg_value>{value}</arg_value></tool_call>",
+        "qwen3_coder": f"<tool_call><function=run><parameter=options>{value}</parameter>"
+        "</function></tool_call>",
+    }[name]
+
+
+@pytest.mark.parametrize("name", CALL_FORMATS)
+def test_arguments_have_64_levels_at_most(name):
+    def read(depth):
+        value = '{"a":' * (depth - 1) + "{}" + "}" * (depth - 1)
+        (call,) = CALL_FORMATS[name].parse(call_in(name, value), SCHEMAS)
+        return call
+
+    # the arguments are a level themselves
+    whole = read(63)
+    assert whole.problem is None and pickle.loads(pickle.dumps(whole)) == whole
+    for depth in (64, 600):
+        refused = read(depth)
+        assert "nested too deeply" in refused.problem
+        assert (refused.name, refused.arguments) == ("run", {})
 
 
 @pytest.mark.parametrize("name", CALL_FORMATS)

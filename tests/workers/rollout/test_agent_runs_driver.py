@@ -350,6 +350,36 @@ def test_each_fault_costs_its_own_conversation_only(tiny, engine, lead):
     assert len(leaves.trajectory.turns) in (2, 3)
 
 
+ODD_TURN = """
+from openai import OpenAI
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+
+
+def run(row, policy):
+    ask = OpenAI(max_retries=0).chat.completions.create
+    question = [{"role": "user", "content": "Well?"}]
+    ask(model="gpt", messages=question, max_tokens=2)
+    if row["number"] == 0:
+        ask(model="gpt", messages=question, max_tokens=2, tools=[TOOL])
+    return 1.0
+"""
+
+
+def test_a_turn_that_no_reader_can_read_ends_its_agent_with_the_reason(tiny, engine, lead):
+    def parse(text, schemas):
+        raise RecursionError("too deep")
+
+    one, form = SAMPLING.override({"n": 1}), CallFormat(parse, "")
+
+    responses, _, _ = lead(ODD_TURN, 2, one, form=form, on_tool_error="end")
+
+    bad, good = (by_row(responses)[number].trajectory for number in range(2))
+    assert (len(good.turns), good.is_masked, good.turns[-1].reward) == (1, False, 1.0)
+    assert (len(bad.turns), bad.is_masked) == (1, True)  # the turn that was read
+    assert "RecursionError('too deep')" in bad.turns[-1].observations[-1].text
+
+
 @pytest.mark.slow
 def test_shown_faults_count_with_their_turns_and_stopping_ones_end_the_run(tiny, engine, lead):
     one = SAMPLING.override({"n": 1})

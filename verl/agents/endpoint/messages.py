@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import Any
 
 from verl.agents.endpoint.errors import ApiError
-from verl.agents.interface import Message, Reference, ToolCall
+from verl.agents.interface import MAX_DEPTH, Message, Reference, ToolCall, is_too_deep
 from verl.models.families.interface import Kind
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
@@ -174,12 +174,14 @@ def _arguments(value: Any, where: str) -> dict[str, Any]:
     if isinstance(value, str):
         try:
             value = json.loads(value) if value.strip() else {}
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ApiError(f"`{where}.function.arguments` must be JSON: {error}", param=where) from error
     if value is None:
         return {}
     if not isinstance(value, Mapping):
         raise ApiError(f"`{where}.function.arguments` must be an object", param=where)
+    if is_too_deep(value):
+        raise ApiError(f"`{where}.function.arguments` has over {MAX_DEPTH} levels", param=where)
     return dict(value)
 
 

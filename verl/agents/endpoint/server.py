@@ -30,9 +30,11 @@ from verl.agents.endpoint.errors import ApiError
 from verl.agents.endpoint.messages import ReadUrl
 from verl.agents.endpoint.replies import Reply, completion, events
 from verl.agents.endpoint.requests import ChatRequest, read_request
+from verl.agents.interface import MAX_DEPTH, is_too_deep
 from verl.utils.rank_logger import get_logger
 
 MAX_BODY = 256 << 20  # bytes; images are base64
+MAX_BODY_DEPTH = 2 * MAX_DEPTH  # calls and schemas lie within messages and tools
 BACKLOG = 4096
 KEEP_ALIVE_S = 60
 START_LIMIT_S = 30.0
@@ -191,6 +193,8 @@ class Endpoint:
             value = json.loads(body)
         except (ValueError, RecursionError) as error:
             raise ApiError(f"the body is no JSON: {error}", code="invalid_json") from error
+        if is_too_deep(value, MAX_BODY_DEPTH):
+            raise ApiError(f"the body has over {MAX_BODY_DEPTH} levels of lists and objects")
         return read_request(value, self._read_url, **self._options)
 
     async def _wait(self, request: Request, call: IncomingCall) -> Reply:

@@ -10,7 +10,7 @@ import re
 from typing import Any
 
 from verl.agents.interface import ToolCall
-from verl.agents.parsers.interface import CallFormat, Schemas, calls_after, malformed
+from verl.agents.parsers.interface import CallFormat, Schemas, call_with, calls_after, malformed
 
 START, END, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 THOUGHT, END_OF_THOUGHT = "<|channel>", "<channel|>"
@@ -41,7 +41,7 @@ def _read(text: str, start: int) -> tuple[ToolCall, int]:
         return malformed(f"the arguments cannot be read: {error}", name), start
     if not text.startswith(END, at):
         return malformed(f"the call must end with {END}", name), at
-    return ToolCall(name, arguments), at + len(END)
+    return call_with(name, arguments), at + len(END)
 
 
 def _value(text: str, at: int) -> tuple[Any, int]:

@@ -13,7 +13,7 @@ import re
 from functools import partial
 
 from verl.agents.interface import ToolCall
-from verl.agents.parsers.interface import CallFormat, Schemas, calls_after, malformed
+from verl.agents.parsers.interface import CallFormat, Schemas, call_with, calls_after, malformed
 from verl.agents.parsers.typed_values import read_values
 
 START, END = "<tool_call>", "</tool_call>"
@@ -46,7 +46,7 @@ def _read(schemas: Schemas, text: str, start: int) -> tuple[ToolCall, int]:
         )
         return malformed(problem, name), at
     try:
-        return ToolCall(name, read_values(schemas, name, values)), at + len(END)
+        return call_with(name, read_values(schemas, name, values)), at + len(END)
     except ValueError as error:
         return malformed(str(error), name), at + len(END)
 

@@ -4,7 +4,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from verl.agents.interface import ToolCall
+from verl.agents.interface import MAX_DEPTH, ToolCall, is_too_deep
 
 Schemas = Sequence[Mapping[str, Any]]  # of the tools, as `Tool.schema`
 THOUGHT, END_OF_THOUGHT = "<think>", "</think>"
@@ -35,6 +35,13 @@ def calls_after(start: str, text: str, read: Callable[[str, int], tuple[ToolCall
         calls.append(call)
         at = text.find(start, at)
     return calls
+
+
+def call_with(name: str, arguments: dict[str, Any]) -> ToolCall:
+    """Return a call, malformed if other code could not recurse into its arguments."""
+    if is_too_deep(arguments):
+        return malformed(f"the arguments are nested too deeply: at most {MAX_DEPTH} levels are read", name)
+    return ToolCall(name, arguments)
 
 
 def malformed(problem: str, name: str = "") -> ToolCall:

@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 from verl.agents.interface import ToolCall
-from verl.agents.parsers.interface import malformed
+from verl.agents.parsers.interface import call_with, malformed
 
 ARGUMENTS = ("arguments", "parameters")  # names of the member, the first one found
 # Models write line breaks into strings, which strict JSON refuses and every reader understands.
@@ -43,7 +43,7 @@ def call_of(value: Any) -> ToolCall:
             return malformed("`arguments` must be an object, got a text that is no JSON", name)
     if not isinstance(arguments, dict):
         return malformed(f"`arguments` must be an object, got {_kind(arguments)}", name)
-    return ToolCall(name, arguments)
+    return call_with(name, arguments)
 
 
 def _kind(value: Any) -> str:

@@ -16,7 +16,7 @@ import re
 from functools import partial
 
 from verl.agents.interface import ToolCall
-from verl.agents.parsers.interface import CallFormat, Schemas, calls_after, malformed
+from verl.agents.parsers.interface import CallFormat, Schemas, call_with, calls_after, malformed
 from verl.agents.parsers.typed_values import read_values
 
 START, END = "<tool_call>", "</tool_call>"
@@ -52,7 +52,7 @@ def _read(schemas: Schemas, text: str, start: int) -> tuple[ToolCall, int]:
         arguments = read_values(schemas, name, values)
     except ValueError as error:
         return malformed(str(error), name), closing.end()
-    return ToolCall(name, arguments), closing.end()
+    return call_with(name, arguments), closing.end()
 
 
 QWEN3_CODER = CallFormat(parse, sign=r"<function=", start=START)

@@ -280,7 +280,7 @@ class ToolPool:
         self, key: Hashable, conversation: _Conversation, answers: list[Answering]
     ) -> None:
         begin = time.monotonic()
-        observations = list(await asyncio.gather(*(answer() for answer in answers)))
+        observations = list(await asyncio.gather(*map(_settled, answers)))
         self._finished.put((conversation, (key, observations, time.monotonic() - begin)))
 
     async def _answer(self, conversation: _Conversation, tool: ToolFacts, call: ToolCall) -> Observation:
@@ -322,7 +322,7 @@ class ToolPool:
     ) -> Observation:
         """Send messages to the process of a state, which is made first if there is none."""
         process = conversation.processes.get(tool.name)
-        if process is None:
+        if process is None or process.is_closed:
             process = conversation.processes[tool.name] = await self._fork(tool)
             messages = [("create", dict(conversation.row)), *messages]
         answer = await self._ask(tool, process, messages)
@@ -351,7 +351,7 @@ class ToolPool:
         except ProcessEndedError as error:
             answer = self._lost(tool, str(error), f"\n{process.crash_report()}".rstrip())
             await process.kill()
-        except asyncio.CancelledError:
+        except BaseException:
             await process.kill()  # a late answer would be taken for that of the next call
             raise
         if answer.report:
@@ -392,6 +392,15 @@ class ToolPool:
         if self._reports[name] <= MAX_REPORTS:
             last = " (any more are only counted)" if self._reports[name] == MAX_REPORTS else ""
             logger.warning("%s failed%s: %s", FAILED[self.tools[name].kind], last, report)
+
+
+async def _settled(answer: Answering) -> Observation:
+    """Make a call; an error that no rule foresees ends its conversation, which would wait for ever."""
+    try:
+        return await answer()
+    except Exception as error:
+        logger.exception("a call could not be made")
+        return Observation(f"the call could not be made: {error!r}", failed=True, done=True)
 
 
 def _place(stacks: str, path: str) -> str:

@@ -114,7 +114,11 @@ class AgentLeader:
         run.drafts = join_drafts(run.drafts, turn.drafts)
         tokens = turn.token_ids, turn.log_probs
         run_of = turn.finish_reason, _at(run), turn.versions, turn.routes
-        reply = run.conversation.complete(call, *tokens, *run_of)
+        try:
+            reply = run.conversation.complete(call, *tokens, *run_of)
+        except Exception as error:  # noqa: BLE001
+            self._break_off(run, incoming, error)
+            return
         incoming.answer(reply)
         run.has_turn = True
 
@@ -132,7 +136,7 @@ class AgentLeader:
             self._drop_gone(key, run, step)
         for finished in self.pool.ready(0.0):
             run = self._runs.get(finished[0]) or self._parked[finished[0]]
-            run.result = self._result(finished[1][0])
+            run.result = run.result or self._result(finished[1][0])
         limit_s = self.options.max_seconds
         for key, run in list(self._runs.items()):
             if run.result is not None:
@@ -168,6 +172,9 @@ class AgentLeader:
             except ApiError as error:
                 incoming.refuse(error)
                 continue
+            except Exception as error:  # noqa: BLE001
+                self._break_off(run, incoming, error)
+                continue
             if call is None:
                 run.waiting.append(incoming)
                 continue
@@ -181,6 +188,12 @@ class AgentLeader:
                 continue
             run.calls[call.number] = (incoming, call)
             step.turns.append(turn)
+
+    def _break_off(self, run: _Run, incoming: IncomingCall, error: Exception) -> None:
+        """Have an error that no rule foresees end one conversation, and not the engine with all others."""
+        logger.error("a call of an agent failed", exc_info=error)
+        incoming.refuse(ApiError(f"the call failed: {error!r}", status=500, code="internal_error"))
+        run.result = AgentResult(f"a call of the policy failed: {error!r}", failed=True)
 
     def _set_clock(self, key: Key, run: _Run) -> None:
         """Limit the agent's own time, between its turns; calls that are refused or dropped give it none."""

@@ -8,16 +8,18 @@ tells the others what came and when, so that all make the same calls of the engi
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 from verl.agents.conversation import FAILED, Conversation
 from verl.agents.environments.opening import row_of
-from verl.agents.interface import Observation
+from verl.agents.interface import Observation, ToolCall
 from verl.agents.row import Prompt, Row
 from verl.agents.rules import ConversationRules
 from verl.agents.tools.pool import ToolPool
 from verl.data.media.loader import MediaData
+from verl.utils.rank_logger import get_logger
 from verl.workers.continued_sampling import ContinuedSampling
 from verl.workers.conversations.keys import (
     Begun,
@@ -40,6 +42,8 @@ from verl.workers.rollout.interface import (
 
 WAIT_S = 0.05  # for an answer, while the engine has nothing to do
 STEPS = 4  # of the engine, after which it is seen whether an answer has come
+
+logger = get_logger(__name__, all_ranks=True)
 
 
 @dataclass(eq=False)
@@ -209,7 +213,9 @@ class ConversationDriver:
         opened.drafts = join_drafts(opened.drafts, turn.drafts)
         at = self._now - opened.started
         tokens = turn.token_ids, turn.log_probs
-        calls = conversation.add_turn(*tokens, turn.finish_reason, at, turn.versions, turn.routes)
+        calls: list[ToolCall] = []
+        with _breaking_off(conversation):
+            calls = conversation.add_turn(*tokens, turn.finish_reason, at, turn.versions, turn.routes)
         if conversation.is_waiting:
             opened.is_calling = True
             if self.pool is None:
@@ -227,7 +233,9 @@ class ConversationDriver:
             self._stop_if_failed(observations)
             opened.conversation = self._begun(opened.row, observations[0])
             return
-        answers = opened.conversation.observe(observations, self._now - opened.started)
+        answers: Sequence[Observation] = ()
+        with _breaking_off(opened.conversation):
+            answers = opened.conversation.observe(observations, self._now - opened.started)
         self._stop_if_failed(answers)
         if self.on_tool_error == "end" and any(one.failed for one in answers):
             opened.conversation.end(FAILED, is_masked=True)
@@ -289,6 +297,16 @@ class ConversationDriver:
     def _row_of_prompt(self, row: Columns) -> Row:
         prompt = Prompt(row["raw_prompt_ids"], row["prompt_messages"], row["multi_modal_data"])
         return Row(prompt, self.rules.media)
+
+
+@contextmanager
+def _breaking_off(conversation: Conversation) -> Iterator[None]:
+    """Have an error that no rule foresees end one conversation, and not the engine with all others."""
+    try:
+        yield
+    except Exception as error:
+        logger.exception("a turn or an observation of a conversation could not be read")
+        conversation.break_off(Observation(f"Error: {error!r}.", failed=True))
 
 
 def _key_of(turn: FinishedResponse) -> Key:

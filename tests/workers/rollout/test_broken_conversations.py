@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Errors that no rule foresees, while a conversation is led: it ends, and the engine continues."""
+
+from dataclasses import replace
+
+from tests.helpers.conversations import ADD, CALL, PROMPT, encode, rules_of, template_of
+from verl.agents.interface import Observation
+from verl.agents.parsers.interface import CallFormat
+from verl.agents.parsers.registry import CALL_FORMATS
+from verl.workers.continued_sampling import ContinuedSampling
+from verl.workers.conversations.driver import ConversationDriver
+from verl.workers.conversations.keys import Key
+from verl.workers.rollout.base import FinishedResponse, SamplingOptions
+
+
+class ScriptedEngine:
+    """Samples given turns; its first rank, which another process has, sends given answers to their calls."""
+
+    def __init__(self, rules, turns, answers):
+        self.rules, self.turns, self.answers = rules, turns, answers  # both by row
+        self.open, self.arrived = [], []
+
+    @property
+    def num_unfinished(self):
+        return len(self.open)
+
+    def submit(self, requests, sampling):
+        self.open += [request.uid for request in requests]
+
+    def step(self, at_most):
+        finished, self.open = [self._turn(uid) for uid in self.open], []
+        return finished
+
+    def _turn(self, uid):
+        row = uid.uid if isinstance(uid, Key) else uid
+        tokens = encode(self.rules, self.turns[row].pop(0) + "<|im_end|>")
+        if self.turns[row] and row in self.answers:
+            self.arrived.append((Key(row, 0), [self.answers[row]]))
+        return FinishedResponse(uid, 0, tokens, [-1.0] * len(tokens), "stop")
+
+    def agree(self, value):
+        arrived, self.arrived = (self.arrived, []) if self.arrived else ([], [])
+        return arrived, value[1]
+
+    def abort(self, uids):
+        pass
+
+
+def lead(rules, turns, answers=()):
+    """Lead a conversation for each row; returns the responses by row."""
+    text = template_of(rules.tokenizer)(PROMPT, True, "the prompt")
+    row = {"raw_prompt_ids": encode(rules, text), "prompt_messages": PROMPT, "multi_modal_data": None}
+    engine = ScriptedEngine(rules, {name: list(texts) for name, texts in turns.items()}, dict(answers))
+    driver = ConversationDriver(ContinuedSampling(engine), None, rules, lambda media: None)
+    rows = [row | {"uid": name} for name in turns]
+    return {one.uid: one for found in driver.run(rows, SamplingOptions(n=1)) for one in found}
+
+
+def test_a_turn_that_no_reader_can_read_ends_its_conversation_masked_with_the_reason():
+    def parse(text, schemas):
+        if "odd" in text:
+            raise RecursionError("too deep")
+        return CALL_FORMATS["hermes"].parse(text, schemas)
+
+    rules = replace(rules_of(), format=CallFormat(parse, ""))
+
+    found = lead(rules, {"bad": ["An odd turn"], "good": ["Five"]})
+
+    bad, good = found["bad"].trajectory, found["good"].trajectory
+    assert (good.stop_reason, good.is_masked) == ("stop", False)
+    assert (bad.stop_reason, bad.is_masked) == ("tool", True)
+    assert found["bad"].token_ids == encode(rules, "An odd turn<|im_end|>") and all(bad.is_sampled)
+    [turn] = bad.turns
+    [reason] = turn.observations
+    assert reason.failed and "RecursionError('too deep')" in reason.text
+
+
+def test_an_answer_that_no_reader_can_read_ends_its_conversation_masked_with_the_reason():
+    rules = rules_of(schemas=[{"type": "function", "function": ADD}])
+    answers = {"bad": Observation(text=5), "good": Observation("5")}  # `text` is not one
+
+    found = lead(rules, {"bad": [CALL, "never"], "good": [CALL, "Five"]}, answers)
+
+    bad, good = found["bad"].trajectory, found["good"].trajectory
+    assert (good.stop_reason, good.is_masked, len(good.turns)) == ("stop", False, 2)
+    assert (bad.stop_reason, bad.is_masked, len(bad.turns)) == ("tool", True, 1)
+    assert bad.turns[0].observations[0].failed
+    assert found["bad"].token_ids == encode(rules, CALL + "<|im_end|>")
