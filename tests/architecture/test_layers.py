@@ -8,6 +8,7 @@ from graphlib import TopologicalSorter
 
 import pytest
 
+from tests.architecture.shape import below, imported_at_start, modules
 from tests.architecture.source import PACKAGE, ROOT, imports_of, source_files
 
 LAYERS = [  # top first
@@ -117,6 +118,24 @@ def test_config_modules_import_no_torch():
     )
 
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "verl.agents.tools.host", "verl.rewards.worker_process", "verl.sandbox.kernel", "verl.viewer.process",
+        "verl.single_controller.ray.failure", "verl.utils.processes.fork_server",
+    ],
+)  # fmt: skip
+def test_a_process_that_starts_often_imports_no_torch(module):
+    heavy = {"torch", "transformers", "datasets"}
+    imported = {
+        name.partition(".")[0]
+        for below_it in below(module) | {module}
+        for name in imported_at_start(modules()[below_it])
+    }
+
+    assert not imported & heavy
 
 
 def test_packages_have_empty_init_files():

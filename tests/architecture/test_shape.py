@@ -6,11 +6,11 @@ import pytest
 from tests.architecture.shape import measure
 
 CEILINGS = {
-    "lines": 73_656,
+    "lines": 73_662,
     "files": 520,
     "percent of the largest room": 15,
     "files over 400 lines": 5,
-    "files under 60 lines": 82,
+    "files under 60 lines": 83,
     "files that share a name": 117,
     "longest function": 77,
     "functions that take PPOConfig": 16,

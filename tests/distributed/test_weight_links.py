@@ -15,7 +15,7 @@ import torch
 
 from tests.helpers.distributed import run_distributed
 from tests.helpers.weights import TENSORS
-from verl.distributed.weights.peer_link import PeerLostError
+from verl.distributed.weights.peer_lost import PeerLostError
 from verl.distributed.weights.reader import RecycledMemory, WeightReader
 from verl.distributed.weights.server import WeightServer
 

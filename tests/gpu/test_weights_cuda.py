@@ -10,7 +10,8 @@ from multiprocessing import get_context
 import pytest
 import torch
 
-from verl.distributed.weights.peer_link import PIECE_BYTES, PeerLostError
+from verl.distributed.weights.peer_link import PIECE_BYTES
+from verl.distributed.weights.peer_lost import PeerLostError
 from verl.distributed.weights.reader import WeightReader
 from verl.distributed.weights.server import WeightServer
 

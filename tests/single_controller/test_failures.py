@@ -10,7 +10,7 @@ import pytest
 from ray.exceptions import RayTaskError
 
 from tests.single_controller.workers import BrokenWorker, GlooWorker, OddWorker
-from verl.distributed.weights.peer_link import PeerLostError
+from verl.distributed.weights.peer_lost import PeerLostError
 from verl.single_controller.dispatch import Dispatch, RemoteMethod
 from verl.single_controller.ray.failure import Failure, WorkerError, worker_error
 from verl.single_controller.ray.worker_group import CHECK_S

@@ -91,6 +91,22 @@ class ConversationRules:
             media, _ = self.media.of(observation)
         return self.new_row(observation.messages, media, name)
 
+    def row_of_opening(self, opening: Observation) -> Row:
+        """Return the row that a conversation with an environment begins with.
+
+        Raises:
+            ValueError: The template cannot render it, the model cannot read it, or it is too long.
+        """
+        name = f"the prompt of the environment `{self.options.environment}`"
+        row = self.row_of(opening, name)
+        length, limit = len(row.expanded_prompt), self.max_prompt_tokens
+        if length > limit:
+            raise ValueError(
+                f"{name} has {length} tokens, `data.max_prompt_length` is {limit}: raise it, or have `reset`"
+                " return less"
+            )
+        return row
+
     def text_of(self, token_ids: Sequence[int]) -> str:
         """Return a turn's text without the token that ended it."""
         end = len(token_ids) - self.renderer.is_end(token_ids[-1])

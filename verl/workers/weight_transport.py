@@ -13,7 +13,7 @@ from torch import Tensor
 from verl.config.rollout import COLLECTIVE, RolloutConfig
 from verl.distributed.device import is_gpu
 from verl.distributed.weights.buckets import NamedTensors
-from verl.distributed.weights.peer_link import PeerLostError
+from verl.distributed.weights.peer_lost import PeerLostError
 from verl.distributed.weights.reader import WeightReader
 from verl.distributed.weights.server import WeightServer
 from verl.single_controller.ray.published_weights import StoreReader, WeightStore, own_address

@@ -9,8 +9,6 @@ from typing import Any
 from PIL import Image
 
 from verl.agents.interface import MAX_DEPTH, Message, Observation, is_too_deep
-from verl.agents.row import Row
-from verl.agents.rules import ConversationRules
 from verl.agents.tools.answers import AnswerLimits, BadAnswerError, as_observation, plain_text
 from verl.data.messages import ROLES
 
@@ -134,23 +132,3 @@ def _payload(number: int, kind: str, part: Mapping[str, Any]) -> Any:
 def _texts(message: Message) -> list[str]:
     content = message["content"]
     return [content] if isinstance(content, str) else [part.get("text", "") for part in content]
-
-
-def row_of(rules: ConversationRules, opening: Observation) -> Row:
-    """Return the row that a conversation begins with.
-
-    Args:
-        opening: With messages.
-
-    Raises:
-        ValueError: The template cannot render it, the model cannot read it, or it is too long.
-    """
-    name = f"the prompt of the environment `{rules.options.environment}`"
-    row = rules.row_of(opening, name)
-    length, limit = len(row.expanded_prompt), rules.max_prompt_tokens
-    if length > limit:
-        raise ValueError(
-            f"{name} has {length} tokens, `data.max_prompt_length` is {limit}: raise it, or have `reset`"
-            " return less"
-        )
-    return row

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed import Store, Work  # pyright: ignore[reportPrivateImportUsage] - its documented place
 
 from verl.distributed.device import backend_of, is_gpu
+from verl.distributed.weights.peer_lost import PeerLostError
 
 PIECE_BYTES = 64 << 20  # sent at once; the sender's GPU holds two pieces
 POLL_S = 0.001  # between looks at a transfer of a GPU
@@ -32,10 +33,6 @@ TAG = 0
 # Read when a group is made. NCCL's groups then have no thread that ends the whole process when a transfer
 # fails: `wait` raises instead.
 WAIT_RAISES = "TORCH_NCCL_BLOCKING_WAIT"
-
-
-class PeerLostError(ConnectionError):
-    """The process at the other end of a link died, hung, or has left."""
 
 
 class ServerAddress(NamedTuple):

@@ -14,7 +14,8 @@ from torch.distributed import Work
 
 from verl.distributed.weights import peer_link
 from verl.distributed.weights.buckets import BucketLayout
-from verl.distributed.weights.peer_link import RECEIVER, PeerLink, PeerLostError, ServerAddress
+from verl.distributed.weights.peer_link import RECEIVER, PeerLink, ServerAddress
+from verl.distributed.weights.peer_lost import PeerLostError
 from verl.distributed.weights.server import ServedShare
 
 

@@ -39,7 +39,8 @@ from verl.distributed.device import is_gpu
 from verl.distributed.host_buffer import host_buffer
 from verl.distributed.weights import peer_link
 from verl.distributed.weights.buckets import BucketLayout, NamedTensors, own_buckets
-from verl.distributed.weights.peer_link import PIECE_BYTES, SENDER, PeerLink, PeerLostError, ServerAddress
+from verl.distributed.weights.peer_link import PIECE_BYTES, SENDER, PeerLink, ServerAddress
+from verl.distributed.weights.peer_lost import PeerLostError
 
 VERSIONS = 2  # kept
 CLOSE_LIMIT_S = 10.0  # for a thread to end; NCCL may wait in vain for a process that died while it connected

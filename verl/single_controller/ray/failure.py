@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ray.exceptions import ActorDiedError, RayError, RayTaskError
 
-from verl.distributed.weights.peer_link import PeerLostError
+from verl.distributed.weights.peer_lost import PeerLostError
 
 if TYPE_CHECKING:  # errors are known before torch is imported
     from verl.single_controller.dispatch import RemoteMethod

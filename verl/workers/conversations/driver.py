@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from verl.agents.conversation import FAILED, Conversation
-from verl.agents.environments.opening import row_of
 from verl.agents.interface import Observation, ToolCall
 from verl.agents.row import Prompt, Row
 from verl.agents.rules import ConversationRules
@@ -288,7 +287,7 @@ class ConversationDriver:
     def _begun(self, row: Columns, opening: Observation) -> Conversation:
         """Return the conversation of an environment that has answered `reset`."""
         if opening.messages is not None:
-            return Conversation(self.rules, row_of(self.rules, opening))
+            return Conversation(self.rules, self.rules.row_of_opening(opening))
         conversation = Conversation(self.rules, self._row_of_prompt(row))
         if opening.failed:
             conversation.fail(opening)
