@@ -35,7 +35,7 @@ from verl.agents.setup import conversation_rules, schemas_of
 from verl.agents.tools.pool import ToolPool
 from verl.config.multi_turn import MultiTurnConfig
 from verl.config.rollout import RolloutConfig
-from verl.data.tokenizer import load_tokenizer
+from verl.data.readers import load_tokenizer
 from verl.models.hub_names import HubNames, auto_class
 from verl.models.tiny import save_tiny_model
 from verl.workers.continued_sampling import ContinuedSampling

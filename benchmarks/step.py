@@ -28,7 +28,7 @@ from bare_parts import BareWorker
 
 from verl.config.ppo import PPOConfig
 from verl.config.schema import load_config
-from verl.data.tokenizer import load_tokenizer
+from verl.data.readers import load_tokenizer
 from verl.models.tiny import save_tiny_model
 from verl.planning.planned_run import planned_ppo
 from verl.single_controller.ray.cluster import connect

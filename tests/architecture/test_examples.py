@@ -17,13 +17,17 @@ from verl.trainer.sft import command as sft
 
 SCRIPTS = sorted((ROOT / "examples").glob("*.sh"))
 RUNTIME_ENV = ROOT / "examples" / "runtime_env.yaml"  # Ray's, not a config
-FILES = sorted(path for path in (ROOT / "examples").rglob("*.yaml") if path != RUNTIME_ENV)
+FILES = sorted(
+    path
+    for path in (ROOT / "examples").rglob("*.yaml")
+    if path != RUNTIME_ENV and path.parent.name != "prompt_files"
+)
 FINE_TUNING = {ROOT / "examples" / name for name in ("sft.yaml", "quickstart/cold_start.yaml")}
 TRAINERS = {"main": main, "sft": sft.main}
 TEMPLATES = sorted(
     path
     for path in (ROOT / "examples").rglob("*.jinja")
-    if path.parent.name not in ("chat_template", "judge_prompt")
+    if path.parent.name not in ("chat_template", "judge_prompt", "prompt_files")
 )
 
 

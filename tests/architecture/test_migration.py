@@ -14,8 +14,8 @@ from verl.config.hints.renamed_keys import VERL_KEYS
 from verl.config.parsing import yaml_text
 from verl.config.ppo import DataConfig, PPOConfig
 from verl.config.schema import walk_options
+from verl.data.readers import load_tokenizer
 from verl.data.rl_dataset import RLHFDataset
-from verl.data.tokenizer import load_tokenizer
 from verl.models.tiny import save_tiny_model
 from verl.rewards.function import load_reward_function
 

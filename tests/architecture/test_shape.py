@@ -6,8 +6,8 @@ import pytest
 from tests.architecture.shape import measure
 
 CEILINGS = {
-    "lines": 73_662,
-    "files": 520,
+    "lines": 73_684,
+    "files": 519,
     "percent of the largest room": 15,
     "files over 400 lines": 5,
     "files under 60 lines": 83,

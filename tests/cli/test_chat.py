@@ -19,8 +19,8 @@ from verl.data.chat_template import ChatTemplate
 from verl.data.media.loader import MediaLoader
 from verl.data.media.sizes import MediaOptions
 from verl.data.prompt_template import PromptFormat
+from verl.data.readers import load_processor, load_tokenizer
 from verl.data.rl_dataset import RLHFDataset
-from verl.data.tokenizer import load_processor, load_tokenizer
 from verl.models.tiny import save_tiny_model
 from verl.workers.rollout.interface import RolloutRequest, SamplingOptions
 from verl.workers.rollout.standalone import standalone_engine

@@ -12,7 +12,7 @@ from tests.data.test_chat_tokens import OPENED, THINKING, TWO_TURNS, UNCLOSED
 from tests.data.test_rl_dataset import open_text
 from verl.data.bad_rows import BadRowError
 from verl.data.chat_template import ChatTemplate
-from verl.data.tokenizer import load_processor, load_tokenizer
+from verl.data.readers import load_processor, load_tokenizer
 from verl.models.tiny import save_tiny_model, train_tokenizer
 
 CONVERSATIONS = [

@@ -20,9 +20,9 @@ from verl.data.dataset import scan_rows
 from verl.data.media.loader import MediaLoader
 from verl.data.media.sizes import MediaOptions
 from verl.data.messages import references
+from verl.data.readers import load_processor, load_tokenizer
 from verl.data.rl_dataset import RLHFDataset, collate_fn
 from verl.data.sft_dataset import SFTDataset
-from verl.data.tokenizer import load_processor, load_tokenizer
 from verl.models.families.registry import family_of
 from verl.models.tiny import save_tiny_model
 from verl.protocol import DataProto

@@ -12,9 +12,9 @@ from verl.config.data import DataConfig
 from verl.config.sft import SFTDataConfig
 from verl.data.media.loader import MediaLoader
 from verl.data.media.sizes import MediaOptions
+from verl.data.readers import load_processor, load_tokenizer
 from verl.data.rl_dataset import RLHFDataset
 from verl.data.sft_dataset import SFTDataset
-from verl.data.tokenizer import load_processor, load_tokenizer
 from verl.models.tiny import save_tiny_model
 from verl.protocol import DataProto
 

@@ -3,8 +3,8 @@ import pytest
 
 from verl.config.distillation import DistillationConfig, TeacherConfig
 from verl.data.bad_rows import BadRowError
+from verl.data.readers import load_tokenizer
 from verl.data.teachers import TeacherColumn, check_teacher_tokens, differences
-from verl.data.tokenizer import load_tokenizer
 from verl.models.tiny import save_tiny_model, train_tokenizer
 
 

@@ -16,7 +16,7 @@ from tests.helpers.media import save_image, save_video
 from verl.data.media.cache import MediaCache
 from verl.data.media.loader import MediaLoader
 from verl.data.media.sizes import MediaOptions
-from verl.data.tokenizer import load_processor
+from verl.data.readers import load_processor
 from verl.distributed.sequence_parallel import SequenceParallel
 from verl.models.families.mrope import continue_positions
 from verl.models.families.registry import family_of

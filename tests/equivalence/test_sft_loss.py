@@ -21,8 +21,8 @@ from tests.helpers.media import save_image
 from verl.config.sft import SFTDataConfig
 from verl.data.media.loader import MediaLoader
 from verl.data.media.sizes import MediaOptions
+from verl.data.readers import load_processor, load_tokenizer
 from verl.data.sft_dataset import SFTDataset
-from verl.data.tokenizer import load_processor, load_tokenizer
 from verl.models.families.registry import family_of
 from verl.models.hub_names import auto_class
 from verl.models.tiny import save_tiny_model

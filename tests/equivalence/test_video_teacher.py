@@ -77,7 +77,7 @@ def log_probs_on_rank(rank, world_size, folder):
     from verl.config.model import FSDPConfig
     from verl.config.worker import ActorConfig
     from verl.data.media.loader import MediaLoader
-    from verl.data.tokenizer import load_processor
+    from verl.data.readers import load_processor
     from verl.distributed.fsdp import make_mesh
     from verl.workers.model_builder import build_model
     from verl.workers.packing.forward import PackedForward

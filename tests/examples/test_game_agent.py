@@ -22,8 +22,7 @@ from verl.config.multi_turn import MultiTurnConfig
 from verl.config.ppo import PPOConfig
 from verl.config.schema import load_config
 from verl.data.loader import make_loaders
-from verl.data.readers import load_readers, media_options
-from verl.data.tokenizer import load_tokenizer
+from verl.data.readers import load_readers, load_tokenizer, media_options
 from verl.models.tiny import save_tiny_model
 from verl.rewards.function import load_reward_function
 

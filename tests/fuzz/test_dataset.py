@@ -16,8 +16,8 @@ from verl.config.ppo import DataConfig
 from verl.data.files import READERS
 from verl.data.media.loader import MediaLoader
 from verl.data.media.sizes import MediaOptions
+from verl.data.readers import load_processor, load_tokenizer
 from verl.data.rl_dataset import RLHFDataset
-from verl.data.tokenizer import load_processor, load_tokenizer
 from verl.models.tiny import save_tiny_model
 
 any_text = st.text(st.characters(exclude_categories=()), max_size=10)

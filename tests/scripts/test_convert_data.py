@@ -19,9 +19,9 @@ from verl.config.schema import load_config
 from verl.config.sft import SFTDataConfig
 from verl.data.media.loader import MediaLoader
 from verl.data.media.sizes import MediaOptions
+from verl.data.readers import load_processor, load_tokenizer
 from verl.data.rl_dataset import RLHFDataset
 from verl.data.sft_dataset import SFTDataset
-from verl.data.tokenizer import load_processor, load_tokenizer
 from verl.rewards.function import load_reward_function
 
 PNG = {"bytes": image_bytes(60, 50), "path": "a.png"}

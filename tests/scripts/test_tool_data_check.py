@@ -13,7 +13,7 @@ from verl.cli.data_check import main
 from verl.cli.data_report.tools import example_call
 from verl.config.ppo import PPOConfig
 from verl.config.schema import load_config
-from verl.data.tokenizer import load_tokenizer
+from verl.data.readers import load_tokenizer
 from verl.trainer.extensions import checks, rollouts
 from verl.trainer.setup import running_trainer
 

@@ -19,7 +19,7 @@ def save_checkpoint(rank, world_size, model_folder, folder):
     """A policy's folder as workers write it, with every weight doubled."""
     from verl.checkpoint.sharded import take_snapshot, write_snapshot
     from verl.config.model import FSDPConfig, ModelConfig
-    from verl.data.tokenizer import load_tokenizer
+    from verl.data.readers import load_tokenizer
     from verl.distributed.fsdp import make_mesh
     from verl.workers.model_builder import build_model
 

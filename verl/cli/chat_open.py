@@ -12,7 +12,7 @@ from verl.data.chat_template import ChatTemplate
 from verl.data.media.loader import MediaLoader
 from verl.data.media.sizes import MediaOptions, chosen_limits
 from verl.data.prompt_template import PromptFormat
-from verl.data.tokenizer import load_processor, load_tokenizer
+from verl.data.readers import load_processor, load_tokenizer
 from verl.distributed.device import is_gpu, resolve_device
 from verl.models.families.registry import load_config
 from verl.workers.rollout.interface import SamplingOptions

@@ -15,7 +15,7 @@ from verl.config.distillation import TEACHERS, DistillationConfig, TeacherConfig
 from verl.data.bad_rows import BadRowError
 from verl.data.media.sizes import MediaOptions
 from verl.data.plain_files import Row
-from verl.data.tokenizer import load_tokenizer
+from verl.data.readers import load_tokenizer
 from verl.utils.plain_data import objects
 
 PREFIX = "teacher_"

@@ -18,8 +18,8 @@ from verl.checkpoint.sharded import Restored, Snapshot
 from verl.config.distillation import TEACHERS, DistillationConfig, TeacherConfig
 from verl.config.model import ModelConfig, OptimConfig, PolicyConfig
 from verl.data.media.loader import MediaLoader
+from verl.data.readers import load_processor, load_tokenizer
 from verl.data.teachers import media_of_teacher
-from verl.data.tokenizer import load_processor, load_tokenizer
 from verl.distributed.device import backend_of, set_device, set_seed
 from verl.distributed.sequence_parallel import SequenceParallel, data_parallel_group
 from verl.models.attention.flash_packages import select_kernels

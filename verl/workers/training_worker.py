@@ -15,7 +15,7 @@ from torch import Tensor
 from verl.algorithms.rollout_correction import RolloutCorrection
 from verl.batch_keys import ROUTES, TEACHER_LOG_PROBS
 from verl.config.worker import WorkerConfig
-from verl.data.tokenizer import load_tokenizer
+from verl.data.readers import load_tokenizer
 from verl.distributed.device import memory_metrics, reset_peak_memory
 from verl.distributed.fsdp import torch_dtype
 from verl.models.hub_names import HubNames

@@ -8,8 +8,8 @@ from verl.cli.data_check import main
 from verl.config.data import DataConfig
 from verl.data.media.loader import MediaLoader
 from verl.data.media.sizes import MediaOptions
+from verl.data.readers import load_processor, load_tokenizer
 from verl.data.rl_dataset import RLHFDataset
-from verl.data.tokenizer import load_processor, load_tokenizer
 from verl.models.tiny import save_tiny_model
 from verl.rewards.function import load_reward_function
 

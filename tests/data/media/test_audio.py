@@ -20,7 +20,7 @@ from verl.data.media.loader import MediaLoader
 from verl.data.media.sizes import MediaOptions
 from verl.data.messages import build_messages, media_of, references
 from verl.data.prompt_template import PromptFormat
-from verl.data.tokenizer import load_processor
+from verl.data.readers import load_processor
 from verl.models.tiny import save_tiny_model
 
 sys.path.insert(0, str(QUICKSTART))

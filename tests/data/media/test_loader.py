@@ -21,7 +21,7 @@ from verl.data.media.loader import MediaLoader
 from verl.data.media.sizes import MediaOptions, process_image, resized_size
 from verl.data.media.video import SizeOptions, VideoOptions, choose_frames, probe_video, read_video
 from verl.data.messages import references
-from verl.data.tokenizer import load_processor
+from verl.data.readers import load_processor
 from verl.models.tiny import save_tiny_model
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")

@@ -24,8 +24,8 @@ from tests.helpers.media import save_image
 from verl.config.ppo import DataConfig
 from verl.data.media.loader import MediaLoader
 from verl.data.media.sizes import MediaOptions
+from verl.data.readers import load_processor, load_tokenizer
 from verl.data.rl_dataset import RLHFDataset
-from verl.data.tokenizer import load_processor, load_tokenizer
 from verl.models.families.glm_v import _with_sizes_on_device, tiny_processor
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from tests.helpers.families import load_own, load_tiny, random_clip, random_image
 from tests.helpers.family_engines import engine_error
 from tests.workers.rollout.reference import rollout_config, setup_of
-from verl.data.tokenizer import load_processor, load_tokenizer
+from verl.data.readers import load_processor, load_tokenizer
 from verl.models.families.registry import load_config
 from verl.models.families.tiny_sizes import TEXT
 from verl.models.families.vila import TINY_PARTS

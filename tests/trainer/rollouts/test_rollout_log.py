@@ -106,7 +106,7 @@ def test_none_are_kept_where_none_are_wanted(tmp_path):
 
 @pytest.fixture(scope="module")
 def media_loader(tmp_path_factory):
-    from verl.data.tokenizer import load_processor
+    from verl.data.readers import load_processor
     from verl.models.tiny import save_tiny_model
 
     folder = tmp_path_factory.mktemp("model")

@@ -12,8 +12,7 @@ from verl.algorithms.controllers import FixedEntropyController, FixedKLControlle
 from verl.checkpoint.manifest import write_manifest
 from verl.checkpoint.tracker import find_last_checkpoint
 from verl.data.loader import make_loaders
-from verl.data.readers import Readers
-from verl.data.tokenizer import load_tokenizer
+from verl.data.readers import Readers, load_tokenizer
 from verl.models.tiny import save_tiny_model
 from verl.trainer.rollouts.engines import SharedEngines
 from verl.trainer.rollouts.schedule import InTurn
