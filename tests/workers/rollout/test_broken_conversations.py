@@ -3,8 +3,6 @@
 
 from dataclasses import replace
 
-from verl.workers.rollout.base import FinishedResponse, SamplingOptions
-
 from tests.helpers.conversations import ADD, CALL, PROMPT, encode, rules_of, template_of
 from verl.agents.interface import Observation
 from verl.agents.parsers.interface import CallFormat
@@ -12,6 +10,7 @@ from verl.agents.parsers.registry import CALL_FORMATS
 from verl.workers.continued_sampling import ContinuedSampling
 from verl.workers.conversations.driver import ConversationDriver
 from verl.workers.conversations.keys import Key
+from verl.workers.rollout.interface import FinishedResponse, SamplingOptions
 
 
 class ScriptedEngine:
