@@ -130,7 +130,12 @@ def test_the_wheel_holds_each_file_of_the_package_and_nothing_beside_it(wheel):
     files = contents(wheel)
     shipped = {name for name in files if ".dist-info/" not in name and ".data/" not in name}
 
-    assert shipped == {path.relative_to(ROOT).as_posix() for path in source_files(ROOT / "verl", "*")}
+    packages = {"verl": ROOT, "verl_longvideo": ROOT / "examples"}  # with the folder that each is in
+    assert shipped == {
+        path.relative_to(folder).as_posix()
+        for name, folder in packages.items()
+        for path in source_files(folder / name, "*")
+    }
     assert "verl/viewer/static/index.html" in shipped
 
 

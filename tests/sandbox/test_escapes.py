@@ -18,7 +18,7 @@ from verl.sandbox.runner import run
 
 pytestmark = pytest.mark.heavy
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 works = cache(works)
 HARMLESS = (  # to the machine that runs the tests
     "home folder",

@@ -20,7 +20,7 @@ from verl.sandbox.runner import run
 from verl.sandbox.values import to_text
 
 works = cache(is_there)
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(params=[Isolation.NAMESPACES, Isolation.LANDLOCK])

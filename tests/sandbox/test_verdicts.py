@@ -18,7 +18,7 @@ from verl.sandbox.outcome import Isolation, Limits
 from verl.sandbox.runner import detect
 from verl.sandbox.verdicts import VerdictKind, judge, same_output
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 needs_isolation = pytest.mark.skipif(detect()[0] is Isolation.NONE, reason="this machine has no isolation")
 QUICK = Limits(cpu_s=1, memory_mb=256)
 SUM = "print(sum(map(int, input().split())))"
