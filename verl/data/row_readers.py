@@ -4,7 +4,7 @@
 import os
 import pickle
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from functools import partial
 from itertools import islice
@@ -122,8 +122,6 @@ def _enter() -> None:
 def _read_row(dataset: RowDataset, index: int) -> Item:
     """Return an item whose tensors are arrays: pickled, each tensor would hold a file descriptor."""
     item = dataset[index]
-    return item if isinstance(item, BadRow) else _with_arrays(item, dataset.tensors)
-
-
-def _with_arrays(item: dict[str, Any], tensors: Sequence[str]) -> dict[str, Any]:
-    return item | {name: item[name].numpy() for name in tensors}
+    if isinstance(item, BadRow):
+        return item
+    return item | {name: item[name].numpy() for name in dataset.tensors}

@@ -78,11 +78,6 @@ class ForkServer:
                 self._owner = 0
         return ServedChild(pid, connection, lambda: self._end(server, pid))
 
-    def close(self) -> None:
-        """End the server and with it all its children."""
-        if self._server is not None:
-            self._server.kill()
-
     def _living_server(self) -> ChildProcess:
         server = self._server
         # Between requests there is nothing to read but the end of the server.
