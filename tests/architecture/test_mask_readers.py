@@ -53,6 +53,7 @@ OCCURRENCES: dict[str, dict[str, tuple[str, str]]] = {
     "verl/trainer/validation.py": {"response_mask": (WHOLE, "reward, metrics")},
     "verl/workers/training_worker.py": {"loss_mask": (COUNTS, "metrics")},
     "verl/workers/packing/forward.py": {"loss_mask": (COUNTS, "log-probs, values, update")},
+    "verl/workers/roles/actor.py": {"loss_mask": (COUNTS, "metrics")},
     "verl/workers/roles/critic.py": {"loss_mask": (COUNTS, "update")},
     "verl/workers/roles/loss_terms.py": {"loss_mask": (COUNTS, "log-probs, update")},
     "verl/workers/roles/prime.py": {"loss_mask": (COUNTS, "process rewards, update")},

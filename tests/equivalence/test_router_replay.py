@@ -13,17 +13,19 @@ from tests.equivalence.test_packed_forward import IMAGE, Features, as_batch
 from tests.equivalence.test_shared_prompts import media_batch, text_batch
 from tests.helpers.distributed import run_distributed
 from tests.workers.rollout.reference import collect, hub_tensors, load_model, rollout_config, setup_of
+from verl.batch_keys import OLD_ROUTES, ROUTE_MATCHES
 from verl.config.model import FSDPConfig, LoraConfig, ModelConfig
 from verl.distributed.fsdp import make_mesh
 from verl.distributed.sequence_parallel import SequenceParallel
 from verl.models.mixture.routes import extend_routes
+from verl.models.mixture.routing import ExpertChoices
 from verl.models.tiny import save_tiny_model
 from verl.protocol import DataProto
 from verl.utils.plain_data import objects
 from verl.workers.model_builder import build_model
 from verl.workers.packing.forward import PackedForward
-from verl.workers.packing.row_routes import RouteUse, column_of, pad_routes
 from verl.workers.packing.sp_strategy import Strategy, StrategyPlanner
+from verl.workers.roles.routers import RouteObserver, RouteUse, column_of
 from verl.workers.rollout.engines import build_rollout_engine
 from verl.workers.rollout.interface import RolloutRequest, SamplingOptions
 
@@ -79,13 +81,13 @@ def build(case, folder, rank, world_size, dtype="fp32"):
     sp = SequenceParallel.build(range(world_size), case.ulysses, case.ring)
     forward = PackedForward(model, model.config, Features(), share_prompt=case.shared, sp=sp)
     forward.planner = StrategyPlanner(sp.size, [Strategy.SHARDED])
-    return forward
+    return forward, ExpertChoices(model)
 
 
-def passes(forward, batch, use):
+def passes(forward, choices, batch, use):
     """Log-probs, entropies, gradients and what was observed in a forward and backward pass."""
     forward.model.zero_grad()
-    with forward.observing_routes(use, records=True) as observed:
+    with forward.observed_by([RouteObserver(choices, use, records=True)]) as observed:
         result = forward.log_probs(batch, 0.8, with_entropy=True)
     (result.log_probs.sum() + 0.1 * result.entropy.sum()).backward()
     gradients = {
@@ -96,9 +98,8 @@ def passes(forward, batch, use):
     return result.log_probs.detach(), result.entropy.detach(), gradients, observed
 
 
-def with_routes(batch, forward, observed):
-    mask = batch.batch["attention_mask"]
-    column = column_of(pad_routes(observed.routes[0], mask), mask, forward.num_routers)
+def with_routes(batch, observed):
+    column = column_of(observed[OLD_ROUTES], batch.batch["attention_mask"])
     return batch.merge(DataProto.from_dict({}, {COLUMN: column}))
 
 
@@ -112,10 +113,10 @@ def differences(rank, world_size, cases, folders):
     for case in cases:
         folder = folders[case.family]
         batch = text_batch(SIZES) if case.family == "qwen3_moe" else media_batch(folder, GROUPS)
-        forward = build(case, folder, rank, world_size)
-        *plain, gradients, observed = passes(forward, batch, None)
-        own = with_routes(batch, forward, observed)
-        *replayed, again, seen = passes(forward, own, RouteUse(COLUMN, True))
+        forward, choices = build(case, folder, rank, world_size)
+        *plain, gradients, observed = passes(forward, choices, batch, None)
+        own = with_routes(batch, observed)
+        *replayed, again, seen = passes(forward, choices, own, RouteUse(COLUMN, True))
         equal = all(map(torch.equal, plain, replayed)) and gradients.keys() == again.keys()
         equal = equal and all(torch.equal(gradients[name], grad) for name, grad in again.items())
         router = any("mlp.gate" in name and grad.any() for name, grad in again.items())
@@ -123,13 +124,13 @@ def differences(rank, world_size, cases, folders):
         count = EXPERTS if case.family == "qwen3_moe" else 4
         moved = objects((routes + 1) % count for routes in own.non_tensor_batch[COLUMN])
         shifted = own.merge(DataProto.from_dict({}, {COLUMN: moved}), replace=[COLUMN])
-        *other, _, used = passes(forward, shifted, RouteUse(COLUMN, True))
-        kept = with_routes(batch, forward, used).non_tensor_batch[COLUMN]
+        *other, _, used = passes(forward, choices, shifted, RouteUse(COLUMN, True))
+        kept = with_routes(batch, used).non_tensor_batch[COLUMN]
         found.append(
             (
                 equal,
                 router or case.lora,
-                share(seen.matches[0]),
+                share(seen[ROUTE_MATCHES]),
                 not torch.equal(other[0], plain[0]),
                 all(torch.equal(kept[row], moved[row]) for row in range(len(batch))),
             )
@@ -177,13 +178,14 @@ def mismatches(rank, world_size, cases, folder, batch, sampled):
     """Mean and largest difference of log-probs to the engine's, without and with replay; and agreement."""
     found = []
     for case in cases:
-        forward = build(case, folder, rank, world_size, dtype="bf16")
+        forward, choices = build(case, folder, rank, world_size, dtype="bf16")
         forward.model.eval()
         errors = []
         for replays in (False, True):
-            with torch.no_grad(), forward.observing_routes(RouteUse(COLUMN, replays)) as observed:
+            observer = RouteObserver(choices, RouteUse(COLUMN, replays))
+            with torch.no_grad(), forward.observed_by([observer]) as observed:
                 difference = (forward.log_probs(batch, 1.0).log_probs - sampled).abs()
-            errors += [difference.mean().item(), difference.max().item(), share(observed.matches[0])]
+            errors += [difference.mean().item(), difference.max().item(), share(observed[ROUTE_MATCHES])]
         found.append(errors)
     return found
 

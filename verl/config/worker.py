@@ -85,6 +85,11 @@ class ActorConfig(PolicyConfig):
         "Terms added to the policy's loss: each a LossTerm of a file, `file.py:NAME`.",
         extension="loss term",
     )
+    observers: tuple[str, ...] = option(
+        (),
+        "Observers of the policy's forward passes: each a ForwardObserver of a file, `file.py:NAME`.",
+        extension="forward observer",
+    )
     clip_cov_ratio: float = option(
         2e-4, "Fraction of the mini batch's tokens that `clip_cov` excludes.", minimum=0.0, maximum=1.0
     )

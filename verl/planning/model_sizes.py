@@ -22,7 +22,6 @@ from verl.models.lora import (
     adapted_parameters,
     experts_without_adapter,
 )
-from verl.models.mixture.choices import check_replay, route_bytes
 from verl.models.mixture.experts import (
     check_divisible,
     divisible_experts,
@@ -30,7 +29,7 @@ from verl.models.mixture.experts import (
     expert_option,
     has_biases,
 )
-from verl.models.mixture.routing import logits_per_token
+from verl.models.mixture.routing import check_replay, logits_per_token, route_bytes
 from verl.models.scalar_head import make_scalar
 from verl.models.tiled_mlp import has_tiles, tile_mlps
 from verl.models.trainable import select_trainable

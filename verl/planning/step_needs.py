@@ -34,6 +34,7 @@ def _reads_old_log_probs(config: PPOConfig) -> bool:
         or actor.ppo_epochs > 1
         or config.trainer.critic_warmup > 0  # steps without an update
         or actor.selects_tokens
+        or bool(actor.observers)  # terms of the loss may read their columns
         or actor.adaptive_entropy.enabled
         or algorithm.reads_old_log_probs
         or config.distillation.rewards_tokens

@@ -8,8 +8,8 @@ from torch.nn import functional as F
 from tests.helpers.causal_families import FAMILIES, build_family
 from verl.models.families.registry import load_config, trained_part
 from verl.models.hub_names import meta_model
-from verl.models.mixture.choices import ChoicePass, ExpertChoices, check_replay, replay_obstacle
 from verl.models.mixture.routes import extend_routes, join_routes, route_dtype, unrouted
+from verl.models.mixture.routing import ChoicePass, ExpertChoices, check_replay, replay_obstacle
 from verl.models.tiny import save_tiny_model
 
 IDS = torch.arange(5, 29).view(2, 12)

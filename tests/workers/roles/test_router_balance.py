@@ -41,7 +41,8 @@ def test_a_mixture_logs_its_largest_load_and_with_a_coefficient_the_loss(folder)
     assert names(without) == {LOAD} and names(with_loss) == {LOAD, AUX}
     assert 1.0 < without[LOAD] <= 4.0  # of 8 experts, two for each token
     assert 1.0 < with_loss[AUX] < 4.0
-    assert not plain.forward.routes and not balanced.forward.routes, "logits of finished passes are kept"
+    for actor in (plain, balanced):
+        assert not actor.updater.balance.routes, "logits of finished passes are kept"
 
 
 def test_the_pass_for_old_log_probs_counts_the_choices_that_the_update_reads(folder):

@@ -12,7 +12,7 @@ from tests.workers.rollout.reference import (
     setup_of,
 )
 from verl.config.rollout import SpeculativeConfig
-from verl.models.mixture.choices import ChoicePass, ExpertChoices
+from verl.models.mixture.routing import ChoicePass, ExpertChoices
 from verl.models.tiny import save_tiny_model
 from verl.workers.continued_sampling import ContinuedSampling
 from verl.workers.rollout.engines import build_rollout_engine

@@ -146,6 +146,7 @@ def _absent(worker: WorkerConfig, algorithm: AlgorithmConfig, trainer: TrainerCo
             worker.actor.ulysses_size == 1 or may_divide_tokens(Path(worker.actor.model.model_path or "")),
             "1 for pictures", worker.actor.ulysses_size,
         ),
+        "worker.actor.observers": (not worker.actor.observers, [], worker.actor.observers),
         "worker.actor.ring_size": (worker.actor.ring_size == 1, 1, worker.actor.ring_size),
         "worker.actor.fsdp.expert_parallel_size": (
             worker.actor.fsdp.expert_parallel_size == 1, 1, worker.actor.fsdp.expert_parallel_size,

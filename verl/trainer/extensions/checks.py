@@ -30,11 +30,12 @@ from verl.trainer.extensions.rollouts import (
     check_logger,
     check_tool,
 )
-from verl.trainer.extensions.term_checks import check_term
+from verl.trainer.extensions.term_checks import check_observer, check_term
 from verl.trainer.extensions.training import check_family, check_optimizer, check_schedule
 from verl.utils.rank_logger import get_logger
 from verl.utils.registry import HEADING, Registry, place_of
 from verl.utils.user_file import describe_error
+from verl.workers.packing.observers import OBSERVERS
 from verl.workers.roles.loss_terms import LOSS_TERMS
 from verl.workers.rollout.engines import ROLLOUT_ENGINES
 
@@ -57,6 +58,9 @@ KINDS: dict[str, Kind] = {
         POLICY_LOSSES, "a function of PolicyLossInputs that returns a PolicyLoss", check_loss
     ),
     "loss term": Kind(LOSS_TERMS, "a LossTerm of verl.workers.roles.loss_terms", check_term),
+    "forward observer": Kind(
+        OBSERVERS, "a class derived from verl.workers.packing.observers.ForwardObserver", check_observer
+    ),
     "KL estimator": Kind(KL_ESTIMATORS, "a function of log-ratios (B, R) that returns (B, R)", check_kl),
     "learning-rate schedule": Kind(
         SCHEDULES, "a function of Position and `optim` that returns a factor of the peak", check_schedule

@@ -8,16 +8,14 @@ own (`WholeRows`).
 Micro batches are packed on CPU, and go to the device in one copy for each dtype. Nothing is read back.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from verl.batch_keys import ENGINE_ROUTES, OLD_ROUTES
 from verl.distributed.device import to_device
 from verl.distributed.sequence_parallel import SequenceParallel
 from verl.distributed.token_sharding import ShardPlan, shard_plan
@@ -29,9 +27,7 @@ from verl.models.families.registry import family_of
 from verl.models.fused_log_probs import TokenLogProbs
 from verl.models.head.logit_chunks import HeadLogits
 from verl.models.lora import adapters_disabled
-from verl.models.mixture.choices import ChoicePass, ExpertChoices
-from verl.models.mixture.routes import unrouted
-from verl.models.mixture.routing import Routing, TokenOwners
+from verl.models.mixture.routing import Router, routers_of
 from verl.models.registry import check_sequence_parallel, prompt_sharing_obstacle
 from verl.models.vision import MediaRows, blocks_of, share_media
 from verl.protocol import DataProto
@@ -48,6 +44,7 @@ from verl.workers.packing.media_inputs import (
     media_inputs,
 )
 from verl.workers.packing.micro_batches import context_cuts, rows_sharing_prompts
+from verl.workers.packing.observers import ObservedPass, PackedRows, PassTokens
 from verl.workers.packing.packed_batch import (
     PackedBatch,
     ResponseTokens,
@@ -55,7 +52,6 @@ from verl.workers.packing.packed_batch import (
     pack_shared_prompts,
 )
 from verl.workers.packing.row_forward import RowForward
-from verl.workers.packing.row_routes import RoutedTokens, pack_routes
 from verl.workers.packing.sp_rows import SPRows
 from verl.workers.packing.vision_features import FrozenTower
 
@@ -63,7 +59,7 @@ logger = get_logger(__name__)
 
 # what `PackedForward` reads of a batch
 FORWARD_KEYS = ["input_ids", "attention_mask", "position_ids", "responses", "loss_mask"]
-OBJECT_KEYS = ["uid", "context_starts", *MEDIA_KEYS, ENGINE_ROUTES, OLD_ROUTES]
+OBJECT_KEYS = ["uid", "context_starts", *MEDIA_KEYS]
 
 
 class ModelInputs(NamedTuple):
@@ -110,13 +106,8 @@ class PackedForward(RowForward):
             logger.warning("prompts are not shared: model=%s reason=%s", config.model_type, reason)
         self.shares_prompts = share_prompt and reason is None
 
-    @cached_property
-    def routing(self) -> Routing | None:
-        return Routing.of(self.model, self.config)
-
-    @cached_property
-    def choices(self) -> ExpertChoices:
-        return ExpertChoices(self.model)
+    def routers(self) -> list[Router]:
+        return routers_of(self.model)
 
     def media_tokens(self, batch: DataProto) -> list[int]:
         ids = batch.batch["input_ids"]
@@ -207,10 +198,9 @@ class PackedForward(RowForward):
         return self._values_at(*to_device((inputs.arguments, rows), self.device))
 
     @torch.no_grad()
-    def expert_choices(self, micro: DataProto) -> Tensor:
-        with self.counting_choices() as counts:
-            self._run(to_device(self._inputs(micro).arguments, self.device), lambda _: None)
-        return counts[0]
+    def run(self, micro: DataProto) -> None:
+        """Run the model for its observers only."""
+        self._run(to_device(self._inputs(micro).arguments, self.device), lambda _: None)
 
     def _values_at(self, arguments: dict[str, Any], rows: SPRows) -> Tensor:
         return rows.gather(self._run(arguments, lambda logits: logits.values(rows.local)))
@@ -222,54 +212,24 @@ class PackedForward(RowForward):
         # the arguments are those of another model, whose media features this model cannot use
         if "media_features" in arguments:
             arguments = to_device(self._inputs(micro).arguments, self.device)
+        arguments = {name: value for name, value in arguments.items() if name != "observed"}
         return self._run(arguments, lambda logits: logits.head_logits(rows.local, temperature))
 
     def _run(self, arguments: dict[str, Any], read: Callable[[DeferredLogits], Any]) -> Any:
         # `read` runs inside the forward pass, where FSDP keeps the head gathered
-        routed: RoutedTokens | None = arguments.get("routed")
-        arguments = {name: value for name, value in arguments.items() if name != "routed"}
-        if routed is None:
+        arguments = dict(arguments)
+        observed: ObservedPass | None = arguments.pop("observed", None)
+        if observed is None:
             return self.model(**arguments, read=read)
-        with self._counting(routed.owners), self._observing(routed):
-            return self.model(**arguments, read=read)
-
-    @contextmanager
-    def _counting(self, owners: TokenOwners) -> Iterator[None]:
-        trains, counts = torch.is_grad_enabled(), self._choices
-        if self.routing is None or not (self.records_routes if trains else counts is not None):
-            yield
-            return
-        keeps_logits = trains and self.keeps_router_logits
-        with self.routing.recording(owners.weights, keeps_logits=keeps_logits, by_token=not trains) as routes:
-            yield
-        if trains:
-            self.routes.append(routes)
-        elif counts is not None:
-            assert routes.by_token is not None, "requested"
-            counts.append(self._row_sums(routes.by_token, owners))
-
-    @contextmanager
-    def _observing(self, routed: RoutedTokens) -> Iterator[None]:
-        observed = self._observed
-        if observed is None or (routed.given is None and not observed.records):
-            yield
-            return
-        replays = observed.use is not None and observed.use.replays
-        with self.choices.running(ChoicePass(routed.given, replays, observed.records)) as found:
-            yield
-        if found.matches is not None:
-            numbers = torch.stack([found.matches, found.known()], 1)  # (n, 2)
-            observed.matches.append(self._row_sums(numbers, routed.owners))
-        if observed.records:
-            observed.routes.append(routed.tokens.gather(found.routes()[routed.tokens.local]))  # (M, L, k)
-
-    def _row_sums(self, by_token: Tensor, owners: TokenOwners) -> Tensor:
-        # (n, values) of this rank's tokens to (rows, values)
-        sums = by_token.new_zeros(owners.num_rows, by_token.shape[-1])
-        sums.index_add_(0, owners.rows, by_token[owners.local])
-        if owners.is_divided:
-            dist.all_reduce(sums, group=self.sp.group)
-        return sums
+        with ExitStack() as stack:
+            watched = [
+                stack.enter_context(observer.watching(observed.tokens, inputs))
+                for observer, inputs in zip(self.observers, observed.inputs, strict=True)
+            ]
+            result = self.model(**arguments, read=read)
+        for columns in watched:
+            self._columns.update(columns)
+        return result
 
     def _inputs(self, micro: DataProto) -> ModelInputs:
         packed, media_rows = self._with_media(self._pack(micro), micro)
@@ -286,29 +246,22 @@ class PackedForward(RowForward):
             arguments["packed_layout"] = PackedLayout.of(packed.cu_seqlens, self.device, blocks)
         if media_rows:
             arguments |= self._media(media_rows, micro, packed.input_ids, plan)
-        if self.routing is not None:
-            arguments["routed"] = self._routed(packed, plan, micro)
+        if self.observers:
+            arguments["observed"] = self._observed(packed, plan, micro)
         return ModelInputs(arguments, packed.positions, plan)
 
-    def _routed(self, packed: PackedBatch, plan: ShardPlan | None, micro: DataProto) -> RoutedTokens:
+    def _observed(self, packed: PackedBatch, plan: ShardPlan | None, micro: DataProto) -> ObservedPass:
         mask = micro.batch["attention_mask"]
         rows, columns = mask.nonzero(as_tuple=True)
-        own = SPRows.of(packed.positions[rows, columns], plan, self.sp)
+        tokens = SPRows.of(packed.positions[rows, columns], plan, self.sp)
         held = len(packed.input_ids) if plan is None else len(plan.local)
-        weights = torch.bincount(own.local, minlength=held)
-        owners = TokenOwners(own.select(rows), own.local, weights, len(mask), plan is not None)
-        return RoutedTokens(owners, own, self._given_routes(packed, plan, micro))
-
-    def _given_routes(self, packed: PackedBatch, plan: ShardPlan | None, micro: DataProto) -> Tensor | None:
-        use = None if self._observed is None else self._observed.use
-        rows = None if use is None else micro.non_tensor_batch.get(use.column)
-        if rows is None:
-            return None
-        mask, positions = micro.batch["attention_mask"], packed.positions
-        routes = pack_routes(list(rows), mask, positions, len(packed.input_ids), self.choices.no_routes)
-        if plan is None:
-            return routes
-        return routes[plan.local].masked_fill(plan.is_padding[:, None, None], unrouted(routes.dtype))
+        weights = torch.bincount(tokens.local, minlength=held)
+        where = PackedRows(mask, packed.positions, len(packed.input_ids), plan)
+        response_length = micro.batch["responses"].shape[1] if "responses" in micro.batch else 0
+        return ObservedPass(
+            PassTokens(mask, response_length, tokens, tokens.select(rows), weights),
+            tuple(observer.inputs(micro, where) for observer in self.observers),
+        )
 
     def _media(
         self, rows: list[MediaRow], micro: DataProto, input_ids: Tensor, plan: ShardPlan | None

@@ -2,19 +2,19 @@
 """Interface of a forward pass to an update, whatever the rows are: packed tokens, or steps of a sampler."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from verl.distributed.sequence_parallel import SequenceParallel
 from verl.models.fused_log_probs import TokenLogProbs
-from verl.models.mixture.routing import Routes, Routing
+from verl.models.mixture.routing import Router
 from verl.protocol import DataProto
-from verl.workers.packing.row_routes import RouteUse, RowRoutes
+from verl.workers.packing.observers import Columns, ForwardObserver
 from verl.workers.packing.sp_strategy import StrategyPlanner
 
 
@@ -25,19 +25,17 @@ class RowForward(ABC):
         keys: Columns of tensors that it reads, with `attention_mask` and `loss_mask`.
         object_keys: Columns of objects that it reads.
         shares_prompts: True if it runs a prompt once for all of its rows.
-        records_routes: True if passes with gradient leave their routes in `routes`.
-        keeps_router_logits: True if these have the gates' gradients.
+        observers: Watch every pass.
     """
 
     keys: ClassVar[Sequence[str]]
     object_keys: ClassVar[Sequence[str]]
-    shares_prompts = records_routes = keeps_router_logits = False
-    _choices: list[Tensor] | None = None  # collected while it is a list
-    _observed: RowRoutes | None = None
+    shares_prompts = False
 
     def __init__(self, model: nn.Module, device: torch.device | str, sp: SequenceParallel) -> None:
         self.model, self.device, self.sp = model, device, sp
-        self.routes: list[Routes] = []
+        self.observers: list[ForwardObserver] = []
+        self._columns: Columns = {}
 
     @abstractmethod
     def log_probs(
@@ -51,6 +49,10 @@ class RowForward(ABC):
     ) -> TokenLogProbs:
         """Compute log-probs where `loss_mask` is one, (B, R) float32, and what is requested."""
 
+    def run(self, micro: DataProto) -> None:
+        """Run the model without gradients, for its observers only."""
+        raise NotImplementedError(f"{type(self).__name__} has no observers")
+
     def parts(self, micro: DataProto) -> Sequence[DataProto]:
         """Divide a micro batch into passes with a gradient of their own; every rank has as many."""
         return [micro]
@@ -59,38 +61,20 @@ class RowForward(ABC):
         """(B,) media tokens of each row that the model itself encodes."""
         return [0] * len(batch)
 
-    @property
-    def routing(self) -> Routing | None:
-        """None for a dense model."""
-        return None
-
     @cached_property
     def planner(self) -> StrategyPlanner:
         return StrategyPlanner(self.sp.size)
 
-    def expert_choices(self, micro: DataProto) -> Tensor:
-        """(B, E) float32: how often the tokens of each sequence choose each expert, over all layers."""
-        raise NotImplementedError(f"{type(self).__name__} runs no mixture of experts")
-
-    @property
-    def num_routers(self) -> int:
-        """Layers that choose experts."""
-        return 0 if self.routing is None else len(self.routing.routers)
+    def routers(self) -> list[Router]:
+        """Return the modules that choose experts; none for a dense model."""
+        return []
 
     @contextmanager
-    def observing_routes(self, use: RouteUse | None, *, records: bool = False) -> Iterator[RowRoutes]:
-        """Compare or replay the rows' routes in the passes of the block, or record the used ones."""
-        self._observed = RowRoutes(use, records)
+    def observed_by(self, observers: Iterable[ForwardObserver]) -> Iterator[Columns]:
+        """Have more observers watch the pass in the block; yield the columns that it leaves."""
+        before = self.observers, self._columns
+        self.observers, self._columns = [*self.observers, *observers], {}
         try:
-            yield self._observed
+            yield self._columns
         finally:
-            self._observed = None
-
-    @contextmanager
-    def counting_choices(self) -> Iterator[list[Tensor]]:
-        """Collect the `expert_choices` of the passes without gradients in the block."""
-        self._choices = []
-        try:
-            yield self._choices
-        finally:
-            self._choices = None
+            self.observers, self._columns = before

@@ -2,7 +2,6 @@
 """Log-probs and loss of the policy, on one data-parallel rank; the reference uses the same class."""
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -14,11 +13,11 @@ from verl.algorithms.kl import KLLoss
 from verl.algorithms.policy_losses import POLICY_LOSSES
 from verl.algorithms.rollout_correction import RolloutCorrection
 from verl.algorithms.token_selection import selection_of
-from verl.batch_keys import OLD_ROUTES, ROUTE_MATCHES, TEACHER_KEYS, TEACHER_MEDIA
+from verl.batch_keys import OLD_ROUTES, ROUTE_MATCHES, ROUTES, TEACHER_KEYS, TEACHER_MEDIA
 from verl.config.worker import ActorConfig
 from verl.protocol import DataProto
+from verl.workers.packing.observers import OBSERVERS, ForwardObserver
 from verl.workers.packing.row_forward import RowForward
-from verl.workers.packing.row_routes import column_of, pad_routes
 from verl.workers.roles.loss_terms import (
     ENTROPY,
     LOSS_TERMS,
@@ -31,7 +30,7 @@ from verl.workers.roles.loss_terms import (
     sum_terms,
     with_masks,
 )
-from verl.workers.roles.routers import CHOICES, RouterReplay
+from verl.workers.roles.routers import CHOICES, RouterReplay, column_of
 from verl.workers.roles.token_selection import MiniBatchSelection
 from verl.workers.roles.updater import MicroBatch, MiniBatch, Training, Updater, compute_columns
 
@@ -99,20 +98,17 @@ class DataParallelPPOActor:
         self.replay: RouterReplay | None = None  # None: a dense model, or one that is never updated
         self.selection: MiniBatchSelection | None = None
         self.terms: list[LossTerm] = []
+        self.observers: list[ForwardObserver] = []  # of files
         if training is not None:
-            if forward.routing is not None:
-                self.replay = RouterReplay(config.router_replay)
+            if forward.routers():
+                self.replay = RouterReplay(config.router_replay, forward.model)
             loss_type = REINFORCE if training.is_reinforce else config.loss_type
             self.terms = _terms(config, training, loss_type)
+            self.observers = [OBSERVERS[spec](forward.model) for spec in config.observers]
             self.updater = Updater("actor", config, forward, group, training, config.ppo_epochs)
             choose = selection_of(loss_type, POLICY_LOSSES[loss_type])
             if choose is not None:
                 self.selection = MiniBatchSelection(config, forward, group, choose)
-
-    @property
-    def balances(self) -> bool:
-        """True if the update has a router's balance loss."""
-        return self.training is not None and self.updater.balance.coef > 0
 
     @property
     def reads_reference(self) -> bool:
@@ -140,34 +136,33 @@ class DataParallelPPOActor:
             The columns of this pass, on CPU: log-probs as `column`, `sum_squared_probs` and `full_kl` if
             requested; of a mixture what its update reads, `expert_choices`, `route_matches`, `old_routes`.
         """
-        replay, forward = self.replay, self.forward
-        use = None if replay is None else replay.in_old_pass(batch)
-        records = replay is not None and replay.records
+        observers = self._observers_of_old_pass(batch)
 
         def columns(micro_batch: DataProto) -> dict[str, Tensor]:
-            with (
-                forward.counting_choices() if self.balances else nullcontext([]) as counts,
-                forward.observing_routes(use, records=records) as observed,
-            ):
-                result = forward.log_probs(
+            with self.forward.observed_by(observers) as observed:
+                result = self.forward.log_probs(
                     micro_batch, temperature, with_sum_squares=with_sum_squares, reference=reference
                 )
-            mask = micro_batch.batch["attention_mask"]
             found = {
-                column: result.log_probs,  # (b, R)
-                "sum_squared_probs": result.sum_squared_probs,  # (b, R)
-                "full_kl": result.kl,  # (b, R)
-                CHOICES: next(iter(counts), None),  # (b, E)
-                ROUTE_MATCHES: next(iter(observed.matches), None),  # (b, 2)
-                OLD_ROUTES: next((pad_routes(each.cpu(), mask) for each in observed.routes), None),
+                column: result.log_probs,
+                "sum_squared_probs": result.sum_squared_probs,
+                "full_kl": result.kl,
+                **observed,
             }
             return {name: values for name, values in found.items() if values is not None}
 
-        found = compute_columns(self.config, forward, self.group, batch, columns)
-        routes, objects = found.pop(OLD_ROUTES, None), {}  # (B, T, layers x k)
-        if routes is not None:
-            objects[OLD_ROUTES] = column_of(routes, batch.batch["attention_mask"], forward.num_routers)
+        read = [name for observer in observers for name in observer.reads]
+        found = compute_columns(self.config, self.forward, self.group, batch, columns, read)
+        objects = {}
+        if OLD_ROUTES in found:
+            objects[OLD_ROUTES] = column_of(found.pop(OLD_ROUTES), batch.batch["attention_mask"])
         return DataProto.from_dict(found, objects)
+
+    def _observers_of_old_pass(self, batch: DataProto) -> list[ForwardObserver]:
+        if self.training is None:
+            return []
+        replaying = [] if self.replay is None else self.replay.in_old_pass(batch)
+        return [*self.updater.balance.counters(), *replaying, *self.observers]
 
     def update(
         self, batch: DataProto, temperature: float, *, entropy_coef: float | None = None, seed: int = 0
@@ -188,17 +183,22 @@ class DataParallelPPOActor:
         terms = [replace(term, coef=-coef) if term.name == ENTROPY else term for term in self.terms]
         updater, columns = self.updater, None
         rows = with_masks(self._read_by_update(batch), terms)
-        use, agreement = (None, "") if self.replay is None else self.replay.in_update(rows)
+        replaying = [] if self.replay is None else self.replay.in_update(rows)
+        observers = [*replaying, *self.observers]
         mini_batches = updater.mini_batches(rows, [term.mask_column for term in terms])
         for number, mini_batch in enumerate(mini_batches, 1):
             if self.selection is not None:
                 selected = self.selection.add_to(mini_batch.batch, temperature, seed * 1_000_003 + number)
                 mini_batch = replace(mini_batch, batch=selected)
             for micro_batch in mini_batch.micro_batches():
-                with self.forward.observing_routes(use) as observed:
+                with self.forward.observed_by(observers) as observed:
                     loss = self._loss(terms, micro_batch, mini_batch, temperature)
-                for matches in observed.matches:
-                    mini_batch.metrics.add_shares(agreement, *matches.sum(0))
+                if self.replay is not None and ROUTE_MATCHES in observed:
+                    matches = observed.pop(ROUTE_MATCHES).sum(0)
+                    mini_batch.metrics.add_shares(self.replay.metric(rows), *matches)
+                for name, values in observed.items():
+                    mask = micro_batch.tensors["loss_mask"]
+                    mini_batch.metrics.add_mean(f"actor/{name}", values, mask)
                 updater.backward(loss)
             updater.step()
             if "old_log_probs" not in batch.batch:
@@ -213,7 +213,7 @@ class DataParallelPPOActor:
     def _read_by_update(self, batch: DataProto) -> DataProto:
         keys = [*self.forward.keys, "advantages", *needed_columns(self.terms, batch)]
         keys += [key for key in OPTIONAL_KEYS if key in batch.batch]
-        objects = [key for key in (TEACHER_MEDIA,) if key in batch.non_tensor_batch]
+        objects = [key for key in (TEACHER_MEDIA, *ROUTES) if key in batch.non_tensor_batch]
         return batch.select(list(dict.fromkeys(keys)), [*self.forward.object_keys, *objects])
 
     def _loss(

@@ -14,19 +14,27 @@ Replay (`worker.actor.router_replay`):
 
 The reference and the critic always choose for themselves, since their weights differ. So does a token whose
 experts are unknown, such as the last one of a response, which no engine ever runs.
+
+A row holds its routes as a tensor (tokens, L, k), of its prompt and response without padding.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from verl.batch_keys import ENGINE_ROUTES, OLD_ROUTES, ROUTE_MATCHES
-from verl.models.mixture.routing import balance_loss
+from verl.batch_keys import ENGINE_ROUTES, OLD_ROUTES, ROUTE_MATCHES, BatchError
+from verl.models.mixture.routes import unrouted
+from verl.models.mixture.routing import ChoicePass, ExpertChoices, Routes, Routing, balance_loss
 from verl.protocol import DataProto
+from verl.utils.plain_data import objects
+from verl.workers.packing.observers import Columns, ForwardObserver, PackedRows, PassTokens
 from verl.workers.packing.row_forward import RowForward
-from verl.workers.packing.row_routes import RouteUse
 from verl.workers.roles.metric_sums import MetricSums
 
 CHOICES = "expert_choices"  # (B, E) of a batch
@@ -38,8 +46,23 @@ ROUTE_AGREEMENT = "moe/route_agreement"  # of the engine and the trainer, before
 REPLAY_AGREEMENT = "moe/replay_agreement"  # of the replayed routes and the update
 
 
-class RouterBalance:
-    """Adds the balance loss to the losses of micro batches."""
+class ChoiceCounter(ForwardObserver):
+    """Leaves `CHOICES` (b, E) float32: how often a row's tokens choose each expert, over all layers."""
+
+    def __init__(self, routing: Routing) -> None:
+        self.routing = routing
+
+    @contextmanager
+    def watching(self, tokens: PassTokens, inputs: None) -> Iterator[Columns]:
+        columns: Columns = {}
+        with self.routing.recording(tokens.weights, by_token=True) as routes:
+            yield columns
+        assert routes.by_token is not None, "requested"
+        columns[CHOICES] = tokens.row_sums(routes.by_token)
+
+
+class RouterBalance(ForwardObserver):
+    """Adds the balance loss to the losses of micro batches; watches the passes with gradients."""
 
     def __init__(
         self,
@@ -50,10 +73,31 @@ class RouterBalance:
         ranks: int = 1,  # that the experts of a layer are divided over
     ) -> None:
         self.role, self.forward, self.group, self.coef, self.ranks = role, forward, group, coef, ranks
-        assert forward.routing is not None or not coef, "checked when the model was built"
-        forward.records_routes = forward.routing is not None
-        forward.keeps_router_logits = coef > 0
+        self.routing = Routing.of(forward.model, forward.model.config) if forward.routers() else None
+        self.routes: list[Routes] = []  # of the passes of a micro batch
+        assert self.routing is not None or not coef, "checked when the model was built"
+        if self.routing is not None:
+            forward.observers.append(self)
         self.choices: Tensor | None = None  # (E,) of the mini batch; None: of the next micro batch
+
+    @contextmanager
+    def watching(self, tokens: PassTokens, inputs: None) -> Iterator[Columns]:
+        if self.routing is None or not torch.is_grad_enabled():
+            yield {}
+            return
+        with self.routing.recording(tokens.weights, keeps_logits=self.coef > 0) as routes:
+            yield {}
+        self.routes.append(routes)
+
+    def counters(self) -> list[ChoiceCounter]:
+        """Return the observer of what the loss must know before an update; none without a loss."""
+        return [ChoiceCounter(self.routing)] if self.routing is not None and self.coef else []
+
+    def count_choices(self, micro: DataProto) -> Columns:
+        """Run a micro batch for its `expert_choices` only."""
+        with self.forward.observed_by(self.counters()) as columns:
+            self.forward.run(micro)
+        return columns
 
     def total(self, parts: Sequence[DataProto]) -> list[Tensor]:
         """Sum `expert_choices` (B, E) of each mini batch over all ranks; collective."""
@@ -64,7 +108,7 @@ class RouterBalance:
 
     def add_to(self, loss: Tensor, metrics: MetricSums) -> Tensor:
         """Add this rank's part to the loss of the micro batch whose forward pass has just run."""
-        routes, self.forward.routes = self.forward.routes, []
+        routes, self.routes = self.routes, []
         if not routes:
             return loss
         for each in routes:
@@ -84,32 +128,115 @@ class RouterBalance:
         return loss + self.coef * balance
 
 
+class RouteUse(NamedTuple):
+    """A column of routes, and what a pass does with it."""
+
+    column: str
+    replays: bool  # else it compares only
+
+
+class RouteObserver(ForwardObserver):
+    """Compares or replays the routes of rows, and records the routes of a pass.
+
+    It leaves `ROUTE_MATCHES` (b, 2) float32 where the rows have routes, and, if it records, `OLD_ROUTES`
+    (b, T, L, k) on CPU, `unrouted` on padding.
+    """
+
+    def __init__(self, choices: ExpertChoices, use: RouteUse | None, *, records: bool = False) -> None:
+        self.choices, self.use, self.records = choices, use, records
+        self.reads = () if use is None else (use.column,)
+
+    def inputs(self, micro: DataProto, packed: PackedRows) -> Tensor | None:
+        """(n, L, k) routes of this rank's tokens; None if the rows have none."""
+        rows = None if self.use is None else micro.non_tensor_batch.get(self.use.column)
+        if rows is None:
+            return None
+        routes = pack_routes(list(rows), packed, self.choices.no_routes)
+        if packed.plan is None:
+            return routes
+        plan = packed.plan
+        return routes[plan.local].masked_fill(plan.is_padding[:, None, None], unrouted(routes.dtype))
+
+    @contextmanager
+    def watching(self, tokens: PassTokens, inputs: Tensor | None) -> Iterator[Columns]:
+        columns: Columns = {}
+        if inputs is None and not self.records:
+            yield columns
+            return
+        replays = self.use is not None and self.use.replays
+        with self.choices.running(ChoicePass(inputs, replays, self.records)) as found:
+            yield columns
+        if found.matches is not None:
+            columns[ROUTE_MATCHES] = tokens.row_sums(torch.stack([found.matches, found.known()], 1))
+        if self.records:
+            routes = found.routes()
+            columns[OLD_ROUTES] = tokens.padded(routes, unrouted(routes.dtype)).cpu()
+
+
+def pack_routes(rows: Sequence[Tensor | None], packed: PackedRows, like: Tensor) -> Tensor:
+    """Pack the routes of padded rows: (length, L, k), `unrouted` where nothing is known.
+
+    Args:
+        rows: (tokens, L, k) each; None: not known.
+        packed: A token of a shared prompt has its first row's routes.
+        like: (0, L, k) of the dtype.
+    """
+    routes = like.new_full((packed.length, *like.shape[1:]), unrouted(like.dtype))
+    for row in reversed(range(len(rows))):
+        known = rows[row]
+        if known is None:
+            continue
+        places = packed.positions[row][packed.mask[row].bool()]
+        if known.shape != (len(places), *like.shape[1:]) or known.dtype != like.dtype:
+            raise BatchError(
+                f"row {row} of {len(places)} tokens has routes {known.dtype} {tuple(known.shape)}, and the"
+                f" model's are {like.dtype} {(len(places), *like.shape[1:])}"
+            )
+        routes[places] = known
+    return routes
+
+
+def column_of(padded: Tensor, mask: Tensor) -> np.ndarray:
+    """Return the column of routes (b, T, L, k): an object array of (tokens, L, k)."""
+    return objects(routes[keep] for routes, keep in zip(padded, mask.bool(), strict=True))
+
+
 class RouterReplay:
     """The columns of routes that each pass of the policy reads, and what it does with them."""
 
-    def __init__(self, mode: str) -> None:
-        self.mode = mode
+    def __init__(self, mode: str, model: Any) -> None:
+        self.mode, self.model = mode, model
         self.records = mode == "r2"  # the pass before the update
 
-    def in_old_pass(self, batch: DataProto) -> RouteUse | None:
-        """Return the routes that the pass before the update reads."""
-        self._check(batch)
-        return RouteUse(ENGINE_ROUTES, self.mode == "r3") if _has(batch, ENGINE_ROUTES) else None
+    @cached_property
+    def choices(self) -> ExpertChoices:
+        return ExpertChoices(self.model)
 
-    def in_update(self, batch: DataProto) -> tuple[RouteUse | None, str]:
-        """Return the routes that the update reads, and the name of their metric.
+    def in_old_pass(self, batch: DataProto) -> list[ForwardObserver]:
+        """Return the observer of the pass before the update; none if it has nothing to do."""
+        self._check(batch)
+        use = RouteUse(ENGINE_ROUTES, self.mode == "r3") if _has(batch, ENGINE_ROUTES) else None
+        return self._observers(use, self.records)
+
+    def in_update(self, batch: DataProto) -> list[ForwardObserver]:
+        """Return the observer of the update.
 
         An update without a pass before it replays nothing with r2: its own choices are the old ones.
         """
         self._check(batch)
         column = OLD_ROUTES if self.records else ENGINE_ROUTES
-        is_compared = ROUTE_MATCHES in batch.batch
         if self.mode != "off" and _has(batch, column):
-            name = REPLAY_AGREEMENT if self.records or is_compared else ROUTE_AGREEMENT
-            return RouteUse(column, True), name
-        if _has(batch, ENGINE_ROUTES) and not is_compared:
-            return RouteUse(ENGINE_ROUTES, False), ROUTE_AGREEMENT
-        return None, ""
+            return self._observers(RouteUse(column, True))
+        is_compared = ROUTE_MATCHES in batch.batch or not _has(batch, ENGINE_ROUTES)
+        return self._observers(None if is_compared else RouteUse(ENGINE_ROUTES, False))
+
+    def metric(self, batch: DataProto) -> str:
+        """Return the name of what the update's matches are."""
+        replays_own = self.records and _has(batch, OLD_ROUTES)
+        return REPLAY_AGREEMENT if replays_own or ROUTE_MATCHES in batch.batch else ROUTE_AGREEMENT
+
+    def _observers(self, use: RouteUse | None, records: bool = False) -> list[ForwardObserver]:
+        return [RouteObserver(self.choices, use, records=records)] if use or records else []
 
     def _check(self, batch: DataProto) -> None:
         if self.mode == "r3" and not _has(batch, ENGINE_ROUTES):

@@ -166,10 +166,9 @@ class Updater:
             return batch
         if len(batch) == self.mini_batch_rows and self.ppo_epochs == 1 and len(self._schedule(batch)) == 1:
             return batch
-        choices = compute_experience(
-            self.config, self.forward, self.group, batch, self.forward.expert_choices
+        return batch.merge(
+            compute_columns(self.config, self.forward, self.group, batch, self.balance.count_choices)
         )
-        return batch.merge({CHOICES: choices})
 
     def backward(self, loss: Tensor) -> None:
         # Gradients are reduced over ranks every time: keeping them until the last micro batch would hold an

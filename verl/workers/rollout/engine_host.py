@@ -14,7 +14,7 @@ from verl.distributed.device import is_gpu
 from verl.models.families.registry import is_named, media_family_of
 from verl.models.hub_names import meta_model
 from verl.models.layer_configs import experts_per_layer
-from verl.models.mixture.choices import replay_obstacle
+from verl.models.mixture.routing import replay_obstacle
 from verl.protocol import DataProto
 from verl.workers.continued_sampling import ContinuedSampling
 from verl.workers.conversations.agent_driver import AgentDriver

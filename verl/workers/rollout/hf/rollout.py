@@ -23,7 +23,7 @@ from verl.models.auto import AutoProcessor, AutoTokenizer
 from verl.models.families.interface import MediaFamily, MediaShape, Medium
 from verl.models.families.registry import family_of, media_family_of
 from verl.models.hub_names import auto_class
-from verl.models.mixture.choices import ChoicePass, ExpertChoices
+from verl.models.mixture.routing import ChoicePass, ExpertChoices
 from verl.workers.model_builder import read_config
 from verl.workers.rollout.hf.batches import PreparedPrompt, RunningBatch, padded_tokens
 from verl.workers.rollout.interface import (
