@@ -14,6 +14,7 @@ from verl.config.rollout import COLLECTIVE, OBJECT_STORE, RolloutConfig
 from verl.config.sft import SFTConfig
 from verl.config.trainer import RunConfig, TrainerConfig
 from verl.planning.device_defaults import runs_on_gpu
+from verl.planning.step_needs import StepNeeds
 
 
 class PlanLine(NamedTuple):
@@ -57,8 +58,8 @@ def make_plan(config: PPOConfig, dataset_size: int | None = None) -> StepPlan:
     sequences, mini_batch = prompts * rollout.n, actor.global_batch_size * rollout.n
     size = actor.micro_batch_size_per_device_for_experience
     log_probs = _micro_batches(actor, sequences // dp_size, size)
-    log_prob_models = [] if config.algorithm.rollout_correction.bypass_mode else ["actor"]
-    log_prob_models += ["reference"] if config.algorithm.use_reference else []
+    needs = StepNeeds.of(config)
+    passes = [*(["actor"] if needs.old_pass else []), *(["reference"] if needs.ref_pass else [])]
     models = [*config.models, *(f"teacher {name}" for name in config.distillation.loaded)]
     engine = f"{rollout.name}, tensor parallel {rollout.tensor_parallel_size}"
     responses = f"{rollout.n} responses to a prompt, {max_length} tokens at most"
@@ -76,7 +77,7 @@ def make_plan(config: PPOConfig, dataset_size: int | None = None) -> StepPlan:
         PlanLine("prompts", str(prompts), _share(prompts, config.num_engines), "per engine"),
         PlanLine("rollout calls", str(prompts // config.loader_batch_size)),
         PlanLine("sequences", str(sequences), _share(sequences, dp_size), responses),
-        PlanLine("log-prob micro batches", "", log_probs, " and ".join(log_prob_models)),
+        *([PlanLine("log-prob micro batches", "", log_probs, " and ".join(passes))] if passes else []),
         PlanLine("mini batches", str(sequences // mini_batch), "", f"{actor.global_batch_size} prompts each"),
         PlanLine("sequences in a mini batch", str(mini_batch), _share(mini_batch, dp_size)),
         _update_line("micro batches in a mini batch", actor, mini_batch // dp_size, max_length),
