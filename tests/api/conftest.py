@@ -4,22 +4,22 @@
 import os
 
 import pytest
-import ray
 import yaml
 
 from tests.helpers.fine_tuning import arguments_for, write_conversations
 from tests.helpers.quickstart import make_folder
 from tests.helpers.training import quickstart_arguments
-from verl.single_controller.ray.cluster import connect
+from tests.helpers.warm_runs import cool_down, warm_processes
 
 
 @pytest.fixture(scope="package")
 def ray_session():
     """A cluster that this process has joined before any run does; the next package finds none."""
     os.environ.setdefault("RAY_ADDRESS", "local")
-    connect(num_cpus=4)
-    yield
-    ray.shutdown()
+    cool_down()
+    with warm_processes():
+        yield
+    cool_down()
 
 
 @pytest.fixture(scope="session")

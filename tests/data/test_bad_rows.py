@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from tests.data.test_rl_dataset import open_media, write
-from tests.helpers.hostile_images import ENDINGS, save_hostile
+from tests.helpers.endings import ENDINGS
+from tests.helpers.hostile_images import save_hostile
 from tests.helpers.media import save_image
 from verl.data.bad_rows import BadRow, BadRowReport
 from verl.models.tiny import save_tiny_model

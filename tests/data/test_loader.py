@@ -13,9 +13,10 @@ import psutil
 import pytest
 from PIL import Image
 
+from tests.helpers.endings import ENDINGS
 from tests.helpers.file_server import FileServer
 from tests.helpers.films import save_film
-from tests.helpers.hostile_images import ENDINGS, HostileRows, save_hostile
+from tests.helpers.hostile_images import HostileRows, save_hostile
 from tests.helpers.media import image_bytes, save_image
 from verl.config.ppo import PPOConfig
 from verl.data.loader import PromptLoader, make_loaders

@@ -4,31 +4,14 @@
 A custom decoder, because decoders get fixed: a file that crashes one today may not crash it tomorrow.
 """
 
-import ctypes
-import faulthandler
-import os
-import signal
-import time
 from pathlib import Path
 
 from PIL import Image, ImageFile
 
+from tests.helpers.endings import do
 from verl.data.rl_dataset import RLHFDataset
 
 MARK = b"HOSTILE"
-ACTIONS = {
-    "abort": os.abort,
-    "segfault": lambda: ctypes.string_at(0),
-    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "hang": lambda: time.sleep(1000),
-}
-ENDINGS = {"abort": "SIGABRT", "segfault": "SIGSEGV", "kill": "SIGKILL"}
-
-
-def do(action: str) -> None:
-    """Perform an action without printing a stack."""
-    faulthandler.disable()
-    ACTIONS[action]()
 
 
 class HostileImage(ImageFile.ImageFile):

@@ -4,12 +4,17 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+from tests.helpers.warm_runs import run_warm
 from verl.logger.file import read_log
+from verl.trainer.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICKSTART = ROOT / "examples" / "quickstart"
+COMMANDS = {"verl.trainer.sft.command": "verl.trainer.sft"}  # others are run as their own module
 
 SMALL = [
     "data.rollout_batch_size=4",
@@ -41,17 +46,27 @@ def quickstart_arguments(folder: Path, model: Path, *overrides: str) -> list[str
     ]
 
 
-def start_training(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess:
-    """Run `python3 -m verl.trainer.main` to its end; return its output and exit status."""
+def start_training(
+    *arguments: str,
+    env: dict[str, str] | None = None,
+    apart: bool = False,
+    main: Callable[[Sequence[str]], int] = main,
+) -> subprocess.CompletedProcess:
+    """Run the command of a `main` function to its end; return its output and exit status.
+
+    It runs in this process, as `warm_runs` says, unless it gets an environment or is `apart`.
+    """
+    if env is None and not apart:
+        return run_warm(main, arguments)
     return subprocess.run(
-        [sys.executable, "-m", "verl.trainer.main", *arguments],
+        [sys.executable, "-m", COMMANDS.get(main.__module__, main.__module__), *arguments],
         cwd=ROOT, env=os.environ | (env or {}), capture_output=True, text=True, timeout=400,
     )  # fmt: skip
 
 
-def train(output: Path, *arguments: str, env: dict[str, str] | None = None) -> dict[int, dict[str, float]]:
-    """Run the trainer into the folder `output` and return the metrics of each step."""
-    finished = start_training(*arguments, f"trainer.save_checkpoint_path={output}", env=env)
+def train(output: Path, *arguments: str, **how: Any) -> dict[int, dict[str, float]]:
+    """Run the trainer into the folder `output`, see `start_training`; return the metrics of each step."""
+    finished = start_training(*arguments, f"trainer.save_checkpoint_path={output}", **how)
     text = finished.stderr[-6000:] + finished.stdout[-2000:]
     assert finished.returncode == 0, text
     assert "states are lost" not in text  # the tools' processes end after their last use, and not before

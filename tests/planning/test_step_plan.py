@@ -52,7 +52,9 @@ def test_the_numbers_of_a_step_follow_from_the_sizes():
 
 def test_the_plan_names_the_passes_before_the_update_that_a_step_has():
     config = make_config(max_steps=7)
-    actor = replace(config.worker.actor, global_batch_size=32, ppo_epochs=1)  # one update, which needs no pass
+    actor = replace(
+        config.worker.actor, global_batch_size=32, ppo_epochs=1
+    )  # one update, which needs no pass
     algorithm = replace(config.algorithm, use_kl_loss=True)
     config = replace(config, worker=replace(config.worker, actor=actor), algorithm=algorithm)
     alone = replace(config, algorithm=replace(config.algorithm, disable_kl=True))

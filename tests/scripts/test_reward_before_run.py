@@ -7,6 +7,7 @@ import re
 import pytest
 import ray
 
+from tests.helpers.warm_runs import cool_down
 from verl.config.ppo import PPOConfig
 from verl.config.schema import load_config
 from verl.trainer import reward_trial
@@ -72,6 +73,7 @@ def test_the_scores_of_the_samples_are_one_line_of_the_log(reward, caplog, kind)
 def test_a_function_that_fails_everywhere_ends_the_command_before_ray_starts(
     reward, capsys, monkeypatch, statement, on_failure, reason
 ):
+    cool_down()
     monkeypatch.setattr(reward_trial, "MARGIN_S", 60.0)
     limits = ["worker.reward.timeout_s=1", f"worker.reward.on_failure={on_failure}"]
     arguments, num_calls = reward(statement, *limits, "worker.reward.max_failure_ratio=1")

@@ -2,6 +2,7 @@
 import pytest
 import ray
 
+from tests.helpers.warm_runs import cool_down
 from tests.single_controller.workers import EchoWorker
 from verl.single_controller.ray.cluster import connect
 from verl.single_controller.ray.resource_pool import ResourcePool
@@ -11,6 +12,7 @@ from verl.single_controller.ray.worker_group import RayWorkerGroup
 @pytest.fixture(scope="package")
 def ray_session():
     """One Ray cluster for these tests, with more CPUs than cores so that groups can run together."""
+    cool_down()
     connect(num_cpus=12)
     yield
     ray.shutdown()

@@ -7,6 +7,7 @@ import ray
 from ray.util import placement_group_table
 
 from tests.helpers.training import quickstart_arguments
+from tests.helpers.warm_runs import cool_down
 from verl.config.ppo import PPOConfig
 from verl.config.schema import load_config
 from verl.models.tiny import save_tiny_model
@@ -16,6 +17,11 @@ from verl.trainer.prepare import prepared_run
 from verl.trainer.run.cluster_join import find_machine_of_run
 
 pytestmark = pytest.mark.heavy
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_cluster():
+    cool_down()
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 """Whole runs of supervised fine-tuning on two CPU processes, and of reinforcement learning from them."""
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -12,20 +11,26 @@ import pytest
 from scripts.rollouts_to_sft import main as rollouts_to_sft
 from tests.faults.runs import saved_tensors
 from tests.helpers.fine_tuning import arguments_for, write_conversations
-from tests.helpers.training import QUICKSTART, ROOT, learned, quickstart_arguments, read_metrics, train
+from tests.helpers.training import (
+    QUICKSTART,
+    ROOT,
+    learned,
+    quickstart_arguments,
+    read_metrics,
+    start_training,
+    train,
+)
 from verl.models.tiny import save_tiny_model
+from verl.trainer.sft.command import main
 
 pytestmark = pytest.mark.heavy
 
 PRINTED = "printed.txt"  # in a run's folder
 
 
-def fine_tune(output, *arguments):
+def fine_tune(output, *arguments, apart=False):
     """Run the command into a folder and return the metrics of each step."""
-    finished = subprocess.run(
-        [sys.executable, "-m", "verl.trainer.sft", *arguments, f"trainer.save_checkpoint_path={output}"],
-        cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=400,
-    )  # fmt: skip
+    finished = start_training(*arguments, f"trainer.save_checkpoint_path={output}", apart=apart, main=main)
     assert finished.returncode == 0, finished.stderr[-6000:]
     (output / PRINTED).write_text(finished.stdout)
     return read_metrics(output)
@@ -47,7 +52,7 @@ def folder(tmp_path_factory):
 def unbroken(folder):
     """Metrics by step of a run that was never stopped."""
     arguments = arguments_for(folder, "trainer.max_steps=8", "trainer.save_freq=4")
-    return fine_tune(folder / "unbroken", *arguments, "trainer.logger=[console,file]")
+    return fine_tune(folder / "unbroken", *arguments, "trainer.logger=[console,file]", apart=True)
 
 
 def test_the_loss_of_a_run_falls_in_training_and_on_held_out_rows(unbroken):

@@ -75,7 +75,7 @@ def unbroken(text_folder, text_arguments):
     """Metrics by step of a run that was never stopped."""
     saving = [f"trainer.save_freq={SAVED}", "trainer.save_limit=-1"]
     steps = [f"trainer.max_steps={STEPS}", "trainer.profile_steps=[3]"]
-    return train(text_folder / "unbroken", *text_arguments, *steps, *saving)
+    return train(text_folder / "unbroken", *text_arguments, *steps, *saving, apart=True)
 
 
 def test_a_step_logs_every_metric_that_users_know(unbroken):

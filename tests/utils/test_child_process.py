@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.helpers.hostile_images import ACTIONS, ENDINGS, do
+from tests.helpers.endings import ACTIONS, ENDINGS, do
 from verl.utils.processes.child_process import STACK_SIGNAL, ChildEndedError, ChildProcess, IsolatedCalls
 
 PARENT = """
