@@ -28,6 +28,7 @@ def heavy_imports(tmp_path, monkeypatch):
     return record
 
 
+@pytest.mark.nightly("benchmarks", "verl/config", "verl/trainer")
 @pytest.mark.parametrize("mistake", CHEAP, ids=lambda mistake: mistake.name)
 def test_the_answer_names_the_mistake_and_the_remedy_and_does_not_mislead(mistake, working, heavy_imports):
     answer = make(mistake, working)

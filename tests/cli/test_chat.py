@@ -226,6 +226,7 @@ def test_a_terminal_gets_a_prompt_and_ends_with_ctrl_d(models):
     os.close(ours)
 
 
+@pytest.mark.nightly("verl/workers/rollout")
 @pytest.mark.heavy
 def test_vllm_answers_as_transformers_do(models, talk):
     conversation = talk(sampling=SamplingOptions(temperature=0.0, max_tokens=4))

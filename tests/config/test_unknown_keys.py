@@ -141,6 +141,7 @@ def test_every_other_name_leads_to_options_that_exist():
     ]
 
 
+@pytest.mark.nightly
 def test_an_option_is_not_suggested_for_itself_and_survives_every_dropped_letter():
     # A name with a letter missing leads back to the option itself, or at least to no other one.
     for option in {option.rpartition(".")[2]: option for option in PPO}.values():

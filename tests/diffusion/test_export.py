@@ -222,6 +222,7 @@ def test_a_run_that_starts_from_a_checkpoint_exports_it_once(checkpoints, actor)
     torch.testing.assert_close(found, checkpoints[1]["lora"], atol=1e-5, rtol=0)
 
 
+@pytest.mark.nightly("verl/checkpoint", "verl/cli")
 def test_exports_of_text_models_import_nothing_of_diffusers():
     code = "import sys, verl.checkpoint.merger; print([name for name in sys.modules if 'diffusers' in name])"
 

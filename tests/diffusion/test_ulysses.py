@@ -116,6 +116,7 @@ def found(wan_folder):
     return {kind: (one[at], [rank[at] for rank in two]) for at, kind in enumerate(KINDS)}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", KINDS)
 def test_videos_and_log_probs_are_those_of_one_rank(found, kind):
     whole, ranks = found[kind]
@@ -128,6 +129,7 @@ def test_videos_and_log_probs_are_those_of_one_rank(found, kind):
     assert np.array_equal(ranks[0]["latents"], ranks[1]["latents"])
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", KINDS)
 def test_loss_kl_and_gradients_are_those_of_one_rank(found, kind):
     whole, ranks = found[kind]

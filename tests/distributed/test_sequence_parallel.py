@@ -242,6 +242,7 @@ def resident(name):
     return int(line.split()[1]) / 1024
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_rows_gathered_in_chunks_are_the_same_and_need_less_memory(world_size):
     results = run_distributed(gather_in_chunks, world_size)

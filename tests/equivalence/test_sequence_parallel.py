@@ -197,6 +197,7 @@ def test_every_frame_is_encoded_on_one_rank(two_ranks):
     assert [found["patches"] for found in two_ranks] == [[48, 4], [32, 4]]
 
 
+@pytest.mark.nightly("verl/distributed", "verl/workers")
 def test_four_ranks_equal_one_with_ulysses_around_a_ring(four_ranks):
     for found in four_ranks:
         assert_small(found["cases"])

@@ -128,6 +128,7 @@ def check_opens_or_names(open_dataset, kind, file):
         assert named is not None and named[1].startswith(first.reason), str(raised.value)
 
 
+@pytest.mark.nightly("verl/data")
 @pytest.mark.parametrize(
     ("suffix", "kind"),
     [

@@ -67,6 +67,7 @@ def found(device):
     return run_apart(differences, device, device=device)
 
 
+@pytest.mark.nightly("verl/models/mixture", "verl/distributed")
 def test_divided_experts_compute_and_learn_as_plain_ones(found, device):
     assert max(found[0]) < TOLERANCE[device]
 

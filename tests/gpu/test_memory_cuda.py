@@ -30,6 +30,7 @@ CASES = [
 ]
 
 
+@pytest.mark.nightly("verl/planning", "verl/models", "verl/distributed")
 @pytest.mark.parametrize(("device", "name", "checkpointing"), CASES)
 def test_a_model_takes_of_a_device_what_is_planned(tmp_path, monkeypatch, device, name, checkpointing):
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(PAGES_OF_ITS_OWN))

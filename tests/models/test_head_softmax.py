@@ -44,6 +44,7 @@ def choice(monkeypatch):
     softmax_for.cache_clear()
 
 
+@pytest.mark.nightly("verl/models/head")
 def test_the_kernels_obey_their_laws_under_tritons_interpreter():
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/models/head_kernel_laws.py"],
@@ -100,6 +101,7 @@ def compiled(kernel, capability, is_half, has_all):
     return compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
+@pytest.mark.nightly("verl/models/head")
 @pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_the_kernels_compile_for_ampere_hopper_and_blackwell_without_spilled_registers(

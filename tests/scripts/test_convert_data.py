@@ -100,6 +100,7 @@ def open_as_a_run_does(name, file, folder, monkeypatch, *options):
     return dataset, load_reward_function(reward.reward_function, reward.reward_function_kwargs)
 
 
+@pytest.mark.nightly("scripts", "examples")
 @pytest.mark.parametrize("name", SOURCES)
 def test_converted_ground_truths_get_the_full_score_in_the_example_run(
     name, folder, tmp_path, monkeypatch, capsys

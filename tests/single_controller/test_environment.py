@@ -31,6 +31,7 @@ class Multiplier(Worker):
         return multiply(range(129, 401)) - before
 
 
+@pytest.mark.nightly
 @pytest.mark.heavy
 def test_a_cpu_rank_does_not_grow_with_new_shapes(make_group):
     # With the libraries' own bounds it grows by about 170 MiB where the CPU multiplies bf16 by oneDNN.

@@ -70,6 +70,7 @@ def test_a_killed_rank_is_named_although_its_partner_fails_too(joined):
     assert_all_gone(pids)
 
 
+@pytest.mark.nightly
 def test_an_exception_inside_a_stream_reaches_the_reader_after_the_items_before_it(joined):
     items = []
 
@@ -79,6 +80,7 @@ def test_an_exception_inside_a_stream_reaches_the_reader_after_the_items_before_
     assert "the engine stopped" in str(error)
 
 
+@pytest.mark.nightly
 def test_a_killed_rank_inside_a_stream_ends_the_run(joined):
     error = failure_of(lambda: list(joined.stream_until_failure(0, "kill")))
 
@@ -97,6 +99,7 @@ def test_an_exception_in_a_constructor_is_shown_while_the_other_rank_waits_for_i
     assert "FileNotFoundError: no model at /models/none" in str(error)
 
 
+@pytest.mark.nightly
 def test_a_failure_of_an_older_call_ends_a_newer_one(joined):
     joined.start("raise_while_others_wait", 0)
 
@@ -153,12 +156,14 @@ def test_a_stopped_rank_is_ended_even_without_a_timeout(joined):
     assert_all_gone(pids)
 
 
+@pytest.mark.nightly
 def test_an_exception_that_cannot_be_pickled_still_arrives(make_group):
     error = failure_of(make_group(OddWorker, processes=1).raise_unpicklable)
 
     assert "UnpicklableError: 1 and 2" in str(error)
 
 
+@pytest.mark.nightly
 def test_a_worker_that_exits_is_a_failure(make_group):
     error = failure_of(make_group(OddWorker, processes=1).exit)
 

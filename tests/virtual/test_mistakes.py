@@ -12,6 +12,7 @@ from tests.virtual.shapes import Setup
 STEP = Setup(updates=1, prompts=1)
 
 
+@pytest.mark.nightly("verl/workers", "verl/algorithms")
 def test_a_tensor_of_the_host_in_the_loss_is_named(cluster):
     with pytest.raises(VirtualClusterError, match=r"(?s)^[^\n]*two [^\n]*vgpu:0\W[^\n]*cpu.*policy_loss"):
         cluster.measure("tiny", STEP, 8, mistake="host_tensor_in_loss")

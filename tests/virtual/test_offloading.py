@@ -20,6 +20,7 @@ def offloaded(phase: PhaseReport) -> int:
     return phase.copies.get(f"out {MODULE}.offload", [0, 0])[1]
 
 
+@pytest.mark.nightly("verl/workers", "verl/distributed")
 def test_nothing_rests_on_the_device_and_only_updates_copy_to_the_host(cluster):
     phases = cluster.measure("tiny", Setup(offload=True, reference=True), RANKS)
 

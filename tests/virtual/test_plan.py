@@ -26,6 +26,7 @@ CASE = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.nightly("verl/planning", "verl/workers")
 @CASE
 def test_the_plan_is_within_a_tenth_of_the_tracked_peak_and_counts_what_a_rank_does(cluster, case):
     phases, plan = cluster.measure(case.shape, case.setup(), case.ranks), planned(case)

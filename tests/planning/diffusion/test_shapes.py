@@ -15,6 +15,7 @@ def test_what_a_transformer_reads_of_prompts_is_known_for_all_families():
     assert set(READS) == {pipeline for family in FAMILIES for pipeline in family.pipelines}
 
 
+@pytest.mark.nightly("verl/diffusion")
 @pytest.mark.parametrize("name", [*MODELS, "wan"])
 def test_a_pipeline_has_sizes_and_work_without_its_weights(name, tmp_path):
     (MODELS | {"wan": save_tiny_wan})[name](tmp_path)
