@@ -30,13 +30,11 @@ from verl.config.ppo import PPOConfig
 from verl.config.schema import load_config
 from verl.data.readers import load_tokenizer
 from verl.models.tiny import save_tiny_model
-from verl.planning.planned_run import planned_ppo
 from verl.single_controller.ray.cluster import connect
-from verl.trainer import setup
-from verl.trainer.kinds import starting
+from verl.trainer.kinds import text
 from verl.trainer.metrics import StageTimer
-from verl.trainer.prepare import prepared_run
 from verl.trainer.ray_trainer import RayPPOTrainer
+from verl.trainer.run.run_once import open_trainer
 
 HERE = Path(__file__).resolve().parent
 PROCESSES = 2
@@ -128,13 +126,13 @@ def running(folder: Path, options: argparse.Namespace) -> Iterator[RayPPOTrainer
     """Start the trainer of the benchmark in a cluster of its own."""
     config = load_config(PPOConfig, arguments_of_run(folder, options))
     connect(num_cpus=PROCESSES)
-    with prepared_run(config, planned_ppo) as run, setup.running_trainer(*run) as trainer:
-        yield trainer
+    with contextlib.ExitStack() as stack:
+        yield open_trainer(config, stack)
 
 
 def measure(folder: Path, options: argparse.Namespace) -> tuple[list[Seconds], list[Seconds]]:
     """Alternate between steps and bare parts, and return the seconds of both after the warm-up round."""
-    starting.FSDPWorker = BareWorker  # a worker that can also run the bare parts
+    text.FSDPWorker = BareWorker  # a worker that can also run the bare parts
     steps: list[Seconds] = []
     parts: list[Seconds] = []
     with running(folder, options) as trainer:

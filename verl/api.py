@@ -19,15 +19,16 @@ from verl.config.ppo import PPOConfig
 from verl.config.python_values import Source, config_from_python
 from verl.config.schema import ConfigError, config_notes
 from verl.config.sft import SFTConfig
+from verl.config.trainer import RunTree
 from verl.planning.device_defaults import load_run_config
-from verl.planning.planned_run import planned_ppo, planned_sft
+from verl.planning.planned_run import planned_ppo
 from verl.trainer.evaluation.model_folder import loadable
 from verl.trainer.evaluation.report import Evaluation, Question
 from verl.trainer.run.run_lock import locked_run_folder
 from verl.utils.cuda_builds import repair_cuda_builds
 from verl.utils.restored_process import restored_process
 from verl.utils.version_check import check_versions, name_clash
-from verl.workers.warm_up import import_sft_worker, imports_of
+from verl.workers.warm_up import imports_of
 
 if TYPE_CHECKING:
     from verl.trainer.ray_trainer import RayPPOTrainer
@@ -245,12 +246,12 @@ def evaluate_model(
             own |= {"trainer.save_checkpoint_path": os.path.join(folder, found.name)}
         config = read(own | {MODEL_PATH: found.path})
         # Imported here so that a wrong config is reported before torch, Ray and vLLM load.
-        from verl.trainer.evaluation.evaluator import running_evaluator  # noqa: PLC0415
-        from verl.trainer.prepare import prepared_run  # noqa: PLC0415
+        from verl.trainer.evaluation.evaluator import build_evaluator  # noqa: PLC0415
+        from verl.trainer.prepare import prepare_run  # noqa: PLC0415
 
         stack.enter_context(locked_run_folder(config.trainer))
-        run = stack.enter_context(prepared_run(config, planned_ppo, warm_up=imports_of(config.worker)))
-        evaluator = stack.enter_context(running_evaluator(*run, question))
+        run = prepare_run(config, planned_ppo, stack, warm_up=imports_of(config.worker))
+        evaluator = build_evaluator(run, stack, question)
         evaluation = evaluator.evaluate(model.model_path, found.step, question)
         evaluation.write()
     return evaluation
@@ -317,29 +318,17 @@ def _fits(cls: type[Any], config: Any, values: Sequence[Mapping[str, Any]]) -> b
 
 
 @contextmanager
-def _opened(config: PPOConfig | SFTConfig) -> Iterator[Any]:
+def _opened(config: RunTree) -> Iterator[Any]:
     with restored_process():
         repair_cuda_builds()
         # Imported here so that a wrong config is reported before torch, Ray and vLLM load.
-        from verl.trainer.prepare import prepared_run  # noqa: PLC0415
-        from verl.trainer.reward_samples import check_reward  # noqa: PLC0415
-        from verl.trainer.run.in_process import run_in_process  # noqa: PLC0415
-        from verl.trainer.setup import running_sft, running_trainer  # noqa: PLC0415
+        from verl.trainer.command import check_run  # noqa: PLC0415
+        from verl.trainer.run.run_once import run_in_process  # noqa: PLC0415
 
-        if isinstance(config, SFTConfig):
-            engine = "hf"  # nothing is sampled, so vLLM may be missing
-            started = _started(prepared_run(config, planned_sft, warm_up=import_sft_worker), running_sft)
-        else:
-            engine, port = config.engine, config.trainer.viewer_port
-            prepared = prepared_run(config, planned_ppo, 0.0, port, check_reward, imports_of(config.worker))
-            started = _started(prepared, running_trainer)
-        with run_in_process(config.trainer, engine, started) as trainer:
-            yield trainer
+        check_versions(config.engine)
+        with locked_run_folder(config.trainer):
+            check_run(config.trainer)
+            with run_in_process(config) as trainer:
+                yield trainer
     if trainer.stop.signal is not None:
         signal.raise_signal(trainer.stop.signal)
-
-
-@contextmanager
-def _started(prepared: AbstractContextManager[Any], start: Callable[..., Any]) -> Iterator[Any]:
-    with prepared as run, start(*run) as trainer:
-        yield trainer

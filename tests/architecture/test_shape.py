@@ -6,14 +6,14 @@ import pytest
 from tests.architecture.shape import measure
 
 CEILINGS = {
-    "lines": 73_684,
-    "files": 519,
+    "lines": 73_645,
+    "files": 517,
     "percent of the largest room": 15,
     "files over 400 lines": 5,
     "files under 60 lines": 83,
     "files that share a name": 117,
-    "longest function": 77,
-    "functions that take PPOConfig": 16,
+    "longest function": 76,
+    "functions that take PPOConfig": 13,
     "modules below the trainer": 131,
     "modules below the actor": 65,
     "modules below the data set": 64,

@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import sys
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import psutil
@@ -21,12 +21,10 @@ from tests.helpers.training import QUICKSTART, quickstart_arguments
 from verl.config.ppo import PPOConfig
 from verl.config.schema import load_config
 from verl.models.tiny import save_tiny_model
-from verl.planning.planned_run import planned_ppo
 from verl.rewards.manager import RewardManager
 from verl.single_controller.ray.cluster import connect
 from verl.trainer.main import main
-from verl.trainer.prepare import prepared_run
-from verl.trainer.setup import running_trainer
+from verl.trainer.run.run_once import open_trainer
 
 sys.path.insert(0, str(QUICKSTART))
 from shapes import write_questions
@@ -78,8 +76,8 @@ def trainer(cluster, folder):
     """A whole trainer with its workers; a test may give it another reward function."""
     overrides = ["worker.rollout.name=hf", "trainer.val_before_train=false", "trainer.val_freq=-1"]
     config = load_config(PPOConfig, arguments_for(folder, "text", *overrides))
-    with prepared_run(config, planned_ppo) as run, running_trainer(*run) as trainer:
-        yield trainer
+    with ExitStack() as stack:
+        yield open_trainer(config, stack)
 
 
 def cases(table, often):
@@ -392,9 +390,7 @@ def test_a_failed_worker_shows_rank_phase_traceback_and_where_to_go_on(
 
 def run_with(trainer, folder, capsys, monkeypatch):
     """Run the command with a trainer that is ready. Returns the exit status and what was told on stderr."""
-    ready = nullcontext(trainer)
-    monkeypatch.setattr("verl.trainer.prepare.prepared_run", lambda *_: nullcontext((None, None, None)))
-    monkeypatch.setattr("verl.trainer.setup.running_trainer", lambda *_: ready)
+    monkeypatch.setattr("verl.trainer.run.run_once.open_trainer", lambda *_: trainer)
     monkeypatch.setattr(trainer.run_state, "step", 0)
     capsys.readouterr()
     status = main(arguments_for(folder, "text"))

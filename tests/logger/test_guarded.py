@@ -166,7 +166,7 @@ from verl.config.sft import SFTConfig
 from verl.logger import tracker
 from verl.logger.base import LOGGERS, Logger, Run
 from verl.planning.planned_run import planned_sft
-from verl.trainer.command import TrainingCommand
+from verl.trainer import command
 from verl.trainer.run.exit_status import ExitStatus
 
 never = threading.Event()
@@ -178,7 +178,7 @@ class Hanging(Logger):
         atexit.register(never.wait)  # as packages do that wait until everything is sent
         never.wait()
 
-def train_once(config, wait_s):
+def train_once(config):
     with tracker.Tracker(["hanging"], Run("p", "e", None)):
         if sys.argv[1] == "interrupted":
             raise SystemExit(143)
@@ -187,8 +187,8 @@ def train_once(config, wait_s):
 arguments = ["data.train_files=x.jsonl", "worker.actor.model.model_path=model", "trainer.logger=[file]",
              "data.val_files=", "trainer.val_before_train=false", "trainer.device=cpu",
              "trainer.n_gpus_per_node=1", "trainer.save_checkpoint_path=run"]
-command = TrainingCommand(SFTConfig, "", planned_sft, None, lambda config: "hf", train_once)
-sys.exit(command.run(arguments))
+command.train_once = train_once
+sys.exit(command.TrainingCommand(SFTConfig, "", planned_sft, None).run(arguments))
 """
 
 

@@ -44,7 +44,8 @@ def reward(run, tmp_path):
 
 
 def check(arguments):
-    check_reward(load_config(PPOConfig, arguments))
+    config = load_config(PPOConfig, arguments)
+    check_reward(config.data, config.worker, config.reward_servers)
 
 
 @pytest.mark.parametrize("kind", ["sequential", "batch"])

@@ -2,16 +2,15 @@
 """The trainer's command for a run whose unlucky responses are masked just before their advantages."""
 
 import sys
+from contextlib import ExitStack
 
 import torch
 
 from tests.trainer.fails_for_some import is_unlucky
 from verl.config.ppo import PPOConfig
 from verl.config.schema import load_config
-from verl.planning.planned_run import planned_ppo
-from verl.trainer.prepare import prepared_run
 from verl.trainer.ray_trainer import RayPPOTrainer
-from verl.trainer.setup import running_trainer
+from verl.trainer.run.run_once import open_trainer
 
 
 class MaskingTrainer(RayPPOTrainer):
@@ -28,6 +27,7 @@ class MaskingTrainer(RayPPOTrainer):
 
 if __name__ == "__main__":
     config = load_config(PPOConfig, sys.argv[1:])
-    with prepared_run(config, planned_ppo) as run, running_trainer(*run) as trainer:
+    with ExitStack() as stack:
+        trainer = open_trainer(config, stack)
         trainer.__class__ = MaskingTrainer
         trainer.fit()

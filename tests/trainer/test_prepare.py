@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import os
+from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
@@ -13,8 +14,7 @@ from verl.config.schema import load_config
 from verl.models.tiny import save_tiny_model
 from verl.planning.planned_run import planned_ppo
 from verl.single_controller.ray.cluster import connect
-from verl.trainer.prepare import prepared_run
-from verl.trainer.run.cluster_join import find_machine_of_run
+from verl.trainer.prepare import find_machine_of_run, prepare_run
 
 pytestmark = pytest.mark.heavy
 
@@ -35,7 +35,7 @@ def config(tmp_path_factory):
     return load_config(PPOConfig, quickstart_arguments(folder, folder / "model", run_folder))
 
 
-def refuse(config):
+def refuse():
     raise ValueError(f"refused, with {len(placement_group_table())} placement groups so far")
 
 
@@ -43,12 +43,10 @@ def refuse(config):
 def test_a_cluster_of_others_is_left_alone_until_the_run_was_checked(config):
     connect(num_cpus=2)
     try:
-        with (
-            pytest.raises(ValueError, match="with 0 placement"),
-            prepared_run(config, planned_ppo, check=refuse),
-        ):
-            raise AssertionError("the run was not checked")
-        with prepared_run(config, planned_ppo) as (_, pool, processes):
+        with pytest.raises(ValueError, match="with 0 placement"), ExitStack() as stack:
+            prepare_run(config, planned_ppo, stack, check=refuse)
+        with ExitStack() as stack:
+            _, pool, processes = prepare_run(config, planned_ppo, stack)
             assert len(processes.handles) == pool.world_size == 2
         assert processes.handles == [] and ray.is_initialized()
     finally:
@@ -61,13 +59,10 @@ def test_gpus_of_a_cluster_are_used_from_a_machine_without_one(config):
 
     connect(num_cpus=2, num_gpus=2)  # as of another machine: torch finds none here
     try:
-        with pytest.raises(ValueError, match="refused"), prepared_run(on("cuda"), planned_ppo, check=refuse):
-            raise AssertionError("the run was not checked")
-        with (
-            pytest.raises(RuntimeError, match=r"has 2: set trainer\.device=cuda"),
-            prepared_run(on("auto"), planned_ppo, check=refuse),
-        ):
-            raise AssertionError("the GPUs were ignored")
+        with pytest.raises(ValueError, match="refused"), ExitStack() as stack:
+            prepare_run(on("cuda"), planned_ppo, stack, check=refuse)
+        with pytest.raises(RuntimeError, match=r"has 2: set trainer\.device=cuda"), ExitStack() as stack:
+            prepare_run(on("auto"), planned_ppo, stack, check=refuse)
     finally:
         ray.shutdown()
 
@@ -89,7 +84,7 @@ def test_sizes_follow_from_the_gpus_of_the_cluster_if_this_machine_has_none(tmp_
 
 
 def test_a_cluster_of_its_own_ends_with_a_run_that_is_refused(config):
-    with pytest.raises(ValueError, match="with 1 placement"), prepared_run(config, planned_ppo, check=refuse):
-        raise AssertionError("the run was not checked")
+    with pytest.raises(ValueError, match="with 1 placement"), ExitStack() as stack:
+        prepare_run(config, planned_ppo, stack, check=refuse)
 
     assert not ray.is_initialized()

@@ -16,6 +16,7 @@ import torch
 from ray.cluster_utils import Cluster
 from transformers import AutoModelForCausalLM
 
+from tests.architecture.walk import recorded_walk, recording, rows_of_page
 from tests.faults.runs import RESUMED, Run, assert_same, saved_tensors
 from tests.helpers.distributed import run_distributed
 from tests.helpers.training import QUICKSTART, ROOT, learned, quickstart_arguments, start_training, train
@@ -72,10 +73,15 @@ def text_arguments(text_folder):
 
 @pytest.fixture(scope="module")
 def unbroken(text_folder, text_arguments):
-    """Metrics by step of a run that was never stopped."""
+    """Metrics by step of a run that was never stopped; its supervisor has nothing to do."""
     saving = [f"trainer.save_freq={SAVED}", "trainer.save_limit=-1"]
     steps = [f"trainer.max_steps={STEPS}", "trainer.profile_steps=[3]"]
-    return train(text_folder / "unbroken", *text_arguments, *steps, *saving, apart=True)
+    arguments = [*text_arguments, *steps, *saving, "trainer.max_restarts=1"]
+    return train(text_folder / "unbroken", *arguments, env=recording(text_folder / "walk.jsonl"))
+
+
+def test_from_the_command_to_its_first_step_a_run_passes_the_files_that_the_page_lists(unbroken, text_folder):
+    assert recorded_walk(text_folder / "walk.jsonl") == [row.file for row in rows_of_page()]
 
 
 def test_a_step_logs_every_metric_that_users_know(unbroken):

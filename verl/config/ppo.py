@@ -40,7 +40,6 @@ class PPOConfig(RunTree):
 
     @property
     def engine(self) -> str:
-        """Name of the engine that samples, whose packages must be installed."""
         return "diffusers" if self.trainer.diffusion else self.worker.rollout.name
 
     @property

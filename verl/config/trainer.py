@@ -196,6 +196,11 @@ class RunTree:
         return self.trainer.world_size
 
     @property
+    def engine(self) -> str:
+        """Name of the engine that samples, whose packages must be installed; `hf` needs no other package."""
+        return "hf"
+
+    @property
     def num_serving(self) -> int:
         """Number of devices of models that only the reward function asks."""
         return 0

@@ -16,6 +16,7 @@ from verl.config.schema import ConfigError, config_notes
 from verl.config.text import example_yaml, help_text, options_page
 from verl.config.trainer import RunConfig, RunTree
 from verl.distributed.gpus import list_gpus, shows_gpu
+from verl.logger.console.start_up import shown_start_up
 from verl.logger.guarded import end_process_if_hung
 from verl.logger.tracker import check_loggers
 from verl.planning.device_defaults import load_run_config
@@ -31,7 +32,7 @@ from verl.trainer.run.exit_status import (
     raised_by_us,
 )
 from verl.trainer.run.run_lock import locked_run_folder
-from verl.trainer.run.supervisor import Supervisor, TrainOnce
+from verl.trainer.run.supervisor import Supervisor
 from verl.utils.cuda_builds import repair_cuda_builds
 from verl.utils.standard_streams import outlive_readers
 from verl.utils.typed_command import command_parser, typed_command, version_text
@@ -71,8 +72,6 @@ class TrainingCommand(Generic[C]):
     usage: str
     describe: Describe[C]  # what the memory of a run depends on
     plan_text: Callable[[C], str]  # for `--dry-run`
-    engine: Callable[[C], str]  # name of the rollout engine whose packages are checked
-    train_once: TrainOnce[C]
     foreign_keys: RenamedKeys | None = None  # another program's keys, explained in errors
     # Looks at what the config names: raises what would end a run, and returns notes.
     look: Callable[[C], list[str]] = field(default=lambda config: [])
@@ -133,15 +132,15 @@ class TrainingCommand(Generic[C]):
 
     def _train(self, config: C) -> int:
         try:
-            check_versions(self.engine(config))
+            check_versions(config.engine)
             with locked_run_folder(config.trainer):
                 check_run(config.trainer, config.num_serving)
                 self.look(config)  # its notes come when the data is opened
                 check_weights(self.describe(config))
                 if config.trainer.max_restarts > 0:
-                    end = Supervisor(config, self.train_once).run()
+                    end = Supervisor(config, train_once).run()
                 else:
-                    end = self.train_once(config, None)
+                    end = train_once(config)
         except FOR_THE_USER as error:
             if not raised_by_us(error):
                 raise
@@ -155,6 +154,15 @@ class TrainingCommand(Generic[C]):
             sys.stderr.write(f"{end.message}\n")
         end_process_if_hung(end.status)
         return end.status
+
+
+def train_once(config: RunTree, wait_s: float | None = None) -> ExitStatus:
+    """Train in this process, see `run_once`; also what the supervisor runs in its children."""
+    with shown_start_up(config.trainer):
+        # Imported here so that a wrong config or version is reported before torch, Ray and vLLM load.
+        from verl.trainer.run.run_once import run_once  # noqa: PLC0415
+
+        return run_once(config, wait_s)
 
 
 def check_run(trainer: RunConfig, num_serving: int = 0) -> None:

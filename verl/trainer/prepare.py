@@ -8,19 +8,33 @@ the controller checks models and opens data.
 
 import importlib
 import os
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
+import ray
+
+from verl.config.schema import ConfigError, check_config
 from verl.config.trainer import RunTree
+from verl.distributed.gpus import list_gpus
 from verl.logger.console.start_up import phase
+from verl.planning.machine import Machine, find_machine
 from verl.planning.report import Describe, resolve_auto_sizes
+from verl.single_controller.ray.cluster import connect
 from verl.single_controller.ray.processes import WorkerProcesses
-from verl.single_controller.ray.resource_pool import ResourcePool, all_resources
-from verl.trainer.run.cluster_join import connect_to_ray, find_devices, find_machine_of_run
+from verl.single_controller.ray.resource_pool import (
+    ClusterError,
+    ResourcePool,
+    alive_nodes,
+    all_resources,
+    run_on_node,
+)
+from verl.trainer.run.stopping import hangups_for_us_only
 from verl.utils.imports import collection_paused, importing
+from verl.utils.rank_logger import get_logger
 
 # Environment of the workers; the user's own values win. Errors reach the controller by themselves.
 WORKER_ENV = {
@@ -36,65 +50,78 @@ WORKER_ENV = {
 DEVICE, CHECKS = "verl.distributed.device", "verl.trainer.model_checks"
 EXTENSIONS, SETUP = "verl.trainer.extensions.checks", "verl.trainer.setup"
 
+SAMPLING = "trainer.n_gpus_for_rollout"
+RETRY_S = 1.0  # between looks for missing machines
+
 C = TypeVar("C", bound=RunTree)
+T = TypeVar("T")
 WarmUp = Callable[[str], None]  # run by each process first, with the device
 
+logger = get_logger(__name__)
 
-@contextmanager
-def prepared_run(
+
+class PreparedRun(NamedTuple, Generic[C]):
+    """A run that was checked, on the devices that were found."""
+
+    config: C  # with numbers instead of `auto`
+    pool: ResourcePool
+    processes: WorkerProcesses | None = None  # of the pool; None starts new ones
+
+
+def prepare_run(
     config: C,
     describe: Describe[C],
+    stack: ExitStack,
     wait_s: float = 0.0,
-    viewer_port: int | None = None,
-    check: Callable[[C], None] | None = None,
+    check: Callable[[], None] | None = None,
     warm_up: WarmUp | None = None,
-) -> Iterator[tuple[C, ResourcePool, WorkerProcesses]]:
-    """Join the cluster, start a process on each device, and check the run; leaving ends and disconnects all.
+) -> PreparedRun[C]:
+    """Join the cluster, check the run, and start a process on each device; the stack ends all of it.
 
     Args:
         describe: `planned_ppo` or `planned_sft`.
         wait_s: Seconds to wait for a cluster that is too small or unreachable.
-        check: Raises for what it finds wrong with the run.
+        check: Called when the models are checked; raises for what else it finds wrong with the run.
         warm_up: A function of a module that imports what the workers need.
-
-    Yields:
-        The config, with numbers instead of `auto` and for the devices that were found; these devices, and
-        their processes.
     """
-    with ExitStack() as stack:
-        if viewer_port is not None:
-            from verl.viewer.process import viewer_process  # noqa: PLC0415 - a web server, for those who want it
+    with phase("Ray and libraries"):
+        with collection_paused(), importing(DEVICE, CHECKS, EXTENSIONS, SETUP) as wait_for:
+            is_own = connect_to_ray(wait_s, stack)
+            wait_for(DEVICE)
+            device = importlib.import_module(DEVICE).resolve_device(config.trainer.device, all_resources())
+            config, pool = find_devices(config, device, wait_s)
+            # Devices of a cluster that others use are not taken before all checks.
+            processes = start_processes(pool, warm_up, stack) if is_own else None
+        checks = importlib.import_module(CHECKS)
+    with phase("model files"):
+        # First: a model family says how to read a model.
+        importlib.import_module(EXTENSIONS).check_extensions(config)
+        run = describe(config)
+        checks.check_quantized_engine(run, device)
+        checks.export_checkpoints(planned.model for planned in run.models)
+        checks.check_trained_models(run)
+        checks.check_divided_experts(run)
+    if check is not None:
+        with phase("rewards of samples"):
+            check()
+    processes = processes or start_processes(pool, warm_up, stack)
+    # Last: with `trainer.elastic` there may be fewer devices than requested, and sizes depend on them.
+    config = resolve_auto_sizes(config, describe, device, find_machine_of_run)
+    return PreparedRun(config, pool, processes)
 
-            data = config.data
-            named = {data.image_dir, data.video_dir, data.audio_dir}
-            videos = [Path(one) for one in named if one is not None]
-            folder = Path(config.trainer.checkpoint_folder)
-            stack.enter_context(viewer_process(folder, viewer_port, videos))
-        with phase("Ray and libraries"):
-            with collection_paused(), importing(DEVICE, CHECKS, EXTENSIONS, SETUP) as wait_for:
-                is_own = connect_to_ray(wait_s, stack)
-                wait_for(DEVICE)
-                device = importlib.import_module(DEVICE).resolve_device(
-                    config.trainer.device, all_resources()
-                )
-                config, pool = find_devices(config, device, wait_s)
-                # Devices of a cluster that others use are not taken before all checks.
-                processes = start_processes(pool, warm_up, stack) if is_own else None
-            checks = importlib.import_module(CHECKS)
-        with phase("model files"):
-            # First: a model family says how to read a model.
-            importlib.import_module(EXTENSIONS).check_extensions(config)
-            run = describe(config)
-            checks.check_quantized_engine(run, device)
-            checks.export_checkpoints(planned.model for planned in run.models)
-            checks.check_trained_models(run)
-            checks.check_divided_experts(run)
-        if check is not None:
-            with phase("rewards of samples"):
-                check(config)
-        processes = processes or start_processes(pool, warm_up, stack)
-        # Last: with `trainer.elastic` there may be fewer devices than requested, and sizes depend on them.
-        yield resolve_auto_sizes(config, describe, device, find_machine_of_run), pool, processes
+
+def connect_to_ray(wait_s: float, stack: ExitStack) -> bool:
+    """Connect to Ray, until the stack ends; return whether that started a cluster, which no other run uses.
+
+    Raises:
+        ClusterError: The cluster is unreachable for more than `wait_s` seconds.
+    """
+    if ray.is_initialized():
+        return False
+    with hangups_for_us_only():
+        is_new = _retry_until(time.monotonic() + wait_s, connect)
+    stack.callback(ray.shutdown)  # not if the caller had connected before
+    return is_new
 
 
 def start_processes(pool: ResourcePool, warm_up: WarmUp | None, stack: ExitStack) -> WorkerProcesses:
@@ -103,3 +130,110 @@ def start_processes(pool: ResourcePool, warm_up: WarmUp | None, stack: ExitStack
     processes = WorkerProcesses(pool, env, partial(warm_up, pool.device) if warm_up else None)
     stack.callback(processes.kill)
     return processes
+
+
+def find_devices(config: C, device: str, wait_s: float) -> tuple[C, ResourcePool]:
+    """Find the devices of a run; with `trainer.elastic` the config may change to fewer.
+
+    Raises:
+        ClusterError: The cluster is too small for more than `wait_s` seconds.
+    """
+    pool = _pool_of(config, device)
+
+    def check() -> None:
+        pool.check()
+        check_all_fit(config, pool.capacities())
+
+    try:
+        _retry_until(time.monotonic() + wait_s, check)
+    except ClusterError:
+        smaller = largest_run(config, pool.capacities()) if config.trainer.elastic else None
+        if smaller is None:
+            raise
+        options = smaller.trainer
+        logger.warning(
+            "fewer devices than requested: nodes=%d of=%d on_each=%d of=%d",
+            options.nnodes, config.trainer.nnodes, options.n_gpus_per_node, config.trainer.n_gpus_per_node,
+        )  # fmt: skip
+        return smaller, _pool_of(smaller, device)
+    return config, pool
+
+
+def check_all_fit(config: RunTree, capacities: Sequence[int]) -> None:
+    """Raise a ClusterError unless devices are left in addition to those for training."""
+    trainer, found = config.trainer, sum(capacities)
+    if config.num_devices > found:
+        uses = {
+            "train": trainer.world_size,
+            "sample (`trainer.n_gpus_for_rollout`)": trainer.num_processes - trainer.world_size,
+            "serve models of the reward (`reward_servers.NAME.n_gpus`)": config.num_serving,
+        }
+        named = " and ".join(f"{count} to {use}" for use, count in uses.items() if count)
+        raise ClusterError(
+            f"the run needs {config.num_devices} devices, {named}, and the cluster has {found}: lower one of"
+            " them, or join nodes"
+        )
+
+
+def find_machine_of_run(device: str) -> Machine:
+    """Describe this machine, or for CUDA without a GPU here the first of the cluster with GPUs."""
+    if device == "cpu" or list_gpus():
+        return find_machine(device)
+    nodes = [node for node in alive_nodes() if node["Resources"].get("GPU", 0)]
+    return ray.get(run_on_node(nodes[0]["NodeID"], find_machine, device))
+
+
+def largest_run(config: C, capacities: Sequence[int]) -> C | None:
+    """Return the same run on as many devices as there are and as its batch sizes allow; None if none do.
+
+    Args:
+        capacities: Number of processes that each node of the cluster can hold.
+    """
+    # The loss does not depend on the split of a batch over ranks: a smaller run computes the same numbers.
+    for nnodes, per_node in _sizes(config, capacities):
+        smaller = replace(config, trainer=replace(config.trainer, nnodes=nnodes, n_gpus_per_node=per_node))
+        try:
+            check_config(smaller)
+        except ConfigError:
+            continue
+        return smaller
+    return None
+
+
+def _sizes(config: RunTree, capacities: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield nodes and processes per node that fit, most processes first, then fewest nodes."""
+    trainer, ranked = config.trainer, sorted(capacities, reverse=True)
+    left = sum(ranked) - (config.num_devices - trainer.world_size)  # by processes that sample or serve
+    sizes = [
+        (nnodes, per_node)
+        for nnodes in range(1, min(trainer.nnodes, len(ranked)) + 1)
+        for per_node in range(1, min(trainer.n_gpus_per_node, ranked[nnodes - 1]) + 1)
+        if nnodes * per_node <= left
+    ]
+    yield from sorted(sizes, key=lambda size: (-size[0] * size[1], size[0]))
+
+
+def engine_pool(num_devices: int, size: int, device: str, option: str = SAMPLING) -> ResourcePool:
+    """Describe the `size` devices of an engine in processes of its own, on any node.
+
+    Args:
+        num_devices: Devices of the run.
+        option: That asks for them.
+    """
+    return ResourcePool(1, size, device, neighbors=num_devices - size, options=(option,))
+
+
+def _pool_of(config: RunTree, device: str) -> ResourcePool:
+    trainer = config.trainer
+    others = config.num_devices - trainer.world_size
+    return ResourcePool(trainer.nnodes, trainer.n_gpus_per_node, device, neighbors=others)
+
+
+def _retry_until(deadline: float, action: Callable[[], T]) -> T:
+    while True:
+        try:
+            return action()
+        except ClusterError:
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(RETRY_S)

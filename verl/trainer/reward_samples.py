@@ -2,13 +2,14 @@
 """Samples to call a reward function with, made from rows, and its check before a run takes a device."""
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from verl.agents.setup import schemas_of
 from verl.batch_keys import BATCH_KEYS
 from verl.config.data import DataConfig, RowsConfig
-from verl.config.ppo import PPOConfig
+from verl.config.reward_servers import RewardServerConfig
 from verl.config.worker import WorkerConfig
 from verl.data.bad_rows import BadRow, BadRowError
 from verl.data.dataset import RowDataset
@@ -92,7 +93,7 @@ def _unchecked(dataset: type[D]) -> type[D]:
     return made
 
 
-def check_reward(config: PPOConfig) -> None:
+def check_reward(data: DataConfig, worker: WorkerConfig, served: Mapping[str, RewardServerConfig]) -> None:
     """Score the samples of the first usable row in its own process, and log their scores.
 
     It takes little longer than `worker.reward.timeout_s`: samples that are not scored by then are left out.
@@ -102,14 +103,14 @@ def check_reward(config: PPOConfig) -> None:
         ValueError: The function cannot be loaded; or it fails for all samples, or for one with
             `worker.reward.on_failure=error`.
     """
-    options = config.worker.scoring
-    servers = specs_of(config.reward_servers)
+    options = worker.scoring
+    servers = specs_of(served)
     if options.reward_function is None or not all(spec.is_ready for spec in servers.values()):
         return
     pool = RewardPool(options.reward_function, replace(options, num_cpus=1, on_failure="mask"), servers)
     try:
-        rows = _open_rows(config.data, config.worker)  # while the process imports the file
-        samples = make_samples(rows, 2, config.worker)[:3]  # the second row has the wrong answer to the first
+        rows = _open_rows(data, worker)  # while the process imports the file
+        samples = make_samples(rows, 2, worker)[:3]  # the second row has the wrong answer to the first
         reward_type = pool.wait_until_loaded().reward_type
         limit_s = options.timeout_s + reward_trial.MARGIN_S
         calls = score_samples(pool, samples, reward_type, options, limit_s)

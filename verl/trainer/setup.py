@@ -2,32 +2,31 @@
 """Builds the trainer of a run from its config, for both kinds of training.
 
 The order is that of failing early: reward function and data are checked before a model is loaded. To add a
-component: build it in `running_trainer` from its section, and hand it to the trainer.
+component: build it in `build_trainer` from its section, and hand it to the trainer.
 """
 
 import dataclasses
 import os
 import uuid
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
-
-import ray
 
 from verl.algorithms.controllers import get_entropy_controller, get_kl_controller
 from verl.algorithms.kl import KLLoss
 from verl.config.algorithm import EXACT_KL, AlgorithmConfig
 from verl.config.async_training import PARTIAL, STREAM, AsyncConfig
-from verl.config.data import DataConfig
+from verl.config.data import DataConfig, RowsConfig
 from verl.config.distillation import DistillationConfig
 from verl.config.ppo import PPOConfig
 from verl.config.sft import SFTConfig
-from verl.config.trainer import RunConfig, RunTree, TrainerConfig
+from verl.config.trainer import RunTree, TrainerConfig
 from verl.config.worker import RewardConfig, WorkerConfig
 from verl.data.loader import Loaders, PromptLoader, make_loaders, make_sft_loaders, show_to_teachers
 from verl.data.media.cache import MediaCache
-from verl.data.readers import load_readers, media_options
+from verl.data.media.sizes import MediaOptions
+from verl.data.readers import Readers, load_readers, media_options
 from verl.data.teachers import TeacherColumn, check_teacher_tokens
 from verl.distributed.device import is_gpu
 from verl.logger.base import Run
@@ -39,12 +38,12 @@ from verl.planning.step_plan import make_plan, make_sft_plan
 from verl.protocol import DataProto
 from verl.rewards.manager import NoRewardFunction, RewardManager
 from verl.rewards.servers import endpoint_arguments
-from verl.single_controller.ray.processes import WorkerProcesses
 from verl.single_controller.ray.resource_pool import ResourcePool
+from verl.single_controller.ray.worker_group import RayWorkerGroup
 from verl.trainer.evaluation.categories import Categories
 from verl.trainer.kinds.interface import RunKind
-from verl.trainer.kinds.starting import start_workers
 from verl.trainer.kinds.text import TextRun
+from verl.trainer.prepare import PreparedRun
 from verl.trainer.prime import PrimeRewards
 from verl.trainer.ray_trainer import RayPPOTrainer
 from verl.trainer.reward_servers.servers import RewardServers
@@ -54,139 +53,93 @@ from verl.trainer.rollouts.early_stop import check_scored_alone, make_early_stop
 from verl.trainer.rollouts.engines import Engines, OwnEngines, SharedEngines
 from verl.trainer.rollouts.group_filter import make_group_filter, make_quota
 from verl.trainer.rollouts.group_stream import PartialRollouts
+from verl.trainer.rollouts.sampler import Sampler
 from verl.trainer.rollouts.schedule import InTurn, OneStepAhead, Schedule
 from verl.trainer.rollouts.stream import Stream
 from verl.trainer.run.checkpointing import PPORunState, RunState
 from verl.trainer.run.resuming import check_resume, origin_of
 from verl.trainer.served_teachers import ServedTeachers
 from verl.trainer.sft_trainer import SFTTrainer
+from verl.trainer.start_workers import start_workers, start_workers_and_engines
 from verl.trainer.validation import Validator
 from verl.workers.run_options import ModelRunOptions, RunOptions
 from verl.workers.sft_worker import SFTWorker
 
 
-@contextmanager
-def running_trainer(
-    config: PPOConfig, pool: ResourcePool, processes: WorkerProcesses | None = None
-) -> Iterator[RayPPOTrainer]:
-    """Start the workers of a run, in `processes` or new ones, and yield its trainer; they end with the block.
-
-    Example::
-
-        config = load_config(PPOConfig, sys.argv[1:])
-        with prepared_run(config, planned_ppo) as run, running_trainer(*run) as trainer:
-            trainer.fit()
+def build_trainer(run: PreparedRun[PPOConfig], stack: ExitStack) -> RayPPOTrainer:
+    """Open the data of a run, start its workers, and return its trainer; the stack ends what it uses.
 
     Raises:
         ValueError: Data, template or reward function cannot be used.
     """
-    data = config.data
-    worker = config.worker
-    algorithm = config.algorithm
-    trainer = config.trainer
+    config, pool, processes = run
+    data, worker, algorithm, trainer = config.data, config.worker, config.algorithm, config.trainer
+    folder, kind = Path(trainer.checkpoint_folder), kind_of(data, worker, trainer)
+    with phase("data"):
+        cache = open_cache(stack)
+        servers = RewardServers(config.reward_servers, pool.device, folder, config.num_devices)
+        stack.enter_context(servers)
+        reward = open_reward(stack, worker.scoring, folder, servers)
+        check_scored_alone(algorithm.early_stop, reward, worker.reward.batch_size)
+        media = media_options(data, worker.rollout)
+        readers = kind.readers(media, cache)
+        loaders = open_prompts(data, config.distillation, readers, folder, media, cache)
+        origin = origin_of(config, planned_ppo(config).models)
+        checkpoint = check_resume(config, origin, loaders.train)
+    training_steps = make_plan(config, num_rows(loaders)).training_steps or 0
+
+    shared = model_options(pool, training_steps, data, config.distillation, media, cache)
+    options = ppo_options(
+        shared, data, algorithm, config.models, has_old_pass=StepNeeds.of(config).old_pass,
+        tools=readers.tools, in_lockstep=trainer.async_training.deterministic,
+    )  # fmt: skip
+    servers.start_own()
+    workers, engines = start_workers_and_engines(
+        stack, pool, processes, kind.worker_class, worker, trainer, options, config.num_devices
+    )
+    servers.start_shared_and_wait(workers.processes)
+    tracker = stack.enter_context(open_tracker(config, training_steps, checkpoint))
+
+    rollout_log = kind.rollout_log(readers)
+    sampler = kind.sampler(engines, reward, readers, tracker, rollout_log)
+    mini_batches = {role: section.global_batch_size for role, section in config.trained_roles.items()}
+    collector = make_collector(sampler, loaders.train, mini_batches, data, algorithm, trainer, worker.reward)
+    at_once = worker.rollout.sequences_at_once(is_gpu(pool.device))
+    sampling = make_schedule(engines, collector, trainer.async_training, training_steps, at_once)
+    balancer = Balancer(config.dp_size, worker.rollout.n, mini_batches, worker.actor.share_prompt)
+    prime = [PrimeRewards(workers, balancer, worker.prime.update)] if algorithm.use_prime else []
+    stages = [*prime, *([servers.metrics] if servers.models else [])]
+    validator = make_validator(sampler, workers, loaders.val, data, worker, trainer, config.dp_size)
+    controllers = get_kl_controller(algorithm), get_entropy_controller(worker.actor)
+    run_state = PPORunState(trainer, training_steps, *controllers, workers, loaders.train, sampling, origin)
+    teachers = open_served_teachers(config.distillation, servers)
+    return RayPPOTrainer(
+        config, workers, sampling, balancer, stages, validator, run_state, rollout_log, tracker, teachers
+    )
+
+
+def build_sft_trainer(run: PreparedRun[SFTConfig], stack: ExitStack) -> SFTTrainer:
+    """Open the data of a fine-tuning run and start its workers, as `build_trainer` does."""
+    config, pool, processes = run
+    data, worker, trainer = config.data, config.worker, config.trainer
     folder = Path(trainer.checkpoint_folder)
-    with ExitStack() as stack:
-        with phase("data"):
-            cache = open_cache(stack)
-            servers = stack.enter_context(
-                RewardServers(config.reward_servers, pool.device, folder, config.num_devices)
-            )
-            reward = open_reward(stack, worker.scoring, folder, servers)
-            check_scored_alone(algorithm.early_stop, reward, worker.reward.batch_size)
-            media = media_options(data, worker.rollout)
-            kind = kind_of(data, worker, trainer)
-            readers = kind.readers(media, cache)
-            check_teacher_tokens(config.distillation, readers.tokenizer)
-            teachers = TeacherColumn.of(config.distillation)
-            loaders = make_loaders(data, readers, folder, teachers)
-            if loaders.train is not None:
-                show_to_teachers(loaders.train.dataset, data, config.distillation, media, cache)
-            origin = origin_of(config, planned_ppo(config).models)
-            checkpoint = check_resume(config, origin, loaders.train)
-        training_steps = make_plan(config, num_rows(loaders)).training_steps or 0
+    with phase("data"):
+        cache = open_cache(stack)
+        media = media_options(data, data)
+        readers = load_readers(worker.actor.model, data.override_chat_template, media, cache)
+        check_teacher_tokens(config.distillation, readers.tokenizer)
+        teachers = TeacherColumn.of(config.distillation)
+        loaders = make_sft_loaders(data, worker.actor.global_batch_size, readers, folder, teachers)
+        origin = origin_of(config, planned_sft(config).models)
+        checkpoint = check_resume(config, origin, loaders.train)
+    training_steps = make_sft_plan(config, num_rows(loaders)).training_steps or 0
 
-        shared = ModelRunOptions(
-            pool.device, training_steps, media, cache, data.override_chat_template, data.seed,
-            distillation=config.distillation,
-        )  # fmt: skip
-        options = ppo_options(
-            shared,
-            data,
-            algorithm,
-            config.models,
-            has_old_pass=StepNeeds.of(config).old_pass,
-            tools=readers.tools,
-            in_lockstep=trainer.async_training.deterministic,
-        )
-        servers.start_own()
-        workers, engines = kind.start(stack, pool, processes, options, config.num_devices)
-        if config.reward_servers:
-            with phase("reward servers"):
-                servers.start_shared(workers.processes)
-                servers.wait_until_started()
-        tracker = stack.enter_context(open_tracker(config, training_steps, checkpoint))
-
-        rollout_log = kind.rollout_log(readers)
-        sampler = kind.sampler(engines, reward, readers, tracker, rollout_log)
-        mini_batches = {role: section.global_batch_size for role, section in config.trained_roles.items()}
-        group_filter = make_group_filter(algorithm, trainer.rejection_sample)
-        quota = make_quota(data, trainer, mini_batches.values())
-        prompts = endless(loaders.train)
-        collector = RolloutCollector(
-            sampler, prompts, group_filter, quota, algorithm, worker.reward,
-            make_early_stop(algorithm, group_filter, data.seed),
-        )  # fmt: skip
-        at_once = worker.rollout.sequences_at_once(is_gpu(pool.device))
-        sampling = make_schedule(engines, collector, trainer.async_training, training_steps, at_once)
-        balancer = Balancer(config.dp_size, worker.rollout.n, mini_batches, worker.actor.share_prompt)
-        prime = [PrimeRewards(workers, balancer, worker.prime.update)] if algorithm.use_prime else []
-        stages = [*prime, *([servers.metrics] if servers.models else [])]
-        validator = Validator(
-            sampler, workers, loaders.val, worker, config.dp_size, trainer.val_generations_to_log,
-            num_recorded=trainer.rollouts_to_keep, categories=Categories(data.category_keys, data.answer_key),
-        )  # fmt: skip
-        controllers = get_kl_controller(algorithm), get_entropy_controller(worker.actor)
-        run_state = PPORunState(
-            trainer, training_steps, *controllers, workers, loaders.train, sampling, origin
-        )
-        yield RayPPOTrainer(
-            config, workers, sampling, balancer, stages, validator, run_state, rollout_log, tracker,
-            open_served_teachers(config.distillation, servers),
-        )  # fmt: skip
-        write_timeline(trainer)
-
-
-@contextmanager
-def running_sft(
-    config: SFTConfig, pool: ResourcePool, processes: WorkerProcesses | None = None
-) -> Iterator[SFTTrainer]:
-    """Start the workers of a fine-tuning run and yield its trainer, as `running_trainer` does."""
-    data = config.data
-    worker = config.worker
-    trainer = config.trainer
-    folder = Path(trainer.checkpoint_folder)
-    with ExitStack() as stack:
-        with phase("data"):
-            cache = open_cache(stack)
-            media = media_options(data, data)
-            readers = load_readers(worker.actor.model, data.override_chat_template, media, cache)
-            check_teacher_tokens(config.distillation, readers.tokenizer)
-            teachers = TeacherColumn.of(config.distillation)
-            loaders = make_sft_loaders(data, worker.actor.global_batch_size, readers, folder, teachers)
-            origin = origin_of(config, planned_sft(config).models)
-            checkpoint = check_resume(config, origin, loaders.train)
-        training_steps = make_sft_plan(config, num_rows(loaders)).training_steps or 0
-
-        options = ModelRunOptions(
-            pool.device, training_steps, media, cache, data.override_chat_template, data.seed,
-            distillation=config.distillation,
-        )  # fmt: skip
-        workers = start_workers(stack, pool, processes, SFTWorker, worker, options, trainer.worker_timeout_s)
-        tracker = stack.enter_context(open_tracker(config, training_steps, checkpoint))
-        run_state = RunState(trainer, training_steps, workers, loaders.train, origin)
-        batches = endless(loaders.train)
-        yield SFTTrainer(trainer, workers, batches, loaders.val, config.dp_size, run_state, tracker)
-        write_timeline(trainer)
+    options = model_options(pool, training_steps, data, config.distillation, media, cache)
+    workers = start_workers(stack, pool, processes, SFTWorker, worker, options, trainer.worker_timeout_s)
+    tracker = stack.enter_context(open_tracker(config, training_steps, checkpoint))
+    run_state = RunState(trainer, training_steps, workers, loaders.train, origin)
+    batches = endless(loaders.train)
+    return SFTTrainer(trainer, workers, batches, loaders.val, config.dp_size, run_state, tracker)
 
 
 def kind_of(data: DataConfig, worker: WorkerConfig, trainer: TrainerConfig) -> RunKind:
@@ -213,6 +166,22 @@ def open_reward(
     return stack.enter_context(RewardManager(reward, folder / "reward_failures.jsonl", servers.judges, awake))
 
 
+def open_prompts(
+    data: DataConfig,
+    distillation: DistillationConfig,
+    readers: Readers,
+    folder: Path,
+    media: MediaOptions,
+    cache: MediaCache,
+) -> Loaders:
+    """Open the rows of a run, which name their teachers if it distills."""
+    check_teacher_tokens(distillation, readers.tokenizer)
+    loaders = make_loaders(data, readers, folder, TeacherColumn.of(distillation))
+    if loaders.train is not None:
+        show_to_teachers(loaders.train.dataset, data, distillation, media, cache)
+    return loaders
+
+
 def open_served_teachers(distillation: DistillationConfig, servers: RewardServers) -> ServedTeachers | None:
     """Return None unless a teacher runs behind a server."""
     if not distillation.served:
@@ -229,6 +198,20 @@ def open_served_teachers(distillation: DistillationConfig, servers: RewardServer
 
 def num_rows(loaders: Loaders) -> int:
     return len(loaders.train.dataset) if loaders.train else 0
+
+
+def model_options(
+    pool: ResourcePool,
+    training_steps: int,
+    data: RowsConfig,
+    distillation: DistillationConfig,
+    media: MediaOptions,
+    cache: MediaCache,
+) -> ModelRunOptions:
+    return ModelRunOptions(
+        pool.device, training_steps, media, cache, data.override_chat_template, data.seed,
+        distillation=distillation,
+    )  # fmt: skip
 
 
 def ppo_options(
@@ -265,6 +248,21 @@ def ppo_options(
     )
 
 
+def make_collector(
+    sampler: Sampler,
+    loader: PromptLoader | None,
+    mini_batches: Mapping[str, int],
+    data: DataConfig,
+    algorithm: AlgorithmConfig,
+    trainer: TrainerConfig,
+    reward: RewardConfig,
+) -> RolloutCollector:
+    group_filter = make_group_filter(algorithm, trainer.rejection_sample)
+    quota = make_quota(data, trainer, mini_batches.values())
+    early_stop = make_early_stop(algorithm, group_filter, data.seed)
+    return RolloutCollector(sampler, endless(loader), group_filter, quota, algorithm, reward, early_stop)
+
+
 def make_schedule(
     engines: Engines, collector: RolloutCollector, config: AsyncConfig, last_step: int, at_once: int
 ) -> Schedule:
@@ -277,6 +275,21 @@ def make_schedule(
     if config.mode == STREAM:
         return Stream(engines, collector, config, last_step, at_once)
     return OneStepAhead(engines, collector, last_step) if config.samples_ahead else InTurn(engines, collector)
+
+
+def make_validator(
+    sampler: Sampler,
+    workers: RayWorkerGroup,
+    loader: PromptLoader | None,
+    data: DataConfig,
+    worker: WorkerConfig,
+    trainer: TrainerConfig,
+    dp_size: int,
+) -> Validator:
+    return Validator(
+        sampler, workers, loader, worker, dp_size, trainer.val_generations_to_log,
+        num_recorded=trainer.rollouts_to_keep, categories=Categories(data.category_keys, data.answer_key),
+    )  # fmt: skip
 
 
 def open_tracker(config: RunTree, training_steps: int, checkpoint: Path | None) -> Tracker:
@@ -299,8 +312,3 @@ def endless(loader: PromptLoader | None) -> Iterator[DataProto]:
     assert loader is not None, "only a run that only validates has no training rows"
     while True:
         yield from loader
-
-
-def write_timeline(trainer: RunConfig) -> None:
-    if trainer.ray_timeline is not None:
-        ray.timeline(trainer.ray_timeline)

@@ -5,6 +5,7 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
@@ -68,7 +69,7 @@ class TrainingLoop(ABC):
     def __iter__(self) -> Iterator[Step]:
         """Train as `fit` does and yield each finished step; a second loop continues where one ended."""
         self.close()
-        steps = self._listen_and_train()
+        steps = self.train()
         self._steps = weakref.ref(steps)  # so that leaving the loop ends it
         return steps
 
@@ -77,20 +78,6 @@ class TrainingLoop(ABC):
         steps = None if self._steps is None else self._steps()
         if steps is not None:
             steps.close()
-
-    def _listen_and_train(self) -> Generator[Step, None, None]:
-        is_start = not self.run_state.is_loaded
-        if is_start:
-            self.run_state.load()
-            self.first_step = self.run_state.step + 1
-            self._started = time.monotonic()
-        with self.stop.listening():
-            try:
-                yield from self.train(is_start=is_start)
-            except GeneratorExit:  # the caller left its loop, while all workers live
-                self.run_state.flush()
-                raise
-            self.run_state.flush()
 
     def finished(self) -> Finished:
         """Return what this object has trained."""
@@ -105,36 +92,54 @@ class TrainingLoop(ABC):
         self.run_state.flush()
         return self.run_state.saved
 
-    def train(self, *, is_start: bool) -> Iterator[Step]:
-        """Run the remaining steps; with `trainer.val_only` only validate."""
+    def train(self) -> Generator[Step, None, None]:
+        """Resume and run the remaining steps, until the last one or a signal; or only validate."""
         state, is_trained = self.run_state, False
-        if is_start and (self.run.val_before_train or self.run.val_only):
-            self._validate_first()
-        finish_start_up()
-        if self.run.val_only:
-            return
+        is_first_loop = self._resume()
+        with self.stop.listening(), self._flushing():
+            if is_first_loop and (self.run.val_before_train or self.run.val_only):
+                self._validate_first()
+            finish_start_up()
+            while state.step < state.training_steps and not (self.stop.signal or self.run.val_only):
+                state.step += 1
+                self.tracker.begin_step(state.step)
+                timer = StageTimer(self.tracker.stage)
+                with self.profiles.recording(state.step), timer("step"):
+                    batch, metrics = self.train_step(timer)
+                    if state.is_due(self.run.val_freq):
+                        self.last_validation = self.validate(timer)
+                        metrics |= self.last_validation
+                    if state.is_due(self.run.save_freq) or self.stop.signal or state.save_error:
+                        with timer("save_checkpoint"):
+                            state.save()
+                    state.publish()
+                metrics |= self.batch_metrics(batch) | compute_timing_metrics(batch, timer.seconds)
+                metrics |= compute_throughput_metrics(batch, timer.seconds["step"], self.run.num_processes)
+                self.tracker.log(metrics, state.step)
+                self.profiles.report(state.step, metrics)
+                self.last_metrics, is_trained = metrics, True
+                yield Step(state.step, metrics, batch)
+            if self.stop.signal and is_trained and not state.is_saved:  # it came between two steps
+                state.save()
 
-        while state.step < state.training_steps and not self.stop.signal:
-            state.step += 1
-            self.tracker.begin_step(state.step)
-            timer = StageTimer(self.tracker.stage)
-            with self.profiles.recording(state.step), timer("step"):
-                batch, metrics = self.train_step(timer)
-                if state.is_due(self.run.val_freq):
-                    self.last_validation = self.validate(timer)
-                    metrics |= self.last_validation
-                if state.is_due(self.run.save_freq) or self.stop.signal or state.save_error:
-                    with timer("save_checkpoint"):
-                        state.save()
-                state.publish()
-            metrics |= self.batch_metrics(batch) | compute_timing_metrics(batch, timer.seconds)
-            metrics |= compute_throughput_metrics(batch, timer.seconds["step"], self.run.num_processes)
-            self.tracker.log(metrics, state.step)
-            self.profiles.report(state.step, metrics)
-            self.last_metrics, is_trained = metrics, True
-            yield Step(state.step, metrics, batch)
-        if self.stop.signal and is_trained and not state.is_saved:  # it came between two steps
-            state.save()
+    def _resume(self) -> bool:
+        """Load the last checkpoint, once for this object; return whether that was done now."""
+        if self.run_state.is_loaded:
+            return False
+        self.run_state.load()
+        self.first_step = self.run_state.step + 1
+        self._started = time.monotonic()
+        return True
+
+    @contextmanager
+    def _flushing(self) -> Iterator[None]:
+        """Wait for the last checkpoint after the block, unless it fails."""
+        try:
+            yield
+        except GeneratorExit:  # the caller left its loop, while all workers live
+            self.run_state.flush()
+            raise
+        self.run_state.flush()
 
     def _validate_first(self) -> None:
         self.tracker.begin_step(self.run_state.step)

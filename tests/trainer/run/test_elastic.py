@@ -11,7 +11,7 @@ from verl.config.reward_servers import RewardServerConfig
 from verl.config.schema import load_config
 from verl.config.sft import SFTConfig
 from verl.single_controller.ray.resource_pool import ClusterError
-from verl.trainer.run.cluster_join import check_all_fit, largest_run
+from verl.trainer.prepare import check_all_fit, largest_run
 
 # 8 prompts x 2 responses, mini batches of 4 prompts: 8 sequences over the ranks, in micro batches of 2.
 MICRO = {"micro_batch_size_per_device_for_update": 2, "micro_batch_size_per_device_for_experience": 2}

@@ -3,7 +3,7 @@
 
 import json
 import shutil
-from contextlib import nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -21,11 +21,12 @@ from verl.data.readers import load_readers, media_options
 from verl.models.tiny import save_tiny_model
 from verl.planning.planned_run import planned_sft
 from verl.single_controller.ray.resource_pool import ResourcePool
+from verl.trainer.prepare import PreparedRun
 from verl.trainer.run.checkpointing import LOADER_FILE, ORIGIN, STATE_FILE
 from verl.trainer.run.exit_status import BAD_INPUT
 from verl.trainer.run.resuming import check_resume, model_digests, origin_of
 from verl.trainer.run.run_once import run_once
-from verl.trainer.setup import running_sft
+from verl.trainer.setup import build_sft_trainer
 
 ROWS = "sft_train.jsonl"
 
@@ -61,6 +62,10 @@ def loader_of(config):
     return make_sft_loaders(data, 16, readers, Path(config.trainer.checkpoint_folder)).train
 
 
+def prepared(config):
+    return PreparedRun(config, ResourcePool(1, 2, "cpu"))
+
+
 def resume(config):
     check_resume(config, origin_of(config, planned_sft(config).models), loader_of(config))
 
@@ -82,9 +87,9 @@ def test_other_rows_are_refused_before_workers_start(folder, change):
     edit_rows(folder, CHANGES[change])
     config = config_for(folder)
 
-    starting = running_sft(config, ResourcePool(1, 2, "cpu"))  # workers need Ray, which is not there
-    with pytest.raises(ValueError, match="the inputs differ from those of the checkpoint") as refused:
-        starting.__enter__()
+    expected = "the inputs differ from those of the checkpoint"
+    with pytest.raises(ValueError, match=expected) as refused, ExitStack() as stack:
+        build_sft_trainer(prepared(config), stack)  # workers need Ray, which is not there
 
     assert f"{folder / 'run' / 'global_step_3'}" in str(refused.value)
     assert f"`data.train_files` was {folder / ROWS} and is {folder / ROWS}, whose rows differ" in str(
@@ -155,12 +160,12 @@ def test_a_damaged_weight_file_is_left_to_the_workers_which_name_it(folder):
     resume(config_for(folder))
 
 
-def test_a_refused_resume_never_advises_the_same_command(folder):
+def test_a_refused_resume_never_advises_the_same_command(folder, monkeypatch):
     edit_rows(folder, CHANGES["reordered"])
     config = config_for(folder)
-    prepared = nullcontext((config, ResourcePool(1, 2, "cpu")))
+    monkeypatch.setattr("verl.trainer.run.run_once.prepare_run", lambda *_, **__: prepared(config))
 
-    end = run_once(config.trainer, prepared, running_sft, is_restart=False)
+    end = run_once(config)
 
     assert end.status == BAD_INPUT and not end.retryable
     assert "the same command" not in end.message

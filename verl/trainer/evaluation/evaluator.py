@@ -5,7 +5,7 @@ The means are those of the run's own validation, since `Validator` computes both
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +19,17 @@ from verl.data.readers import load_readers, media_options
 from verl.logger.tracker import Tracker
 from verl.planning.step_needs import StepNeeds
 from verl.protocol import DataProto
-from verl.single_controller.ray.processes import WorkerProcesses
-from verl.single_controller.ray.resource_pool import ResourcePool
 from verl.trainer.evaluation.categories import Categories
 from verl.trainer.evaluation.pass_at_k import powers_up_to
 from verl.trainer.evaluation.report import Evaluation, Question, ScoredResponse, by_category, summarize
-from verl.trainer.kinds.starting import start_workers
 from verl.trainer.metrics import StageTimer
+from verl.trainer.prepare import PreparedRun
 from verl.trainer.reward_servers.servers import RewardServers
 from verl.trainer.rollouts.engines import SharedEngines
 from verl.trainer.rollouts.rollout_log import RolloutLog
 from verl.trainer.rollouts.sampler import Sampler
 from verl.trainer.setup import open_cache, open_reward, open_tracker, ppo_options
+from verl.trainer.start_workers import start_workers
 from verl.trainer.validation import NO_SCORE, ScoredResponses, Validator, as_finished, means_of
 from verl.workers.fsdp_worker import FSDPWorker
 from verl.workers.run_options import ModelRunOptions
@@ -96,53 +95,49 @@ class Evaluator:
         return sorted(set(ks))
 
 
-@contextmanager
-def running_evaluator(
-    config: PPOConfig, pool: ResourcePool, processes: WorkerProcesses | None, question: Question
-) -> Iterator[Evaluator]:
-    """Start the workers of an evaluation, in `processes` or new ones; they end with the block.
+def build_evaluator(run: PreparedRun[PPOConfig], stack: ExitStack, question: Question) -> Evaluator:
+    """Start the workers of an evaluation and return its evaluator; the stack ends what it uses.
 
     Only the policy and the reward model are loaded, whatever else the run trains with.
 
     Raises:
         ValueError: Data, template or reward function cannot be used.
     """
+    config, pool, processes = run
     data, worker, folder = config.data, config.worker, Path(config.trainer.checkpoint_folder)
-    with ExitStack() as stack:
-        cache = open_cache(stack)
-        servers = stack.enter_context(
-            RewardServers(without_teachers(config.reward_servers), pool.device, folder, config.num_devices)
-        )
-        reward = open_reward(stack, worker.scoring, folder, servers)
-        media = media_options(data, worker.rollout)
-        tools = schemas_of(worker.rollout.multi_turn)
-        readers = load_readers(worker.actor.model, data.override_chat_template, media, cache, tools)
-        if worker.rollout.multi_turn.enable:
-            check_conversations(readers, data, worker.rollout.multi_turn)
-        val = make_loaders(data, readers, folder).val
-        assert val is not None, "the config was checked"
-        shared = ModelRunOptions(pool.device, 0, media, cache, data.override_chat_template, data.seed)
-        roles = [role for role in config.models if role == "reward_model"]
-        options = ppo_options(
-            shared, data, config.algorithm, roles, has_old_pass=StepNeeds.of(config).old_pass, tools=tools
-        )
-        servers.start_own()
-        workers = start_workers(
-            stack, pool, processes, FSDPWorker, worker, options, config.trainer.worker_timeout_s
-        )
-        servers.start_shared(workers.processes)
-        servers.wait_until_started()
-        tracker = stack.enter_context(open_tracker(config, 0, None))
-        on_progress = None if worker.rollout.disable_tqdm else tracker.progress
-        engines = SharedEngines(workers, worker)
-        sampler = Sampler(data, worker, engines, reward, readers.tokenizer, on_progress)
-        log = EvaluationLog(
-            folder, question.keep, readers.tokenizer, readers.media,
-            skip_special_tokens=worker.reward.skip_special_tokens, tools=tools,
-        )  # fmt: skip
-        categories = Categories(data.category_keys, data.answer_key)
-        validator = Validator(sampler, workers, val, worker, config.dp_size, 0, categories=categories)
-        yield Evaluator(validator, log, folder, tracker)
+    cache = open_cache(stack)
+    servers = stack.enter_context(
+        RewardServers(without_teachers(config.reward_servers), pool.device, folder, config.num_devices)
+    )
+    reward = open_reward(stack, worker.scoring, folder, servers)
+    media = media_options(data, worker.rollout)
+    tools = schemas_of(worker.rollout.multi_turn)
+    readers = load_readers(worker.actor.model, data.override_chat_template, media, cache, tools)
+    if worker.rollout.multi_turn.enable:
+        check_conversations(readers, data, worker.rollout.multi_turn)
+    val = make_loaders(data, readers, folder).val
+    assert val is not None, "the config was checked"
+    shared = ModelRunOptions(pool.device, 0, media, cache, data.override_chat_template, data.seed)
+    roles = [role for role in config.models if role == "reward_model"]
+    options = ppo_options(
+        shared, data, config.algorithm, roles, has_old_pass=StepNeeds.of(config).old_pass, tools=tools
+    )
+    servers.start_own()
+    workers = start_workers(
+        stack, pool, processes, FSDPWorker, worker, options, config.trainer.worker_timeout_s
+    )
+    servers.start_shared_and_wait(workers.processes)
+    tracker = stack.enter_context(open_tracker(config, 0, None))
+    on_progress = None if worker.rollout.disable_tqdm else tracker.progress
+    engines = SharedEngines(workers, worker)
+    sampler = Sampler(data, worker, engines, reward, readers.tokenizer, on_progress)
+    log = EvaluationLog(
+        folder, question.keep, readers.tokenizer, readers.media,
+        skip_special_tokens=worker.reward.skip_special_tokens, tools=tools,
+    )  # fmt: skip
+    categories = Categories(data.category_keys, data.answer_key)
+    validator = Validator(sampler, workers, val, worker, config.dp_size, 0, categories=categories)
+    return Evaluator(validator, log, folder, tracker)
 
 
 class EvaluationLog(RolloutLog):

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parts of a run of reinforcement learning that depend on what its policy makes."""
 
-from contextlib import ExitStack
 from typing import Protocol
 
 from verl.data.media.cache import MediaCache
@@ -9,31 +8,22 @@ from verl.data.media.sizes import MediaOptions
 from verl.data.readers import Readers
 from verl.logger.tracker import Tracker
 from verl.rewards.manager import NoRewardFunction, RewardManager
-from verl.single_controller.ray.processes import WorkerProcesses
-from verl.single_controller.ray.resource_pool import ResourcePool
-from verl.single_controller.ray.worker_group import RayWorkerGroup
+from verl.single_controller.worker import Worker
 from verl.trainer.rollouts.engines import Engines
 from verl.trainer.rollouts.rollout_log import RolloutLog
 from verl.trainer.rollouts.sampler import Sampler
-from verl.workers.run_options import RunOptions
 
 
 class RunKind(Protocol):
     """Builds the parts of a trainer that differ between text and pictures."""
 
-    def readers(self, media: MediaOptions, cache: MediaCache) -> Readers:
-        """Load the readers of prompts, and check them."""
+    @property
+    def worker_class(self) -> type[Worker]:
+        """The worker of processes that train and sample."""
         ...
 
-    def start(
-        self,
-        stack: ExitStack,
-        pool: ResourcePool,
-        processes: WorkerProcesses | None,
-        options: RunOptions,
-        num_devices: int,
-    ) -> tuple[RayWorkerGroup, Engines]:
-        """Start the processes that train, and the engines."""
+    def readers(self, media: MediaOptions, cache: MediaCache) -> Readers:
+        """Load the readers of prompts, and check them."""
         ...
 
     def rollout_log(self, readers: Readers) -> RolloutLog:

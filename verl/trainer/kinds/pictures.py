@@ -6,7 +6,6 @@ and checkpoints are those of text.
 """
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,18 +26,14 @@ from verl.diffusion.options import trained_steps
 from verl.diffusion.worker import DiffusionWorker
 from verl.logger.tracker import Tracker
 from verl.protocol import DataProto, objects
-from verl.single_controller.ray.processes import WorkerProcesses
-from verl.single_controller.ray.resource_pool import ResourcePool
-from verl.single_controller.ray.worker_group import RayWorkerGroup
+from verl.single_controller.worker import Worker
 from verl.trainer.kinds.picture_samples import picture_columns
-from verl.trainer.kinds.starting import start_workers
 from verl.trainer.model_checks import export_checkpoints
-from verl.trainer.rollouts.engines import Engines, SharedEngines
+from verl.trainer.rollouts.engines import Engines
 from verl.trainer.rollouts.picture_log import PictureFiles, PictureLog
 from verl.trainer.rollouts.rollout_log import RolloutLog
 from verl.trainer.rollouts.sampler import SAMPLED_FROM, Sampler
 from verl.trainer.rollouts.scores import Scoring
-from verl.workers.run_options import RunOptions
 
 
 @dataclass(frozen=True)
@@ -49,23 +44,15 @@ class PictureRun:
     worker: WorkerConfig
     trainer: TrainerConfig
 
+    @property
+    def worker_class(self) -> type[Worker]:
+        return DiffusionWorker
+
     def readers(self, media: MediaOptions, cache: MediaCache) -> Readers:
         model = self.worker.actor.model
         export_checkpoints([model])
         family_of(downloaded(model))
         return load_readers(model, self.data.override_chat_template, media, cache)
-
-    def start(
-        self,
-        stack: ExitStack,
-        pool: ResourcePool,
-        processes: WorkerProcesses | None,
-        options: RunOptions,
-        num_devices: int,
-    ) -> tuple[RayWorkerGroup, Engines]:
-        timeout_s = self.trainer.worker_timeout_s
-        workers = start_workers(stack, pool, processes, DiffusionWorker, self.worker, options, timeout_s)
-        return workers, SharedEngines(workers, self.worker)
 
     def rollout_log(self, readers: Readers) -> RolloutLog:
         return PictureLog(Path(self.trainer.checkpoint_folder), self.trainer.rollouts_to_keep)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs of a policy for text, after prompts of text and media."""
 
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,14 +13,11 @@ from verl.data.media.cache import MediaCache
 from verl.data.media.sizes import MediaOptions
 from verl.data.readers import Readers, load_readers
 from verl.logger.tracker import Tracker
-from verl.single_controller.ray.processes import WorkerProcesses
-from verl.single_controller.ray.resource_pool import ResourcePool
-from verl.single_controller.ray.worker_group import RayWorkerGroup
-from verl.trainer.kinds.starting import start_engines
+from verl.single_controller.worker import Worker
 from verl.trainer.rollouts.engines import Engines
 from verl.trainer.rollouts.rollout_log import RolloutLog
 from verl.trainer.rollouts.sampler import Sampler
-from verl.workers.run_options import RunOptions
+from verl.workers.fsdp_worker import FSDPWorker
 
 
 @dataclass(frozen=True)
@@ -32,6 +28,10 @@ class TextRun:
     worker: WorkerConfig
     trainer: TrainerConfig
 
+    @property
+    def worker_class(self) -> type[Worker]:
+        return FSDPWorker
+
     def readers(self, media: MediaOptions, cache: MediaCache) -> Readers:
         multi_turn = self.worker.rollout.multi_turn
         tools = schemas_of(multi_turn)
@@ -39,16 +39,6 @@ class TextRun:
         if multi_turn.enable:
             check_conversations(readers, self.data, multi_turn)
         return readers
-
-    def start(
-        self,
-        stack: ExitStack,
-        pool: ResourcePool,
-        processes: WorkerProcesses | None,
-        options: RunOptions,
-        num_devices: int,
-    ) -> tuple[RayWorkerGroup, Engines]:
-        return start_engines(stack, self.worker, self.trainer, pool, processes, options, num_devices)
 
     def rollout_log(self, readers: Readers) -> RolloutLog:
         trainer = self.trainer

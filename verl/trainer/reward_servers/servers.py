@@ -9,13 +9,14 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from verl.config.reward_servers import RewardServerConfig
+from verl.logger.console.start_up import phase
 from verl.protocol import DataProto
 from verl.rewards.servers import SECTION, Board, ServerSpec
 from verl.single_controller.ray.processes import WorkerProcesses
 from verl.trainer.metrics import Metrics, StageTimer
+from verl.trainer.prepare import engine_pool
 from verl.trainer.reward_servers.model import ServedModel
 from verl.trainer.reward_servers.replica import OwnDevices, Replica, SharedDevices
-from verl.trainer.run.cluster_join import engine_pool
 from verl.workers.rollout.served.model_server import ServerLaunch
 
 LOGS = "reward_servers"  # folder of the servers' output, in that of the run
@@ -29,8 +30,7 @@ class RewardServers(AbstractContextManager["RewardServers"]):
         with RewardServers(config.reward_servers, "cuda", folder, num_devices=8) as servers:
             servers.start_own()                # in the background
             ...                                # start the processes that train
-            servers.start_shared(processes)    # on their devices
-            servers.wait_until_started()
+            servers.start_shared_and_wait(processes)    # on their devices
             with servers.awake():
                 ...                            # `servers.specs` say where they are
 
@@ -70,6 +70,13 @@ class RewardServers(AbstractContextManager["RewardServers"]):
                     for _ in range(config.num_replicas)
                 ]
                 self._start(name, [OwnDevices(pool) for pool in pools])
+
+    def start_shared_and_wait(self, processes: WorkerProcesses) -> None:
+        """Start the models that share the devices of processes, and wait for all models."""
+        if self.configs:
+            with phase("reward servers"):
+                self.start_shared(processes)
+                self.wait_until_started()
 
     def start_shared(self, processes: WorkerProcesses) -> None:
         """Start the models that share the devices of processes, one after the other, and have them sleep."""
