@@ -6,11 +6,11 @@ import pytest
 from tests.architecture.shape import measure
 
 CEILINGS = {
-    "lines": 73_645,
-    "files": 517,
+    "lines": 73_631,
+    "files": 516,
     "percent of the largest room": 15,
     "files over 400 lines": 5,
-    "files under 60 lines": 83,
+    "files under 60 lines": 79,
     "files that share a name": 117,
     "longest function": 76,
     "functions that take PPOConfig": 13,

@@ -10,9 +10,9 @@ import ray
 from tests.helpers.warm_runs import cool_down
 from verl.config.ppo import PPOConfig
 from verl.config.schema import load_config
-from verl.trainer import reward_trial
+from verl.trainer import first_look
+from verl.trainer.first_look import check_reward
 from verl.trainer.main import main
-from verl.trainer.reward_samples import check_reward
 
 NOTES_CALLS = """
 import pathlib, time
@@ -75,7 +75,7 @@ def test_a_function_that_fails_everywhere_ends_the_command_before_ray_starts(
     reward, capsys, monkeypatch, statement, on_failure, reason
 ):
     cool_down()
-    monkeypatch.setattr(reward_trial, "MARGIN_S", 60.0)
+    monkeypatch.setattr(first_look, "MARGIN_S", 60.0)
     limits = ["worker.reward.timeout_s=1", f"worker.reward.on_failure={on_failure}"]
     arguments, num_calls = reward(statement, *limits, "worker.reward.max_failure_ratio=1")
 
@@ -103,7 +103,7 @@ def test_on_failure_decides_on_a_function_that_fails_for_an_empty_response(rewar
 
 
 def test_a_slow_function_delays_the_start_by_its_time_limit_at_most(reward, caplog, monkeypatch):
-    monkeypatch.setattr(reward_trial, "MARGIN_S", 0.3)
+    monkeypatch.setattr(first_look, "MARGIN_S", 0.3)
     statement = "time.sleep(1000 if row['response'] == '' else 1); return {'overall': 1.0}"
     arguments, _ = reward(statement, "worker.reward.timeout_s=4")  # each may take as long, and all together
 

@@ -28,7 +28,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from verl.config.ppo import PPOConfig
 from verl.rewards.function import (
@@ -42,12 +42,10 @@ from verl.rewards.function import (
 )
 from verl.rewards.servers import specs_of
 from verl.trainer.command import at_least, make_parser, run_command
+from verl.trainer.reward_samples import Response, read_responses
 from verl.trainer.run.exit_status import BAD_INPUT, INTERRUPTED
 from verl.utils.cuda_builds import repair_cuda_builds
 from verl.utils.text_table import table
-
-if TYPE_CHECKING:
-    from verl.trainer.reward_trial import Response
 
 SAMPLES = "samples made from the rows, no model's responses: ground truth, empty and wrong"
 ALIKE = (
@@ -96,8 +94,7 @@ def _check(switches: argparse.Namespace, config: PPOConfig) -> int:
     )
     # Imported here so that a wrong config or reward function is reported before torch loads.
     from verl.cli.data_report.opened import opened_data  # noqa: PLC0415
-    from verl.cli.reward_inputs import read_responses  # noqa: PLC0415
-    from verl.trainer.reward_samples import RowColumns, make_samples  # noqa: PLC0415
+    from verl.trainer.reward_rows import RowColumns, make_samples  # noqa: PLC0415
 
     with tempfile.TemporaryDirectory() as folder, opened_data(config, Path(folder), measures=False) as data:
         loader = data.val if switches.val or data.train is None else data.train
@@ -125,7 +122,7 @@ def _check(switches: argparse.Namespace, config: PPOConfig) -> int:
 
 def _score(
     reward: RewardFunction,
-    responses: Sequence["Response"],
+    responses: Sequence[Response],
     batch_size: int,
     timeout_s: float,
     *,
@@ -166,7 +163,7 @@ def check_call(
         return CheckedCall(seconds, [], str(error))
 
 
-def _describe(call: CheckedCall, responses: Sequence["Response"], number: int, timeout_s: float) -> str:
+def _describe(call: CheckedCall, responses: Sequence[Response], number: int, timeout_s: float) -> str:
     text = f"\ncall {number}: {len(responses)} responses, {1000 * call.seconds:.1f} ms\n"
     if call.seconds > timeout_s:
         text += f"  failed: a run would have ended it after {timeout_s:g} s (`worker.reward.timeout_s`)\n"

@@ -1,14 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""First look of a run, a dry run and `data_check` at rows and templates, before torch is imported."""
+"""First look of a run at its rows, templates and reward function, before it takes a device.
 
-from collections.abc import Mapping
+A run, a dry run and `data_check` look with plain text, before torch is imported; a run calls the reward
+function again when its tokenizer is there.
+"""
+
+import re
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import replace
+from pathlib import Path
+from queue import Empty
+from types import MappingProxyType
 
 from verl.config.data import DataConfig
 from verl.config.reward_servers import RewardServerConfig
 from verl.config.sft import SFTDataConfig, SFTWorkerConfig
-from verl.config.worker import WorkerConfig
+from verl.config.worker import RewardConfig, WorkerConfig
+from verl.data.bad_rows import BadRowError
+from verl.data.first_look import CONVERSATION_ROWS, PROMPT_ROWS, look_at_data
+from verl.data.plain_files import Row
+from verl.rewards.failures import reason
+from verl.rewards.function import split_calls
+from verl.rewards.manager import pickle_inputs
+from verl.rewards.pool import Batch, Call, RewardPool
+from verl.rewards.servers import Specs, specs_of
+from verl.trainer.reward_samples import PlainRows, Response, sample_responses
+from verl.utils.rank_logger import get_logger
+
+MARGIN_S = 3.0  # for the pool to notice that a call took too long, and where
+LOOK_S = 8.0  # to import the file, and to score: what takes longer is left to the check of the run
+# Only a tokenizer gives these as they are in a run, or they have another name there.
+INEXACT = re.compile(r"prompt|response_length|uid|multi_modal_data|_column|messages|contexts|num_turns|tool_")
 
 Servers = Mapping[str, RewardServerConfig]
+
+logger = get_logger(__name__)
 
 
 def look_at_prompts(
@@ -24,11 +52,6 @@ def look_at_prompts(
     Without `checks_rows` only columns and templates are looked at, see `look_at_data`. Without `makes_text`
     the function is loaded and not called: pictures need torch.
     """
-    # Imported here so that `--help` and a wrong config need none of it.
-    from verl.data.first_look import PROMPT_ROWS, look_at_data  # noqa: PLC0415
-    from verl.rewards.servers import specs_of  # noqa: PLC0415
-    from verl.trainer.reward_trial import look_at_reward  # noqa: PLC0415
-
     look = look_at_data(PROMPT_ROWS, data, worker.actor.model.tokenizer_path, checks_rows=checks_rows)
     if checks_rows:
         converses = worker.rollout.multi_turn.enable
@@ -41,7 +64,128 @@ def look_at_conversations(
     data: SFTDataConfig, worker: SFTWorkerConfig, *, checks_rows: bool = True
 ) -> list[str]:
     """Look at the conversations of a run; see `look_at_prompts`."""
-    from verl.data.first_look import CONVERSATION_ROWS, look_at_data  # noqa: PLC0415
-
     path = worker.actor.model.tokenizer_path
     return look_at_data(CONVERSATION_ROWS, data, path, checks_rows=checks_rows).notes
+
+
+def look_at_reward(
+    rows: Sequence[Row],
+    data: DataConfig,
+    options: RewardConfig,
+    servers: Specs = MappingProxyType({}),
+    *,
+    converses: bool = False,
+) -> None:
+    """Load the reward function and score samples of the first rows, if that is soon done.
+
+    A function that asks a model which the run will serve is only loaded. `check_reward` decides on everything
+    that depends on the model.
+
+    Raises:
+        ValueError: The function cannot be loaded, or a run could not use what it returns.
+    """
+    if options.reward_function is None:
+        return
+    with closing(_open_pool(options, servers)) as pool, suppress(TimeoutError):
+        reward_type = pool.wait_until_loaded(LOOK_S).reward_type
+        if not rows or not _are_ready(servers):
+            return
+        # The second row has the wrong answer.
+        samples = sample_responses(PlainRows(rows, data), 2, converses=converses)[:3]
+        calls = score_samples(pool, samples, reward_type, options, LOOK_S)
+        source = Path(pool.path).read_text(encoding="utf-8", errors="replace")
+        if INEXACT.search(source) is None or all(is_bad_result(call) for call in failed_calls(calls)):
+            check_scores(calls, samples, options.on_failure)
+
+
+def check_reward(data: DataConfig, worker: WorkerConfig, served: Servers) -> None:
+    """Score the samples of the first usable row as a run does, and log their scores.
+
+    It takes little longer than `worker.reward.timeout_s`: samples that are not scored by then are left out.
+    Nothing is scored if the function asks a model that the run has yet to serve.
+
+    Raises:
+        ValueError: The function cannot be loaded; or it fails for all samples, or for one with
+            `worker.reward.on_failure=error`.
+    """
+    options, servers = worker.scoring, specs_of(served)
+    if options.reward_function is None or not _are_ready(servers):
+        return
+    # A row that cannot be used is listed with others when the data is opened.
+    with closing(_open_pool(options, servers)) as pool, suppress(BadRowError):
+        # Imported here because it needs torch; the process imports the file meanwhile.
+        from verl.trainer.reward_rows import make_samples, open_rows  # noqa: PLC0415
+
+        samples = make_samples(open_rows(data, worker), 2, worker)[:3]  # the second row has the wrong answer
+        reward_type = pool.wait_until_loaded().reward_type
+        calls = score_samples(pool, samples, reward_type, options, options.timeout_s + MARGIN_S)
+        logger.info(check_scores(calls, samples, options.on_failure))
+        if failed := failed_calls(calls):
+            logger.warning(
+                "a run handles such failures by on_failure=%s: %s", options.on_failure, reason(failed[0])
+            )
+
+
+def score_samples(
+    pool: RewardPool, samples: Sequence[Response], reward_type: str, options: RewardConfig, limit_s: float
+) -> list[Call]:
+    """Call the function as a run does; calls not done after `limit_s` have neither scores nor failures."""
+    parts = split_calls(reward_type, [each.group for each in samples], options.batch_size)
+    calls = _score(pool, samples, parts, limit_s)
+    if len(calls) == 1 and calls[0].failures and options.on_failure != "error":
+        # One sample may have failed the call of all.
+        calls = _score(pool, samples, [[index] for index in range(len(samples))], limit_s)
+    return calls
+
+
+def _score(
+    pool: RewardPool, samples: Sequence[Response], parts: list[list[int]], limit_s: float
+) -> list[Call]:
+    batch, calls = Batch(), []
+    for part in parts:
+        inputs = [samples[index].columns for index in part]
+        calls.append(Call(part, inputs, pickle_inputs(part, inputs), batch))
+    pool.submit(calls)
+    end = time.monotonic() + limit_s
+    with suppress(Empty):
+        for _ in calls:
+            batch.finished.get(timeout=max(0.0, end - time.monotonic()))
+    return calls
+
+
+def failed_calls(calls: Sequence[Call]) -> list[Call]:
+    return [call for call in calls if call.scores is None and call.failures]
+
+
+def is_bad_result(call: Call) -> bool:
+    """Return whether the function returned something other than scores: then it did not raise."""
+    return all(" must " in failure.message.partition("\n")[0] for failure in call.failures)
+
+
+def check_scores(calls: Sequence[Call], samples: Sequence[Response], on_failure: str) -> str:
+    """Describe the scores, or raise a ValueError if they show that a run would end."""
+    told = []
+    for call in calls:
+        for position, index in enumerate(call.rows):
+            score = "failed" if call.failures else "not scored in time"
+            if call.scores is not None:
+                score = f"{call.scores[position]['overall']:g}"
+            told.append(f"{samples[index].name} {score}")
+    scored, failed = [call for call in calls if call.scores is not None], failed_calls(calls)
+    text = f"samples of the reward function: {'; '.join(told)}"
+    if failed and (on_failure == "error" or not scored):
+        remedy = ", and such a response ends a run with `on_failure=error`" if scored else ""
+        raise ValueError(
+            f"the reward function failed in {len(failed)} of {len(scored) + len(failed)} calls before the"
+            f" run{remedy}. {text}. The first reason:\n\n{reason(failed[0])}"
+        )
+    return text
+
+
+def _open_pool(options: RewardConfig, servers: Specs) -> RewardPool:
+    assert options.reward_function is not None, "its caller has one"
+    return RewardPool(options.reward_function, replace(options, num_cpus=1, on_failure="mask"), servers)
+
+
+def _are_ready(servers: Specs) -> bool:
+    return all(spec.is_ready for spec in servers.values())

@@ -1,141 +1,122 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples to call a reward function with, made from rows, and its check before a run takes a device."""
+"""Samples to call a reward function with, made from rows or read from a file. Imports no torch."""
 
 import itertools
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any, TypeVar
+import json
+from collections.abc import Hashable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
-from verl.agents.setup import schemas_of
-from verl.batch_keys import BATCH_KEYS
-from verl.config.data import DataConfig, RowsConfig
-from verl.config.reward_servers import RewardServerConfig
-from verl.config.worker import WorkerConfig
-from verl.data.bad_rows import BadRow, BadRowError
-from verl.data.dataset import RowDataset
-from verl.data.loader import dataset_class
-from verl.data.readers import Readers, load_readers, media_options
-from verl.data.rl_dataset import RLHFDataset, collate_fn
-from verl.protocol import DataProto
-from verl.rewards.failures import reason
-from verl.rewards.pool import RewardPool
-from verl.rewards.servers import specs_of
-from verl.trainer import reward_trial
-from verl.trainer.reward_trial import Response, check_scores, failed_calls, sample_responses, score_samples
-from verl.trainer.rollouts.sampler import reward_columns, with_uids
-from verl.utils.rank_logger import get_logger
+from verl.config.data import DataConfig
+from verl.data.plain_files import Row
 
-D = TypeVar("D", bound=RowDataset)
-
-logger = get_logger(__name__)
+WRONG = "no such answer"  # used if no other row has another ground truth
 
 
-class RowColumns:
-    """The reward function's inputs for rows as in a run, except the response and its length."""
+class Response(NamedTuple):
+    """A response with the inputs of the reward function."""
 
-    def __init__(self, dataset: RLHFDataset) -> None:
-        self.dataset = dataset
-        self._positions = {row: position for position, row in enumerate(dataset.indices)}
-        self._bad = {row.index: row for row in dataset.bad_rows}
+    name: str  # for the user: its line and row
+    number: int  # of the row over all files; of the line if it names no row
+    group: Hashable  # equal for responses to the same row
+    columns: dict[str, Any]
 
-    def of(self, row: int) -> dict[str, Any]:
-        """Return the columns of a row, given by its number over all files."""
-        if not 0 <= row < len(self.dataset.rows):
-            raise ValueError(f"row {row} must be one of 0 to {len(self.dataset.rows) - 1}")
-        item = self._bad[row] if row in self._bad else self.dataset[self._positions[row]]
-        if isinstance(item, BadRow):
-            raise BadRowError(f"row {row} is bad: {item}")
-        prompts = with_uids(DataProto.from_single_dict(collate_fn([item])), f"row-{row}")
-        return reward_columns(prompts)[0]
+
+class SampledRows(Protocol):
+    """Rows as a reward function gets them, without a response."""
 
     def first(self, count: int) -> dict[int, dict[str, Any]]:
         """Return the columns of the first usable rows, by their numbers."""
-        found: dict[int, dict[str, Any]] = {}
-        reason = None
-        for row in itertools.takewhile(lambda _: len(found) < count, self.dataset.indices):
-            try:
-                found[row] = self.of(row)
-            except BadRowError as error:
-                reason = error
-        if not found:
-            raise BadRowError(f"no row can be used; the last: {reason}")
-        return found
+        ...
+
+    def of(self, row: int) -> dict[str, Any]:
+        """Return the columns of a row, given by its number over all files."""
+        ...
+
+    def count_tokens(self, response: str) -> int: ...
+
+
+class PlainRows:
+    """Inputs of the reward function from rows that no model has read: `prompt` is plain text."""
+
+    def __init__(self, rows: Sequence[Row], data: DataConfig) -> None:
+        self._rows, self._data = rows, data
+
+    def first(self, count: int) -> dict[int, dict[str, Any]]:
+        return {number: self.of(number) for number in range(min(count, len(self._rows)))}
+
+    def of(self, row: int) -> dict[str, Any]:
+        columns, data = self._rows[row], self._data
+        media = {data.image_key, data.video_key, data.audio_key}
+        others = {name: value for name, value in columns.items() if name not in media}
+        own = {"ground_truth": columns[data.answer_key], "prompt": str(columns[data.prompt_key])}
+        return others | own | {"uid": f"row-{row}", "multi_modal_data": None}
 
     def count_tokens(self, response: str) -> int:
-        return len(self.dataset.tokenizer.encode(response, add_special_tokens=False))
+        return len(response.split())
 
 
-def open_unchecked(kind: type[D], data: RowsConfig, readers: Readers, **own: Any) -> D:
-    """Open the training rows (validation rows if there are none), each checked only as it is read.
+def sample_responses(rows: SampledRows, count: int, *, converses: bool = False) -> list[Response]:
+    """Make three responses to each of the first usable rows: its ground truth, nothing, a wrong answer.
 
-    `own` are arguments of this kind of dataset.
+    With `converses` each is a conversation of one turn without calls.
     """
-    option = "train_files" if data.train_files else "val_files"
-    return _unchecked(kind)(
-        getattr(data, option),
-        readers.tokenizer,
-        readers.processor,
-        data,
-        media=readers.media,
-        position_ids=readers.position_ids,
-        option=f"data.{option}",
-        row_timeout_s=data.row_timeout_s,
-        tools=readers.tools,
-        **own,
-    )
+    columns = rows.first(count)
+    truths = [str(seen["ground_truth"]) for seen in columns.values()]
+    responses = []
+    for position, (truth, (row, seen)) in enumerate(zip(truths, columns.items(), strict=True)):
+        # The wrong answer is the ground truth of the next row that has another one.
+        others = [other for other in truths[position:] + truths[:position] if other != truth]
+        samples = {"ground truth": truth, "empty": "", "wrong": others[0] if others else WRONG}
+        for name, text in samples.items():
+            given = {"response": text, "response_length": rows.count_tokens(text)}
+            given |= one_turn(seen["prompt"], text) if converses else {}
+            responses.append(Response(f"row {row}, {name}", row, row, seen | given))
+    return responses
 
 
-def _unchecked(dataset: type[D]) -> type[D]:
-    def all_rows(self: RowDataset, option: str) -> list[int]:
-        return list(range(len(self.rows)))
+def one_turn(prompt: str, response: str) -> dict[str, Any]:
+    """Return the inputs that a conversation of one turn has in addition, see `conversation_columns`."""
+    messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
+    turn = {"num_turns": 1, "tool_calls": [], "tool_rewards": [None]}
+    return {"messages": messages, "contexts": [messages]} | turn
 
-    made: Any = type(dataset.__name__, (dataset,), {"_usable_rows": all_rows})
-    return made
 
+def read_responses(path: Path, rows: SampledRows, *, converses: bool = False) -> list[Response]:
+    """Read responses from JSON lines and make responses to the same row adjacent.
 
-def check_reward(data: DataConfig, worker: WorkerConfig, served: Mapping[str, RewardServerConfig]) -> None:
-    """Score the samples of the first usable row in its own process, and log their scores.
-
-    It takes little longer than `worker.reward.timeout_s`: samples that are not scored by then are left out.
-    Nothing is scored if the function asks a model that the run has yet to serve.
-
-    Raises:
-        ValueError: The function cannot be loaded; or it fails for all samples, or for one with
-            `worker.reward.on_failure=error`.
+    With `converses` a line without `num_turns` is a conversation of one turn.
     """
-    options = worker.scoring
-    servers = specs_of(served)
-    if options.reward_function is None or not all(spec.is_ready for spec in servers.values()):
-        return
-    pool = RewardPool(options.reward_function, replace(options, num_cpus=1, on_failure="mask"), servers)
-    try:
-        rows = _open_rows(data, worker)  # while the process imports the file
-        samples = make_samples(rows, 2, worker)[:3]  # the second row has the wrong answer to the first
-        reward_type = pool.wait_until_loaded().reward_type
-        limit_s = options.timeout_s + reward_trial.MARGIN_S
-        calls = score_samples(pool, samples, reward_type, options, limit_s)
-        logger.info(check_scores(calls, samples, options.on_failure))
-        if failed := failed_calls(calls):
-            logger.warning(
-                "a run handles such failures by on_failure=%s: %s", options.on_failure, reason(failed[0])
-            )
-    except BadRowError:
-        return  # opening the data lists the rows
-    finally:
-        pool.close()
+    if not path.is_file():
+        raise FileNotFoundError(f"`--responses`: no file {path}")
+    responses = []
+    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
+        if line.strip():
+            try:
+                responses.append(_read_response(number, json.loads(line), rows, converses=converses))
+            except ValueError as error:
+                raise ValueError(f"`--responses`: {path}, line {number}: {error}") from error
+    if not responses:
+        raise ValueError(f"`--responses`: {path} holds no responses")
+    groups: dict[Hashable, list[Response]] = {}
+    for response in responses:
+        groups.setdefault(response.group, []).append(response)
+    return list(itertools.chain.from_iterable(groups.values()))
 
 
-def make_samples(rows: RowColumns, count: int, worker: WorkerConfig) -> list[Response]:
-    """Make three responses to each of the first usable rows, texts or pictures."""
-    if not worker.actor.model.is_pipeline:
-        return sample_responses(rows, count, converses=worker.rollout.multi_turn.enable)
-    from verl.trainer.kinds.picture_samples import sample_pictures  # noqa: PLC0415 - of diffusion runs only
-
-    return sample_pictures(rows, count, worker)
-
-
-def _open_rows(data: DataConfig, worker: WorkerConfig) -> RowColumns:
-    media = media_options(data, worker.rollout)
-    tools = schemas_of(worker.rollout.multi_turn)
-    readers = load_readers(worker.actor.model, data.override_chat_template, media, None, tools)
-    return RowColumns(open_unchecked(dataset_class(data, RLHFDataset), data, readers, reserved=BATCH_KEYS))
+def _read_response(number: int, entry: Any, rows: SampledRows, *, converses: bool) -> Response:
+    if not isinstance(entry, dict) or not isinstance(entry.get("response"), str):
+        raise ValueError("it must be an object with `response`, a text")
+    if ("row" in entry) == ("ground_truth" in entry):
+        raise ValueError(f"it must have either `row`, a number, or `ground_truth`, got {sorted(entry)}")
+    given = {key: value for key, value in entry.items() if key != "row"}
+    given = {"response_length": rows.count_tokens(entry["response"])} | given
+    row = entry.get("row")
+    if "row" in entry and not isinstance(row, int):
+        raise ValueError(f"`row` must be a number, got {row!r:.80}")
+    columns = (rows.of(row) if row is not None else {}) | given
+    if converses:
+        columns = one_turn(str(columns.get("prompt", "")), entry["response"]) | columns
+    if row is None:
+        return Response(f"line {number}", number, entry.get("uid", number), columns)
+    return Response(f"line {number}, row {row}", row, ("row", row), columns)

@@ -10,7 +10,7 @@ from verl.config.worker import WorkerConfig
 from verl.diffusion.families.registry import family_of
 from verl.diffusion.files import downloaded
 from verl.diffusion.options import size_of
-from verl.trainer.reward_trial import Response, SampledRows
+from verl.trainer.reward_samples import Response, SampledRows
 
 SHADES = {"black": 0.0, "gray": 0.5, "white": 1.0}
 

@@ -17,6 +17,7 @@ from verl.config.trainer import RunConfig, RunTree, TrainerConfig
 from verl.planning.planned_run import planned_ppo, planned_sft
 from verl.single_controller.ray.failure import WorkerError
 from verl.single_controller.ray.resource_pool import ClusterError
+from verl.trainer.first_look import check_reward
 from verl.trainer.prepare import prepare_run
 from verl.trainer.run.end_report import print_end_report
 from verl.trainer.run.exit_status import (
@@ -34,9 +35,7 @@ from verl.workers.warm_up import import_sft_worker, imports_of
 if TYPE_CHECKING:  # this module is imported before torch
     from verl.trainer.training_loop import TrainingLoop
 
-# They import torch.
-check_reward = deferred("verl.trainer.reward_samples", "check_reward")
-downloaded = deferred("verl.diffusion.files", "downloaded")
+downloaded = deferred("verl.diffusion.files", "downloaded")  # imports torch
 
 
 def run_once(config: RunTree, wait_s: float | None = None) -> ExitStatus:

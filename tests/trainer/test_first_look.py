@@ -10,8 +10,8 @@ import pytest
 from tests.helpers.training import ROOT
 from verl.config.data import DataConfig
 from verl.config.worker import RewardConfig
-from verl.trainer import reward_trial
-from verl.trainer.reward_trial import look_at_reward
+from verl.trainer import first_look
+from verl.trainer.first_look import look_at_reward
 
 ROWS = [{"prompt": f"{number} + 1?", "answer": str(number + 1), "level": "easy"} for number in range(3)]
 
@@ -60,12 +60,12 @@ LEFT = {
 
 @pytest.mark.parametrize("body", LEFT.values(), ids=LEFT)
 def test_what_depends_on_the_model_or_takes_long_is_left_to_the_run(look, body, monkeypatch):
-    monkeypatch.setattr(reward_trial, "LOOK_S", 1.5)
+    monkeypatch.setattr(first_look, "LOOK_S", 1.5)
     look(body)
 
 
 def test_a_file_that_takes_long_to_import_is_left_to_the_run(look, monkeypatch):
-    monkeypatch.setattr(reward_trial, "LOOK_S", 0.5)
+    monkeypatch.setattr(first_look, "LOOK_S", 0.5)
     look(FINE, head="import time; time.sleep(60)")
 
 
@@ -115,7 +115,7 @@ def test_without_rows_the_function_is_only_loaded(tmp_path):
 
 def test_trying_a_function_imports_nothing_heavy():
     code = (
-        "import sys; import verl.trainer.reward_trial, verl.trainer.first_look\n"
+        "import sys; import verl.trainer.first_look\n"
         "assert not {'torch', 'transformers', 'datasets', 'ray', 'numpy'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
