@@ -84,12 +84,7 @@ class DiffusionModel:
             VideoUlysses(self.model, family.layers, sp)
         if options.enable_gradient_checkpointing:
             self.model.enable_gradient_checkpointing()
-        # FSDP would round times to bfloat16, in which 987.3 is 988.
-        mesh = make_mesh(world_size, fsdp.fsdp_size, device.type)
-        shard_model(self.model, mesh, fsdp, casts_inputs=False)
-        keep_float32(self.model, self.model._keep_in_fp32_modules or ())
-        computes_in = torch_dtype(fsdp.mp_param_dtype)
-        self.model.register_forward_pre_hook(partial(_cast_inputs, computes_in), with_kwargs=True)
+        self._shard(fsdp, world_size)
         self.optimizer = build_optimizer(self.model, optim, "worker.actor.optim")
         self.scheduler = build_scheduler(self.optimizer, optim, training_steps)
         moves = is_gpu(device) and not fsdp.enable_cpu_offload
@@ -110,6 +105,14 @@ class DiffusionModel:
         if path is not None:
             where = f"`{self.option}.lora.path` ({path})"
             set_adapter(self.model, read_adapter(Path(path), where), str, where)
+
+    def _shard(self, fsdp: FSDPConfig, world_size: int) -> None:
+        # FSDP would round times to bfloat16, in which 987.3 is 988.
+        mesh = make_mesh(world_size, fsdp.fsdp_size, self.device.type)
+        shard_model(self.model, mesh, fsdp, casts_inputs=False)
+        keep_float32(self.model, self.model._keep_in_fp32_modules or ())
+        computes_in = torch_dtype(fsdp.mp_param_dtype)
+        self.model.register_forward_pre_hook(partial(_cast_inputs, computes_in), with_kwargs=True)
 
     @property
     def reference(self) -> Callable[[], AbstractContextManager[None]]:

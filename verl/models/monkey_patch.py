@@ -137,10 +137,7 @@ def _packed_forward(original: Callable, family: Family) -> Callable:
         if local_tokens is not None:
             kwargs["input_ids"] = kwargs["input_ids"].index_select(1, local_tokens)
             kwargs["position_ids"] = kwargs["position_ids"].index_select(-1, local_tokens)
-        with contextlib.ExitStack() as stack:
-            if features:
-                stack.enter_context(_reading_features(self.get_decoder(), features, media_rows or {}))
-            stack.enter_context(deferred(self))
+        with _reading_features(self.get_decoder(), features, media_rows or {}), deferred(self):
             logits = original(self, *args, packed_layout=layout, use_cache=False, **kwargs).logits
         return read(_checked(logits, self))
 
@@ -174,7 +171,10 @@ def deferred(model: PreTrainedModel) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _reading_features(decoder: Any, features: Features, rows: dict[Kind, MediaRows]) -> Iterator[None]:
-    """Replace media tokens by features."""
+    """Replace media tokens by features, if there are any."""
+    if not features:
+        yield
+        return
     # The models would find media tokens by masks on the device, whose ones the CPU must count.
     change = functools.partial(_changed_inputs, features, rows)
     handle = decoder.register_forward_pre_hook(change, with_kwargs=True)

@@ -125,32 +125,43 @@ def model_shape(model: PreTrainedModel) -> ModelShape:
     # A media token may come from any encoder: the plan has the one that keeps most for it.
     tower = max(_towers(model, blocks), key=lambda each: each.kept, default=NO_TOWER)
     text_blocks = [block for block in blocks if block not in in_tower]
-    in_blocks = {id(param) for block in text_blocks + tower.blocks for param in block.parameters()}
-    params = list(model.parameters())
-    trained = [param for param in params if param.requires_grad]
-    root = [param for param in params if id(param) not in in_blocks]
     experts = [param for module in expert_modules(model) for param in module.parameters()]
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     is_adapted = bool(adapted_layers(model) or adapted_parameters(model))
     return ModelShape(
-        params=_count(params),
-        stored=sum(param.nbytes for param in params),
-        trained=_count(trained),
-        trained_stored=sum(param.nbytes for param in trained),
-        root=_count(root),
-        trained_root=_count(param for param in root if param.requires_grad),
-        largest_stored=max(param.nbytes for param in params),
+        **weight_counts(model, [*text_blocks, *tower.blocks]),
         vocab=1 if head is None else len(head.weight),
         is_tied=head is not None and head.weight is embedding.weight,
         text=_text_stack(config.get_text_config(), text_blocks),
         tower=tower.stack,
         patches_per_token=tower.patches_per_token,
         frozen_experts=len(experts_without_adapter(model)) if is_adapted else 0,
-        experts=_count(experts),
-        trained_experts=_count(param for param in experts if param.requires_grad),
+        experts=count(experts),
+        trained_experts=count(param for param in experts if param.requires_grad),
         divisible_experts=divisible_experts(model),
         has_expert_biases=has_biases(model),
     )
+
+
+def weight_counts(model: nn.Module, blocks: Iterable[nn.Module]) -> dict[str, int]:
+    """Return the counts and bytes of a `ModelShape`; weights outside of `blocks` are `root`."""
+    in_blocks = {id(param) for block in blocks for param in block.parameters()}
+    params = list(model.parameters())
+    trained = [param for param in params if param.requires_grad]
+    root = [param for param in params if id(param) not in in_blocks]
+    return dict(
+        params=count(params),
+        stored=sum(param.nbytes for param in params),
+        trained=count(trained),
+        trained_stored=sum(param.nbytes for param in trained),
+        root=count(root),
+        trained_root=count(param for param in root if param.requires_grad),
+        largest_stored=max(param.nbytes for param in params),
+    )
+
+
+def count(params: Iterable[nn.Parameter]) -> int:
+    return sum(param.numel() for param in params)
 
 
 class _Tower(NamedTuple):
@@ -189,10 +200,6 @@ def _most_common(blocks: list[nn.Module]) -> list[nn.Module]:
     return [block for block in blocks if type(block) is counts.most_common(1)[0][0]]
 
 
-def _count(params: Iterable[nn.Parameter]) -> int:
-    return sum(param.numel() for param in params)
-
-
 def _text_stack(config: Any, blocks: list[nn.Module]) -> Stack:
     # Of layers that differ, the plan has the largest.
     heads = max(layer_heads(config), key=lambda layer: layer.queries * layer.dim)
@@ -207,11 +214,11 @@ def _text_stack(config: Any, blocks: list[nn.Module]) -> Stack:
         heads=heads.queries,
         kv_heads=heads.keys,
         head_dim=heads.dim,
-        params=max(_count(block.parameters()) for block in blocks),
+        params=max(count(block.parameters()) for block in blocks),
         has_head_norms="q_norm" in names,
         adapted_experts=max(map(adapted_expert_weights, blocks)),
         is_tiled=all(map(has_tiles, blocks)),
-        experts=max(sum(_count(part.parameters()) for part in expert_modules(block)) for block in blocks),
+        experts=max(sum(count(part.parameters()) for part in expert_modules(block)) for block in blocks),
         choices=experts_per_token(config),
     )
 
@@ -227,6 +234,6 @@ def _tower_stack(config: Any, blocks: list[nn.Module]) -> Stack:
         heads=heads,
         kv_heads=heads,
         head_dim=hidden // heads,
-        params=max(_count(block.parameters()) for block in blocks),
+        params=max(count(block.parameters()) for block in blocks),
         is_tiled=all(map(has_tiles, blocks)),
     )

@@ -8,6 +8,7 @@ log-sum-exp in forward, and a backward that takes the merged one.
 import importlib
 import importlib.metadata
 import importlib.util
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from verl.distributed.device import has_kernels, module_of
 from verl.models.attention.kernels import Rows
 from verl.models.attention.varlen_kernels import (
     GPUKernel,
+    Gradients,
     KernelChoice,
     TorchKernel,
     VarlenKernel,
@@ -56,13 +58,10 @@ class FlashAttention2(GPUKernel):
         )
         return out, without_keys(lse)
 
-    def backward(
-        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rows: Rows
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        grads = _empty_gradients(q, k, v, rows)
+    def gradients(self, tensors: Sequence[Tensor], rows: Rows) -> Gradients:
+        grads = _empty_gradients(tensors, rows)
         self._package._flash_attn_varlen_backward(
-            *(grad_out.contiguous(), q, k, v, out.contiguous(), lse.contiguous(), *grads),
-            *(rows.cu_q, rows.cu_k, *longest_of(rows)),
+            *(*tensors, *grads, rows.cu_q, rows.cu_k, *longest_of(rows)),
             **_dropout(),
             **_rule(rows),
             deterministic=torch.are_deterministic_algorithms_enabled(),
@@ -115,18 +114,9 @@ class FlashAttention3(GPUKernel):
         out, lse, *_ = self._ops.fwd(q, k, v, **self._rows(rows), num_splits=1)
         return out, without_keys(lse)
 
-    def backward(
-        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rows: Rows
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        grads = dq, dk, dv = _empty_gradients(q, k, v, rows)
-        self._ops.bwd(
-            *(grad_out.contiguous(), q, k, v, out.contiguous(), lse.contiguous()),
-            **self._rows(rows),
-            dq=dq,
-            dk=dk,
-            dv=dv,
-            deterministic=torch.are_deterministic_algorithms_enabled(),
-        )
+    def gradients(self, tensors: Sequence[Tensor], rows: Rows) -> Gradients:
+        grads = _empty_gradients(tensors, rows)
+        self._ops.bwd(*tensors, **self._rows(rows), **_written(grads))
         return grads
 
     @staticmethod
@@ -158,18 +148,12 @@ class FlashAttention4(GPUKernel):
         )
         return out, without_keys(lse)
 
-    def backward(
-        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rows: Rows
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        grads = dq, dk, dv = _empty_gradients(q, k, v, rows)
+    def gradients(self, tensors: Sequence[Tensor], rows: Rows) -> Gradients:
+        grads = _empty_gradients(tensors, rows)
+        grad_out, q, k, v, out, lse = tensors
+        softcap = rows.softcap or 0.0
         self._package._flash_attn_bwd(
-            *(q, k, v, out.contiguous(), grad_out.contiguous(), lse.contiguous()),
-            **self._rows(rows),
-            softcap=rows.softcap or 0.0,
-            dq=dq,
-            dk=dk,
-            dv=dv,
-            deterministic=torch.are_deterministic_algorithms_enabled(),
+            q, k, v, out, grad_out, lse, **self._rows(rows), softcap=softcap, **_written(grads)
         )
         return grads
 
@@ -185,12 +169,17 @@ class FlashAttention4(GPUKernel):
         }
 
 
-def _empty_gradients(q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
+def _empty_gradients(tensors: Sequence[Tensor], rows: Rows) -> Gradients:
     """Allocate contiguous gradients; zero where rows without queries or keys may be left out."""
     is_full = sum(run.rows for run in rows.runs) == len(rows.cu_q) - 1
     create = torch.empty if is_full else torch.zeros
-    dq, dk, dv = (create(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in (q, k, v))
+    dq, dk, dv = (create(each.shape, dtype=each.dtype, device=each.device) for each in tensors[1:4])
     return dq, dk, dv
+
+
+def _written(grads: Gradients) -> dict[str, Any]:
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    return {**dict(zip(("dq", "dk", "dv"), grads, strict=True)), "deterministic": deterministic}
 
 
 PACKAGES = (FlashAttention3, FlashAttention2, FlashAttention4)  # in order of preference

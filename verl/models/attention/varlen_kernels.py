@@ -5,6 +5,8 @@ The other kernels belong to packages, see `flash_packages`. To add one, write a 
 `flash_packages.choose_kernels`.
 """
 
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -14,6 +16,7 @@ from verl.distributed.device import has_kernels
 from verl.models.attention.kernels import HALF_TYPES, Rows
 
 _aten: Any = torch.ops.aten
+Gradients = tuple[Tensor, Tensor, Tensor]  # of q, k and v
 
 
 class VarlenKernel(Protocol):
@@ -31,13 +34,13 @@ class VarlenKernel(Protocol):
 
     def backward(
         self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rows: Rows
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> Gradients:
         """Return the gradients of q, k and v, given the merged `out` and `lse`."""
         ...
 
 
-class GPUKernel:
-    """Limits that the kernels for GPUs have in common."""
+class GPUKernel(ABC):
+    """Limits of the kernels for GPUs, whose backward reads contiguous tensors."""
 
     name: str
     largest_head = 256
@@ -56,6 +59,15 @@ class GPUKernel:
         if softcap is not None and not self.takes_softcap:
             return "has no soft cap of the scores"
         return None
+
+    def backward(
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rows: Rows
+    ) -> Gradients:
+        return self.gradients((grad_out.contiguous(), q, k, v, out.contiguous(), lse.contiguous()), rows)
+
+    @abstractmethod
+    def gradients(self, tensors: Sequence[Tensor], rows: Rows) -> Gradients:
+        """Compute `backward` from contiguous gradients of the output, q, k, v, output and log-sum-exp."""
 
 
 def window_of(rows: Rows) -> tuple[bool, int, int]:
@@ -95,14 +107,11 @@ class TorchKernel(GPUKernel):
         )
         return out, without_keys(lse)
 
-    def backward(
-        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rows: Rows
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def gradients(self, tensors: Sequence[Tensor], rows: Rows) -> Gradients:
         is_causal, before, after = window_of(rows)
-        tensors = grad_out.contiguous(), q, k, v, out.contiguous(), lse.contiguous()
         # The seed and the offset are unused without dropout.
-        seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
-        offset = torch.empty(0, device=q.device)
+        seed = torch.zeros(2, dtype=torch.uint64, device=tensors[0].device)
+        offset = torch.empty(0, device=tensors[0].device)
         return _aten._flash_attention_backward(
             *(*tensors, rows.cu_q, rows.cu_k, *longest_of(rows), 0.0, is_causal, seed, offset),
             scale=rows.scale,

@@ -27,15 +27,9 @@ def _tanh(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _logits(
-    products: tl.tensor,
-    bias: tl.tensor | None,
-    columns: tl.tensor,
-    inside: tl.tensor,
-    dtype: tl.constexpr,
-    scale: tl.constexpr,
-    softcap: tl.constexpr,
-    temperature: tl.constexpr,
-) -> tl.tensor:
+    products: tl.tensor, bias: tl.tensor | None, columns: tl.tensor, inside: tl.tensor, dtype: tl.constexpr,
+    scale: tl.constexpr, softcap: tl.constexpr, temperature: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     z = tl.load(products + columns, mask=inside, other=0.0).to(dtype)
     if bias is not None:
         z += tl.load(bias + columns, mask=inside, other=0.0).to(dtype)
@@ -61,19 +55,11 @@ def _overwrite(gradients: tl.tensor, inside: tl.tensor, values: tl.tensor) -> No
 
 @triton.jit
 def log_prob_statistics(
-    products: tl.tensor,  # (M, vocabulary)
-    bias: tl.tensor | None,
-    targets: tl.tensor,
-    log_probs: tl.tensor,
-    lse: tl.tensor,
-    entropy: tl.tensor | None,
-    sum_squares: tl.tensor | None,
+    products: tl.tensor, bias: tl.tensor | None, targets: tl.tensor,  # products are (M, vocabulary)
+    log_probs: tl.tensor, lse: tl.tensor, entropy: tl.tensor | None, sum_squares: tl.tensor | None,
     vocabulary: int,
-    scale: tl.constexpr,
-    softcap: tl.constexpr,
-    temperature: tl.constexpr,
-    block: tl.constexpr,
-) -> None:
+    scale: tl.constexpr, softcap: tl.constexpr, temperature: tl.constexpr, block: tl.constexpr,
+) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     products += row * vocabulary
     dtype: tl.constexpr = lse.dtype.element_ty
@@ -111,21 +97,12 @@ def log_prob_statistics(
 
 @triton.jit
 def log_prob_gradient(
-    products: tl.tensor,  # (M, vocabulary)
+    products: tl.tensor,
     gradients: tl.tensor,  # of as many or fewer bytes: the same memory, each row at the start of its products
-    gradient_stride: int,
-    bias: tl.tensor | None,
-    targets: tl.tensor,
-    lse: tl.tensor,
-    grad_log_probs: tl.tensor,
-    entropy: tl.tensor | None,
-    grad_entropy: tl.tensor | None,
-    vocabulary: int,
-    scale: tl.constexpr,
-    softcap: tl.constexpr,
-    temperature: tl.constexpr,
-    block: tl.constexpr,
-) -> None:
+    gradient_stride: int, bias: tl.tensor | None, targets: tl.tensor, lse: tl.tensor,
+    grad_log_probs: tl.tensor, entropy: tl.tensor | None, grad_entropy: tl.tensor | None, vocabulary: int,
+    scale: tl.constexpr, softcap: tl.constexpr, temperature: tl.constexpr, block: tl.constexpr,
+) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     products += row * vocabulary
     gradients += row * gradient_stride
@@ -150,23 +127,11 @@ def log_prob_gradient(
 
 @triton.jit
 def kl_statistics(
-    products: tl.tensor,  # (M, vocabulary)
-    bias: tl.tensor | None,
-    ref_products: tl.tensor,  # (M, vocabulary)
-    ref_bias: tl.tensor | None,
-    kl: tl.tensor,
-    lse: tl.tensor,
-    mean_gap: tl.tensor,
-    ref_lse: tl.tensor | None,
-    vocabulary: int,
-    scale: tl.constexpr,
-    softcap: tl.constexpr,
-    temperature: tl.constexpr,
-    ref_scale: tl.constexpr,
-    ref_softcap: tl.constexpr,
-    ref_temperature: tl.constexpr,
-    block: tl.constexpr,
-) -> None:
+    products: tl.tensor, bias: tl.tensor | None, ref_products: tl.tensor, ref_bias: tl.tensor | None,
+    kl: tl.tensor, lse: tl.tensor, mean_gap: tl.tensor, ref_lse: tl.tensor | None, vocabulary: int,
+    scale: tl.constexpr, softcap: tl.constexpr, temperature: tl.constexpr,
+    ref_scale: tl.constexpr, ref_softcap: tl.constexpr, ref_temperature: tl.constexpr, block: tl.constexpr,
+) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     products += row * vocabulary
     ref_products += row * vocabulary
@@ -206,25 +171,16 @@ def kl_statistics(
 
 @triton.jit
 def kl_gradient(
-    products: tl.tensor,  # (M, vocabulary)
-    gradients: tl.tensor,  # of as many or fewer bytes: the same memory, each row at the start of its products
-    gradient_stride: int,
-    bias: tl.tensor | None,
-    ref_products: tl.tensor,  # (M, vocabulary)
-    ref_bias: tl.tensor | None,
-    lse: tl.tensor,
-    grad_kl: tl.tensor,
+    products: tl.tensor,
+    gradients: tl.tensor,  # as above
+    gradient_stride: int, bias: tl.tensor | None, ref_products: tl.tensor, ref_bias: tl.tensor | None,
+    lse: tl.tensor, grad_kl: tl.tensor,
     mean_gap: tl.tensor | None,  # for KL(policy || reference)
     ref_lse: tl.tensor | None,  # for KL(reference || policy)
     vocabulary: int,
-    scale: tl.constexpr,
-    softcap: tl.constexpr,
-    temperature: tl.constexpr,
-    ref_scale: tl.constexpr,
-    ref_softcap: tl.constexpr,
-    ref_temperature: tl.constexpr,
-    block: tl.constexpr,
-) -> None:
+    scale: tl.constexpr, softcap: tl.constexpr, temperature: tl.constexpr,
+    ref_scale: tl.constexpr, ref_softcap: tl.constexpr, ref_temperature: tl.constexpr, block: tl.constexpr,
+) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     products += row * vocabulary
     ref_products += row * vocabulary

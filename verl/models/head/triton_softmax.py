@@ -98,17 +98,10 @@ def _launch(kernel: Any, values: Tensor, *inputs: Any) -> None:
     "verl::log_prob_statistics", mutates_args=("log_probs", "lse", "entropy", "sum_squares")
 )
 def log_prob_statistics(
-    values: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    log_probs: Tensor,
-    lse: Tensor,
-    entropy: Tensor | None,
-    sum_squares: Tensor | None,
-    scale: float,
-    softcap: float | None,
-    temperature: float,
-) -> None:
+    values: Tensor, bias: Tensor | None, targets: Tensor,
+    log_probs: Tensor, lse: Tensor, entropy: Tensor | None, sum_squares: Tensor | None,
+    scale: float, softcap: float | None, temperature: float,
+) -> None:  # fmt: skip
     """Write statistics of each token, see `LogProbStatistics`."""
     _launch(
         kernels.log_prob_statistics,
@@ -119,18 +112,10 @@ def log_prob_statistics(
 
 @torch.library.custom_op("verl::log_prob_gradient", mutates_args=("values",))
 def log_prob_gradient(
-    values: Tensor,
-    dtype: torch.dtype,
-    bias: Tensor | None,
-    targets: Tensor,
-    lse: Tensor,
-    grad_log_probs: Tensor,
-    entropy: Tensor | None,
-    grad_entropy: Tensor | None,
-    scale: float,
-    softcap: float | None,
-    temperature: float,
-) -> None:
+    values: Tensor, dtype: torch.dtype, bias: Tensor | None, targets: Tensor,
+    lse: Tensor, grad_log_probs: Tensor, entropy: Tensor | None, grad_entropy: Tensor | None,
+    scale: float, softcap: float | None, temperature: float,
+) -> None:  # fmt: skip
     """Overwrite products with their gradient in `dtype`."""
     gradients = _overlay(values, dtype)
     _launch(
@@ -142,21 +127,11 @@ def log_prob_gradient(
 
 @torch.library.custom_op("verl::kl_statistics", mutates_args=("kl", "lse", "mean_gap", "ref_lse"))
 def kl_statistics(
-    values: Tensor,
-    bias: Tensor | None,
-    ref_values: Tensor,
-    ref_bias: Tensor | None,
-    kl: Tensor,
-    lse: Tensor,
-    mean_gap: Tensor,
-    ref_lse: Tensor | None,
-    scale: float,
-    softcap: float | None,
-    temperature: float,
-    ref_scale: float,
-    ref_softcap: float | None,
-    ref_temperature: float,
-) -> None:
+    values: Tensor, bias: Tensor | None, ref_values: Tensor, ref_bias: Tensor | None,
+    kl: Tensor, lse: Tensor, mean_gap: Tensor, ref_lse: Tensor | None,
+    scale: float, softcap: float | None, temperature: float,
+    ref_scale: float, ref_softcap: float | None, ref_temperature: float,
+) -> None:  # fmt: skip
     """Write statistics of each token, see `KLStatistics`."""
     _launch(
         kernels.kl_statistics,
@@ -167,22 +142,11 @@ def kl_statistics(
 
 @torch.library.custom_op("verl::kl_gradient", mutates_args=("values",))
 def kl_gradient(
-    values: Tensor,
-    dtype: torch.dtype,
-    bias: Tensor | None,
-    ref_values: Tensor,
-    ref_bias: Tensor | None,
-    lse: Tensor,
-    grad_kl: Tensor,
-    mean_gap: Tensor | None,
-    ref_lse: Tensor | None,
-    scale: float,
-    softcap: float | None,
-    temperature: float,
-    ref_scale: float,
-    ref_softcap: float | None,
-    ref_temperature: float,
-) -> None:
+    values: Tensor, dtype: torch.dtype, bias: Tensor | None, ref_values: Tensor, ref_bias: Tensor | None,
+    lse: Tensor, grad_kl: Tensor, mean_gap: Tensor | None, ref_lse: Tensor | None,
+    scale: float, softcap: float | None, temperature: float,
+    ref_scale: float, ref_softcap: float | None, ref_temperature: float,
+) -> None:  # fmt: skip
     """Overwrite the policy's products with their gradient in `dtype`."""
     gradients = _overlay(values, dtype)
     _launch(

@@ -27,6 +27,7 @@ from verl.models.trainable import select_trainable
 from verl.planning.diffusion.planned import PictureShape, Work
 from verl.planning.diffusion.trace import traced, traced_update
 from verl.planning.memory_model import ModelShape, Stack
+from verl.planning.model_sizes import count, weight_counts
 from verl.workers.model_builder import weights_dtype
 
 VAE_BYTES = 4  # of a number of the VAE, which stays in float32
@@ -77,14 +78,13 @@ def read_pictures(
     for name in (TRANSFORMER, VAE):
         if not (folder / name / CONFIG).is_file():
             raise ValueError(f"`{option}.model_path` ({folder}) lacks {name}/{CONFIG}, which has its sizes")
-    kind = index_of(folder)["_class_name"]
     parts: dict[str, Any] = {name: meta_part(folder, name) for name in model_names(folder)}
     pipeline = _pipeline(folder, parts)
     transformer, vae, trained = parts[TRANSFORMER], parts[VAE], trained_part(family, model, option)
     nn.Module.to(transformer, weights_dtype(fsdp, trained))  # its own method warns of what has no values yet
     select_trainable(transformer, trained, option)
     shape = _shape(transformer)
-    blocks = tuple(_count(block.parameters()) for block in fsdp_blocks(transformer))
+    blocks = tuple(count(block.parameters()) for block in fsdp_blocks(transformer))
     buffers = sum(buffer.nbytes for buffer in transformer.buffers())
     if model.enable_gradient_checkpointing:
         transformer.enable_gradient_checkpointing()
@@ -94,9 +94,9 @@ def read_pictures(
     latent = _empty(1, *family.latent_shape(pipeline, size))
     rows = 2 if family.predicts_twice(rollout.guidance_scale) else 1
     tokens = min(prompt_length, family.longest_prompt)
-    conditions = dict(READS[kind].conditions(transformer.config, rows, tokens, computes_in))
-    if family.reads_guidance:
-        conditions[GUIDANCE] = _empty(rows)
+    reads = READS[index_of(folder)["_class_name"]]
+    conditions = dict(reads.conditions(transformer.config, rows, tokens, computes_in))
+    conditions |= {GUIDANCE: _empty(rows)} if family.reads_guidance else {}
 
     def velocity() -> Tensor:
         latents = torch.cat([latent] * rows).to(computes_in)
@@ -127,40 +127,26 @@ def _pipeline(folder: Path, parts: dict[str, nn.Module]) -> Any:
 
 def _shape(transformer: Any) -> ModelShape:
     config, blocks = transformer.config, fsdp_blocks(transformer)
-    in_blocks = {id(param) for block in blocks for param in block.parameters()}
-    params = list(transformer.parameters())
-    trained = [param for param in params if param.requires_grad]
-    root = [param for param in params if id(param) not in in_blocks]
     heads, head_dim = config.num_attention_heads, config.attention_head_dim
     return ModelShape(
-        params=_count(params),
-        stored=sum(param.nbytes for param in params),
-        trained=_count(trained),
-        trained_stored=sum(param.nbytes for param in trained),
-        root=_count(root),
-        trained_root=_count(param for param in root if param.requires_grad),
-        largest_stored=max(param.nbytes for param in params),
+        **weight_counts(transformer, blocks),
         vocab=1,
         is_tied=False,
         text=Stack(
             layers=len(blocks), hidden=heads * head_dim, intermediate=0, heads=heads, kv_heads=heads,
-            head_dim=head_dim, params=max(_count(block.parameters()) for block in blocks),
+            head_dim=head_dim, params=max(count(block.parameters()) for block in blocks),
         ),
     )  # fmt: skip
 
 
 def _encoding(encoders: Iterable[nn.Module], tokens: int) -> Work:
     """Each token is multiplied with every weight but the embeddings."""
-    weights = sum(_count(encoder.parameters()) - _embeddings(encoder) for encoder in encoders)
+    weights = sum(count(encoder.parameters()) - _embeddings(encoder) for encoder in encoders)
     return Work(products=2.0 * weights * tokens)
 
 
 def _embeddings(encoder: nn.Module) -> int:
-    return sum(_count(each.parameters()) for each in encoder.modules() if isinstance(each, nn.Embedding))
-
-
-def _count(params: Iterable[nn.Parameter]) -> int:
-    return sum(param.numel() for param in {id(param): param for param in params}.values())
+    return sum(count(each.parameters()) for each in encoder.modules() if isinstance(each, nn.Embedding))
 
 
 def _empty(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -175,69 +175,99 @@ def simulate(
     """
     order = ORDERS[mode]
     bound = staleness if order.staleness is None else order.staleness
-    if order.in_batches:
-        at_once = UNLIMITED  # a step's prompts wait in the engine
     last = warm_up + work.steps
     plan = StreamPlan(work.groups_per_step, bound, last + warm_up, engines, max_in_flight)
-    all_engines = [_Engine(costs, work.prompt_tokens) for _ in range(engines)]
-    unfinished: Counter[GroupId] = Counter()
-    tokens_of: dict[GroupId, float] = {}
-    now = idle_training = tokens = 0.0
+    # in batches, a step's prompts wait in the engine
+    run = _Run(order, work, costs, plan, UNLIMITED if order.in_batches else at_once)
     before = _Figures(0.0, 0.0, 0.0, 0.0)
-    trained_at = math.inf  # when the running step ends
-    may_begin = set(range(engines))  # whose room may have grown
-    may_be_ready = False
-    while True:
-        is_training = trained_at < math.inf
-        is_sampling = not (order.in_turn and is_training)
-        for at in sorted(may_begin) if is_sampling else ():
-            engine = all_engines[at]
-            if plan.is_outdated(at) and not (order.in_batches and engine.running):
-                plan.load(at)
-                engine.load(plan.num_sampling(at))
-            fitting = fitting_groups(engine.num_open, work.group_size, at_once)
-            engine.is_full = fitting == 0
-            for _ in range(0 if engine.is_full else min(fitting, _room(plan, at, order))):
-                group = plan.begin(at)
-                lengths = [work.length() for _ in range(work.group_size)]
-                tokens_of[group] = sum(lengths)
-                unfinished[group] = work.group_size
-                engine.begin(group, lengths)
-        if is_sampling:
-            may_begin.clear()
-        if not is_training and may_be_ready and plan.is_ready:
-            tokens += sum(tokens_of.pop(group) for group in plan.next_groups())
-            trained_at = now + costs.training
-            may_begin.update(range(engines))
-            continue
-        may_be_ready = False
-        ends = [engine.next_end() for engine in all_engines] if is_sampling else []
-        seconds = min([trained_at - now, *ends])
+    while plan.version < last:
+        if run.advance() and plan.version == warm_up:
+            before = run.figures()
+    return run.figures().since(before)
+
+
+class _Run:
+    """A simulated run, led from one event to the next."""
+
+    def __init__(
+        self, order: Order, work: SimulatedWork, costs: Costs, plan: StreamPlan, at_once: int
+    ) -> None:
+        self.order, self.work, self.costs, self.plan, self.at_once = order, work, costs, plan, at_once
+        self.engines = [_Engine(costs, work.prompt_tokens) for _ in range(plan.num_engines)]
+        self.unfinished: Counter[GroupId] = Counter()
+        self.tokens_of: dict[GroupId, float] = {}
+        self.now = self.idle_training = self.tokens = 0.0
+        self.trained_at = math.inf  # when the running step ends
+        self.may_begin = set(range(plan.num_engines))  # whose room may have grown
+        self.may_be_ready = False
+
+    @property
+    def is_training(self) -> bool:
+        return self.trained_at < math.inf
+
+    @property
+    def is_sampling(self) -> bool:
+        return not (self.order.in_turn and self.is_training)
+
+    def figures(self) -> _Figures:
+        idle = sum(engine.idle for engine in self.engines) / len(self.engines)
+        return _Figures(self.now, self.tokens, idle, self.idle_training)
+
+    def advance(self) -> bool:
+        """Go to the next completed response, or step; return whether new weights were published."""
+        self._begin_groups()
+        self._begin_step()
+        ends = [engine.next_end() for engine in self.engines] if self.is_sampling else []
+        seconds = min([self.trained_at - self.now, *ends])
         assert seconds < math.inf, "sampling waits for training, which waits for sampling"
-        now += seconds
-        idle_training += 0.0 if is_training else seconds
-        for at, engine in enumerate(all_engines):
-            if not is_sampling:
+        self.now += seconds
+        self.idle_training += 0.0 if self.is_training else seconds
+        for at, engine in enumerate(self.engines):
+            if self.is_sampling:
+                self._finish(at, engine, engine.advance(seconds))
+            else:
                 engine.idle += seconds
-                continue
-            for group in engine.advance(seconds):
-                unfinished[group] -= 1
-                if engine.is_full:
-                    may_begin.add(at)
-                if unfinished[group] == 0:
-                    plan.finish(group)
-                    may_begin.add(at)
-                    may_be_ready = True
-        if now >= trained_at:
-            trained_at, may_be_ready = math.inf, True
-            plan.publish(plan.steps)
-            may_begin.update(range(engines))
-            if plan.steps in (warm_up, last):
-                idle = sum(engine.idle for engine in all_engines) / engines
-                figures = _Figures(now, tokens, idle, idle_training)
-                if plan.steps == last:
-                    return figures.since(before)
-                before = figures
+        if self.now < self.trained_at:
+            return False
+        self.trained_at, self.may_be_ready = math.inf, True
+        self.plan.publish(self.plan.steps)
+        self.may_begin.update(range(len(self.engines)))
+        return True
+
+    def _begin_groups(self) -> None:
+        if not self.is_sampling:
+            return
+        for at in sorted(self.may_begin):
+            engine = self.engines[at]
+            if self.plan.is_outdated(at) and not (self.order.in_batches and engine.running):
+                self.plan.load(at)
+                engine.load(self.plan.num_sampling(at))
+            fitting = fitting_groups(engine.num_open, self.work.group_size, self.at_once)
+            engine.is_full = fitting == 0
+            for _ in range(0 if engine.is_full else min(fitting, _room(self.plan, at, self.order))):
+                group = self.plan.begin(at)
+                lengths = [self.work.length() for _ in range(self.work.group_size)]
+                self.tokens_of[group], self.unfinished[group] = sum(lengths), self.work.group_size
+                engine.begin(group, lengths)
+        self.may_begin.clear()
+
+    def _begin_step(self) -> None:
+        if not self.is_training and self.may_be_ready and self.plan.is_ready:
+            self.tokens += sum(self.tokens_of.pop(group) for group in self.plan.next_groups())
+            self.trained_at = self.now + self.costs.training
+            self.may_begin.update(range(len(self.engines)))
+            self._begin_groups()
+        self.may_be_ready = False
+
+    def _finish(self, at: int, engine: _Engine, responses: list[GroupId]) -> None:
+        """Note the groups of an engine's completed responses."""
+        for group in responses:
+            self.unfinished[group] -= 1
+            if engine.is_full or self.unfinished[group] == 0:
+                self.may_begin.add(at)
+            if self.unfinished[group] == 0:
+                self.plan.finish(group)
+                self.may_be_ready = True
 
 
 def _room(plan: StreamPlan, at: int, order: Order) -> int:

@@ -73,16 +73,21 @@ def engine_arguments(config: Any, setup: EngineSetup, hf_config: Any) -> dict[st
     if config.limit_images and "image" in kinds_of(hf_config) and not embeds_prompts(family):
         arguments["limit_mm_per_prompt"] = {"image": config.limit_images}
     if setup.device == "cpu":
-        cache_bytes = cpu_cache_bytes(hf_config, config, arguments["max_model_len"])
-        if config.multi_turn.enable:
-            # turns are seeded, and vLLM cannot rewind a CPU's generator after a part of a prompt
-            tokens = max(config.max_num_batched_tokens, arguments["max_model_len"])
-            arguments |= dict(enable_chunked_prefill=False, max_num_batched_tokens=tokens)
-        if not hasattr(hf_config.get_text_config(), "kv_lora_rank"):  # latent attention has blocks of 16
-            arguments["block_size"] = CPU_BLOCK
-        # compiling on CPU takes 22 s and gains nothing
-        return arguments | dict(enforce_eager=True, kv_cache_memory_bytes=cache_bytes)
+        return arguments | _cpu_arguments(config, hf_config, arguments["max_model_len"])
     return arguments | _cuda_arguments(config, hf_config)
+
+
+def _cpu_arguments(config: Any, hf_config: Any, max_model_len: int) -> dict[str, Any]:
+    cache_bytes = cpu_cache_bytes(hf_config, config, max_model_len)
+    # compiling on CPU takes 22 s and gains nothing
+    arguments = dict(enforce_eager=True, kv_cache_memory_bytes=cache_bytes)
+    if config.multi_turn.enable:
+        # turns are seeded, and vLLM cannot rewind a CPU's generator after a part of a prompt
+        tokens = max(config.max_num_batched_tokens, max_model_len)
+        arguments |= dict(enable_chunked_prefill=False, max_num_batched_tokens=tokens)
+    if not hasattr(hf_config.get_text_config(), "kv_lora_rank"):  # latent attention has blocks of 16
+        arguments["block_size"] = CPU_BLOCK
+    return arguments
 
 
 def _cuda_arguments(config: Any, hf_config: Any) -> dict[str, Any]:
