@@ -6,17 +6,17 @@ import pytest
 from tests.architecture.shape import measure
 
 CEILINGS = {
-    "lines": 73_631,
-    "files": 516,
+    "lines": 73_582,
+    "files": 518,
     "percent of the largest room": 15,
-    "files over 400 lines": 5,
+    "files over 400 lines": 1,
     "files under 60 lines": 79,
-    "files that share a name": 117,
-    "longest function": 76,
-    "functions that take PPOConfig": 13,
-    "modules below the trainer": 131,
+    "files that share a name": 116,
+    "longest function": 77,
+    "functions that take PPOConfig": 16,
+    "modules below the trainer": 129,
     "modules below the actor": 65,
-    "modules below the data set": 64,
+    "modules below the data set": 62,
     "lines of README.md": 175,
 }
 

@@ -237,7 +237,7 @@ def write_bomb(path, how, value=b"x" * (1 << 17), count=512):
     [("a.parquet", "values"), ("a.parquet", "pages"), ("a.parquet", "nested"), ("a.arrow", "")],
 )
 def test_a_file_that_becomes_too_large_is_refused_before_it_is_decoded(name, how, folder, monkeypatch):
-    monkeypatch.setattr("verl.data.media.decoded_size.FREE_BYTES", 16 << 20)
+    monkeypatch.setattr("verl.data.files.FREE_BYTES", 16 << 20)
     file = write_bomb(folder / name, how)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
@@ -255,8 +255,8 @@ def test_a_file_within_the_limit_is_decoded_once(folder, monkeypatch):
     file = write_bomb(folder / "a.parquet", "values", "x" * 2000, 2000)
     assert len(load_rows(file)) == 2000
 
-    monkeypatch.setattr("verl.data.media.decoded_size.FREE_BYTES", 0)
-    monkeypatch.setattr("verl.data.media.decoded_size.MAX_RATIO", 0)
+    monkeypatch.setattr("verl.data.files.FREE_BYTES", 0)
+    monkeypatch.setattr("verl.data.files.MAX_RATIO", 0)
 
     assert load_rows(file)[1999] == {"problem": "x" * 2000}
 

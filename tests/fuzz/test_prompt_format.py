@@ -13,7 +13,7 @@ from jinja2.sandbox import SandboxedEnvironment
 
 from verl.data.bad_rows import BadRowError
 from verl.data.prompt_template import RENDER_MEMORY, PromptFormat
-from verl.utils.processes.child_process import IsolatedCalls
+from verl.utils.processes.isolated_calls import IsolatedCalls
 
 any_text = st.text(st.characters(exclude_categories=()), max_size=10)
 expressions = st.recursive(

@@ -19,11 +19,12 @@ import numpy as np
 import pytest
 
 from tests.helpers.endings import ACTIONS, ENDINGS, do
-from verl.utils.processes.child_process import STACK_SIGNAL, ChildEndedError, ChildProcess, IsolatedCalls
+from verl.utils.processes.child_process import STACK_SIGNAL, ChildEndedError, ChildProcess
+from verl.utils.processes.isolated_calls import IsolatedCalls
 
 PARENT = """
 import os, sys, time
-from verl.utils.processes.child_process import IsolatedCalls
+from verl.utils.processes.isolated_calls import IsolatedCalls
 calls = IsolatedCalls(lambda seconds: time.sleep(seconds) or os.getpid(), None)
 print(calls(0), flush=True)
 calls(1000)

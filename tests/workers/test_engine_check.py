@@ -17,7 +17,8 @@ from tests.helpers.family_training import load_model
 from tests.helpers.unnamed_families import UNNAMED
 from tests.workers.rollout.reference import change_weights, hub_tensors, rollout_config, setup_of
 from verl.config.rollout import RolloutConfig
-from verl.data.media.loader import DecodedMedia, MediaLoader
+from verl.data.media.decoded import DecodedMedia
+from verl.data.media.loader import MediaLoader
 from verl.data.media.sizes import MediaOptions
 from verl.models import tiny as tiny_models
 from verl.workers.continued_sampling import ContinuedSampling

@@ -39,7 +39,7 @@ from verl.agents.interface import (
 from verl.agents.parsers.interface import THOUGHT, text_before_calls, without_thought
 from verl.agents.rendering import call_id
 from verl.agents.rules import ConversationRules
-from verl.data.media.loader import MediaData
+from verl.data.media.references import MediaData
 from verl.models.families.interface import Kind, MediaShape
 
 LONGEST_TOKEN = 256  # characters; a text with more than as many for each token that fits is not tokenized

@@ -17,7 +17,7 @@ from verl.agents.endpoint.requests import ChatRequest
 from verl.agents.interface import ContextRecord, Message, Trajectory, Turn
 from verl.agents.media import as_lists, join_media
 from verl.agents.row import Piece, Row
-from verl.data.media.loader import MediaData
+from verl.data.media.references import MediaData
 
 UNLEARNED = {"weight": 0}
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from verl.agents.interface import Observation
-from verl.data.media.loader import MediaData, MediaLoader, kinds_in_order
-from verl.data.media.references import Reference, payload, reading, sound_of
+from verl.data.media.loader import MediaLoader, kinds_in_order
+from verl.data.media.references import MediaData, Reference, payload, reading, sound_of
 from verl.data.messages import references
 from verl.data.readers import PositionIds
 from verl.models.families.interface import KINDS, Kind, MediaShape

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from verl.agents.interface import Observation
 from verl.agents.row import Row
 from verl.agents.rules import ConversationRules
-from verl.data.media.loader import MediaData
+from verl.data.media.references import MediaData
 from verl.models.families.interface import MediaShape
 
 MARK = " [...] "  # where text was cut out

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from verl.agents.interface import Message, OwnPrompt
 from verl.agents.media import ConversationMedia, as_lists, join_media, join_shapes
-from verl.data.media.loader import MediaData, kinds_in_order
+from verl.data.media.loader import kinds_in_order
+from verl.data.media.references import MediaData
 from verl.models.families.interface import MediaShape
 from verl.models.mixture.routes import extend_routes, join_routes
 

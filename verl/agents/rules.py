@@ -11,7 +11,7 @@ from verl.agents.parsers.interface import NO_CALLS, THOUGHT, CallFormat
 from verl.agents.rendering import ObservationRenderer
 from verl.agents.row import Prompt, Row
 from verl.config.multi_turn import MultiTurnConfig
-from verl.data.media.loader import MediaData
+from verl.data.media.references import MediaData
 
 TAIL = 8  # tokens that hold the end of a prompt's text
 

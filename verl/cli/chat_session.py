@@ -6,7 +6,8 @@ from typing import Any
 
 from verl.data.bad_rows import BadRowError
 from verl.data.chat_template import ChatTemplate
-from verl.data.media.loader import DecodedMedia, MediaLoader
+from verl.data.media.decoded import DecodedMedia
+from verl.data.media.loader import MediaLoader
 from verl.data.messages import Message, references
 from verl.data.prompt_template import PromptFormat
 from verl.models.families.interface import KINDS, Kind

@@ -28,13 +28,7 @@ from verl.config.schema import ConfigError
 from verl.planning.device_defaults import load_run_config
 from verl.trainer.command import at_least, load_with_notes, make_parser
 from verl.trainer.evaluation.report import Question
-from verl.trainer.run.exit_status import (
-    BAD_INPUT,
-    FOR_THE_USER,
-    INTERRUPTED,
-    exit_status_of,
-    raised_by_us,
-)
+from verl.trainer.run.exit_status import BAD_INPUT, FOR_THE_USER, INTERRUPTED, exit_status_of, raised_by_us
 from verl.utils.standard_streams import outlive_readers
 
 

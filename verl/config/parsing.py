@@ -94,6 +94,22 @@ def resolve_references(values: dict[str, Any]) -> dict[str, Any]:
     return {str(key): value for key, value in resolved.items()}
 
 
+def nested(key: str, value: Any) -> dict[str, Any]:
+    """Return nested mappings with one value, under a dotted key."""
+    for name in reversed(key.split(".")):
+        value = {name: value}
+    return value
+
+
+def merged(lower: dict[str, Any], upper: dict[str, Any]) -> dict[str, Any]:
+    """Return nested mappings with the values of `upper` where both have one."""
+    result = dict(lower)
+    for key, value in upper.items():
+        both_mappings = isinstance(value, dict) and isinstance(lower.get(key), dict)
+        result[key] = merged(lower[key], value) if both_mappings else value
+    return result
+
+
 def _parse(text: str, parse: Callable[[str], Any]) -> Any:
     try:
         _check_depth(text)

@@ -18,15 +18,22 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 from verl.config.files.extensions import extension_in_file, is_extension
-from verl.config.hints.arguments import as_list, as_mapping, quoted, whole_arguments
+from verl.config.hints.arguments import quoted, spelling, whole_arguments
 from verl.config.hints.renamed_keys import RenamedKeys
 from verl.config.hints.unknown_keys import MAX_KEY, Suggestion, suggest
-from verl.config.parsing import convert, members_of, read_config_file, read_option, resolve_references, show
+from verl.config.parsing import (
+    convert,
+    members_of,
+    merged,
+    nested,
+    read_config_file,
+    read_option,
+    resolve_references,
+    show,
+)
 
 C = TypeVar("C")
-is_section: Callable[[Any], bool] = (
-    dataclasses.is_dataclass
-)  # of a field's type; otherwise it is a single option
+is_section: Callable[[Any], bool] = dataclasses.is_dataclass  # of a field's type; others are options
 QUOTED_OPTION = re.compile(r"`([\w.]+)")
 SECTION_NAME = re.compile(r"[A-Za-z_][\w-]*")  # that a user gives a section
 ANY_NAME = "NAME"  # of such a section in the documentation
@@ -104,7 +111,7 @@ def load_config(
     problems: list[str] = []
     options = list_options(cls)
     hints = {entry.key: entry.hint for entry in options}
-    declared = reduce(_merged, (_nest(entry.key, entry.default) for entry in options), {})
+    declared = reduce(merged, (nested(entry.key, entry.default) for entry in options), {})
     layers: dict[str, Any] = {}
     names = {
         _join(entry.key.rpartition(".")[0], entry.info.alias): entry.key
@@ -113,7 +120,7 @@ def load_config(
     }
     for argument in arguments:
         if argument.startswith("config="):
-            layers = _merged(layers, _without_aliases(_read_file(argument.removeprefix("config=")), names))
+            layers = merged(layers, _without_aliases(_read_file(argument.removeprefix("config=")), names))
     for argument, is_divided in whole_arguments(arguments):
         if is_divided:
             problems.append(f"the shell divides an argument at spaces: write {quoted(argument)}")
@@ -127,15 +134,15 @@ def load_config(
             try:
                 value = read_option(text, _hint_of(key, hints))
                 if value == {} and key in hints:
-                    layers = _merged(layers, _nest(key, None))  # mappings are merged, an empty one clears
-                layers = _merged(layers, _nest(key, value))
+                    layers = merged(layers, nested(key, None))  # mappings are merged, an empty one clears
+                layers = merged(layers, nested(key, value))
             except ValueError as error:
                 problems.append(f"`{key}` cannot be read from {show(text)}: {error}")
     try:
         if defaults_for is not None:
-            further = defaults_for(_merged(declared, layers))
-            declared = reduce(_merged, (_nest(key, value) for key, value in further.items()), declared)
-        values = resolve_references(_merged(declared, layers))
+            further = defaults_for(merged(declared, layers))
+            declared = reduce(merged, (nested(key, value) for key, value in further.items()), declared)
+        values = resolve_references(merged(declared, layers))
     except ValueError as error:
         raise ConfigError([*problems, str(error)]) from error
     return _Builder(cls, problems, renamed).build(values)
@@ -158,7 +165,8 @@ def walk_options(
         refused, inert = (table.get(key) or table.get(entry.name) for table in limits)
         example = (examples or {}).get(entry.name, info.example)
         info = dataclasses.replace(info, example=example, unavailable=refused, inert=inert)
-        yield OptionEntry(key, hint, _default(entry), info)
+        has_factory = entry.default_factory is not dataclasses.MISSING
+        yield OptionEntry(key, hint, entry.default_factory() if has_factory else entry.default, info)
         if is_section(hint):
             yield from walk_options(hint, key, example, top or cls)
 
@@ -258,7 +266,8 @@ class _Builder:
             return _resolved(value, entry.info)
         except (ValueError, OSError) as error:  # OSError: a path may be too long for the system to look up
             separator = " " if str(error).startswith("must") else ": "
-            self._complain(entry.key, f"`{entry.key}`{separator}{error}{_spelling(entry, value)}")
+            hint = spelling(entry.key, members_of(entry.hint), value)
+            self._complain(entry.key, f"`{entry.key}`{separator}{error}{hint}")
             return entry.default
 
     def _named(self, kind: type, name: Any, values: Any, path: str) -> Any:
@@ -284,12 +293,12 @@ class _Builder:
         else:
             found = self._suggestion(key)
             self.broken.add((found and found.option) or key)
-            remedy = found.text if found else f"`--help{self._section_of(key)}` lists the options"
+            section = key.rpartition(".")[0]
+            listed = (
+                f" {section}" if section in self.options and is_section(self.options[section].hint) else ""
+            )
+            remedy = found.text if found else f"`--help{listed}` lists the options"
             self._complain(key, f"`{key[:MAX_KEY]}` is not an option; {remedy}")
-
-    def _section_of(self, key: str) -> str:
-        section = key.rpartition(".")[0]
-        return f" {section}" if section in self.options and is_section(self.options[section].hint) else ""
 
     def _suggestion(self, key: str) -> Suggestion | None:
         if len(self.problems) >= MAX_SUGGESTIONS:
@@ -300,17 +309,6 @@ class _Builder:
             if not is_section(entry.hint) and not entry.info.unavailable and not entry.info.inert
         ]
         return suggest(key, usable)
-
-
-def _spelling(entry: OptionEntry, value: Any) -> str:
-    """Say how to write a list or mapping that was given as plain text."""
-    kinds = [get_origin(member) for member in members_of(entry.hint)]
-    if isinstance(value, tuple | list) and len(value) == 1:
-        value = value[0]
-    if not isinstance(value, str):
-        return ""
-    written = as_mapping(value) if dict in kinds else as_list(value) if {list, tuple} & {*kinds} else None
-    return f"; write {quoted(f'{entry.key}={written}')}" if written else ""
 
 
 def _resolved(value: Any, info: OptionInfo) -> Any:
@@ -374,14 +372,6 @@ def _read_file(name: str) -> dict[str, Any]:
         raise ConfigError([f"`config`: {error}"]) from error
 
 
-def _merged(lower: dict[str, Any], upper: dict[str, Any]) -> dict[str, Any]:
-    result = dict(lower)
-    for key, value in upper.items():
-        both_mappings = isinstance(value, dict) and isinstance(lower.get(key), dict)
-        result[key] = _merged(lower[key], value) if both_mappings else value
-    return result
-
-
 def _without_aliases(values: dict[str, Any], names: Mapping[str, str], path: str = "") -> dict[str, Any]:
     """Return the sections of a file with each alias replaced by the option's name."""
     result = {}
@@ -399,20 +389,10 @@ def _without_alias(key: str, names: Mapping[str, str]) -> str:
     return names.get(key, key)
 
 
-def _nest(key: str, value: Any) -> dict[str, Any]:
-    for name in reversed(key.split(".")):
-        value = {name: value}
-    return value
-
-
 @cache
 def _fields(cls: type) -> list[tuple[dataclasses.Field, Any]]:
     hints = get_type_hints(cls)
     return [(entry, hints[entry.name]) for entry in dataclasses.fields(cls) if entry.init]
-
-
-def _default(entry: dataclasses.Field) -> Any:
-    return entry.default if entry.default_factory is dataclasses.MISSING else entry.default_factory()
 
 
 def _join(path: str, name: str) -> str:

@@ -10,7 +10,8 @@ from typing import Any
 from verl.data.bad_rows import BadRowError
 from verl.data.messages import Message
 from verl.data.prompt_template import MAX_RENDERED, RENDER_MEMORY, RENDER_TIMEOUT_S
-from verl.utils.processes.child_process import IsolatedCalls, limit_memory
+from verl.utils.processes.child_process import limit_memory
+from verl.utils.processes.isolated_calls import IsolatedCalls
 
 OTHER_TEMPLATE = "set another template with `data.override_chat_template`"
 

@@ -25,26 +25,20 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from verl.batch_keys import TEACHER_IDS
-from verl.data.bad_rows import (
-    BAD_ROW_REMEDY,
-    MAX_LISTED,
-    BadRow,
-    BadRowError,
-    BadRowReport,
-    describe_rows,
-)
+from verl.data.bad_rows import BAD_ROW_REMEDY, MAX_LISTED, BadRow, BadRowError, BadRowReport, describe_rows
 from verl.data.chat_template import ChatTemplate
 from verl.data.columns import FileColumns, notes_on_columns
 from verl.data.files import Rows, load_rows
 from verl.data.media.isolated_reader import ROW_TIMEOUT_S, MediaReader
-from verl.data.media.loader import MediaData, MediaLoader
+from verl.data.media.loader import MediaLoader
+from verl.data.media.references import MediaData
 from verl.data.messages import Message, media_columns
 from verl.data.plain_files import Row
 from verl.data.prompt_template import PromptFormat
 from verl.data.readers import PositionIds
 from verl.data.teachers import TeacherColumn, TeacherPrompts
 from verl.models.families.interface import MediaShape
-from verl.utils.processes.child_process import IsolatedCalls
+from verl.utils.processes.isolated_calls import IsolatedCalls
 from verl.utils.rank_logger import get_logger
 
 Item = dict[str, Any]

@@ -14,7 +14,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from verl.utils.processes.child_process import ChildEndedError, IsolatedCalls, limit_memory
+from verl.utils.processes.child_process import ChildEndedError, limit_memory
+from verl.utils.processes.isolated_calls import IsolatedCalls
 
 Row = dict[str, Any]
 DEFAULT_SPLIT = "train"

@@ -12,7 +12,8 @@ from jinja2 import nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from verl.data.bad_rows import BadRowError
-from verl.utils.processes.child_process import IsolatedCalls, limit_memory
+from verl.utils.processes.child_process import limit_memory
+from verl.utils.processes.isolated_calls import IsolatedCalls
 
 MAX_RENDERED = 10_000_000  # characters of a prompt; tokenizing them takes seconds
 RENDER_TIMEOUT_S = 10.0

@@ -16,8 +16,9 @@ import torch
 from verl.data.bad_rows import BadRow
 from verl.data.dataset import RowDataset
 from verl.utils.background import in_background
-from verl.utils.processes.child_process import ChildEndedError, IsolatedCalls, name_process
+from verl.utils.processes.child_process import ChildEndedError, name_process
 from verl.utils.processes.fork_server import ForkServer, fork
+from verl.utils.processes.isolated_calls import IsolatedCalls
 from verl.utils.rank_logger import get_logger
 
 Item = dict[str, Any] | BadRow

@@ -23,13 +23,7 @@ from verl.distributed.fsdp import full_named_tensors, make_mesh, shard_model, to
 from verl.distributed.kept_dtypes import keep_float32
 from verl.distributed.offload import Offloader
 from verl.distributed.sequence_parallel import SequenceParallel
-from verl.models.lora import (
-    ALL_LINEAR,
-    adapted_layers,
-    adapted_parameters,
-    adapters_disabled,
-    set_adapter,
-)
+from verl.models.lora import ALL_LINEAR, adapted_layers, adapted_parameters, adapters_disabled, set_adapter
 from verl.models.lora_weights import AdapterFiles, is_adapter, read_adapter
 from verl.models.trainable import TrainableOptions, select_trainable
 from verl.optim.build import build_optimizer

@@ -9,15 +9,7 @@ from diffusers.pipelines.flux.pipeline_flux import FluxPipeline
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 from transformers import CLIPTextModel
 
-from verl.diffusion.tiny import (
-    LATENTS,
-    WIDTH,
-    clip_config,
-    clip_tokenizer,
-    kl_vae,
-    t5,
-    t5_tokenizer,
-)
+from verl.diffusion.tiny import LATENTS, WIDTH, clip_config, clip_tokenizer, kl_vae, t5, t5_tokenizer
 from verl.utils.weight_files import share_weights
 
 

@@ -17,11 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
-from verl.models.auto import (
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoModelForMultimodalLM,
-)
+from verl.models.auto import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM
 from verl.models.families.registry import family_of, transposed_experts
 from verl.models.scalar_head import ScalarModels, is_scalar
 

@@ -17,15 +17,7 @@ from verl.models.attention.layouts import Layout, PackedLayout
 from verl.models.deferred_logits import DeferredLogits, DeferringHead
 from verl.models.families.interface import Family, Kind, MediaFamily, Medium, is_part
 from verl.models.families.registry import encoder_of, family_of
-from verl.models.vision import (
-    Features,
-    MediaRows,
-    MediaShare,
-    blocks_of,
-    encode_media,
-    in_order,
-    order_of,
-)
+from verl.models.vision import Features, MediaRows, MediaShare, blocks_of, encode_media, in_order, order_of
 
 
 def own_config(model: PreTrainedModel) -> None:

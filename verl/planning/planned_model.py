@@ -4,14 +4,7 @@
 from dataclasses import dataclass
 
 from verl.config.distillation import TEACHERS
-from verl.config.model import (
-    FSDPConfig,
-    MicroBatchSize,
-    ModelConfig,
-    OffloadConfig,
-    OptimConfig,
-    as_number,
-)
+from verl.config.model import FSDPConfig, MicroBatchSize, ModelConfig, OffloadConfig, OptimConfig, as_number
 from verl.planning.memory_model import MicroBatch, ModelShape
 
 

@@ -9,7 +9,6 @@ child when the *thread* that started it ends: no process outlives a controller t
 import asyncio
 import os
 import pickle
-import re
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -28,7 +27,7 @@ from verl.rewards.function import OPTION, TRACEBACK_HEADING, Scores, describe, s
 from verl.rewards.servers import Specs
 from verl.rewards.worker_process import Answer, Failure, Ready, serve
 from verl.utils.processes.child_channel import BadMessageError, ChildChannel, run_together
-from verl.utils.processes.child_process import ChildProcess, describe_exit
+from verl.utils.processes.child_process import ChildProcess, describe_exit, frames_of
 from verl.utils.rank_logger import get_logger
 
 LOAD_TIMEOUT_S = 120.0  # at least this long to import the user's file: it may import torch on a busy machine
@@ -348,7 +347,7 @@ class PoolBrokenError(Exception):
 
 def _where_it_hangs(stacks: str, path: str) -> str:
     """Find the user's line in the stacks that faulthandler wrote, innermost frame first."""
-    frames = re.findall(r'File "(.*)", line (\d+) in (.*)', stacks)
+    frames = frames_of(stacks)
     if not frames:
         return "its process does not say where it is"
     innermost = next((idx for idx, (file, _, _) in enumerate(frames) if file == path), None)

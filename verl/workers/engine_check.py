@@ -16,17 +16,11 @@ import torch.distributed as dist
 from PIL import Image
 from torch import Tensor, nn
 
-from verl.data.media.loader import DecodedMedia, MediaLoader, media_in_order
+from verl.data.media.decoded import DecodedMedia, media_in_order
+from verl.data.media.loader import MediaLoader
 from verl.distributed.device import to_device
 from verl.models.deferred_logits import DeferredLogits
-from verl.models.families.interface import (
-    KINDS,
-    WHAT_TO_WRITE,
-    EncodedMedium,
-    Kind,
-    MediaShape,
-    Medium,
-)
+from verl.models.families.interface import KINDS, WHAT_TO_WRITE, EncodedMedium, Kind, MediaShape, Medium
 from verl.models.monkey_patch import evaluating
 from verl.models.registry import TOLERANCE
 from verl.workers.rollout.interface import (

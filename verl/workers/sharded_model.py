@@ -16,7 +16,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from verl.checkpoint.sharded import Restored, Snapshot, load_shards, take_snapshot
 from verl.config.model import FSDPConfig, ModelConfig, OffloadConfig, OptimConfig
-from verl.data.media.loader import MediaData, MediaLoader
+from verl.data.media.loader import MediaLoader
+from verl.data.media.references import MediaData
 from verl.distributed.device import is_gpu
 from verl.distributed.fsdp import full_named_tensors, make_mesh, torch_dtype
 from verl.distributed.offload import Offloader

@@ -13,7 +13,7 @@ import pytest
 from tests.helpers.file_server import FileServer, content, for_ever, in_turn, silence, status
 from verl.data.media import download as web_download
 from verl.data.media.download import download, is_public
-from verl.data.media.download_options import DownloadOptions
+from verl.data.media.sizes import DownloadOptions
 
 LOCAL = ("127.0.0.1",)
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"

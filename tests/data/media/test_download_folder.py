@@ -19,8 +19,8 @@ from tests.helpers.media import image_bytes, save_video
 from verl.config.ppo import DataConfig
 from verl.data.bad_rows import BadRow, BadRowReport
 from verl.data.media.download import DownloadFolder
-from verl.data.media.download_options import DownloadOptions
 from verl.data.media.references import is_url
+from verl.data.media.sizes import DownloadOptions
 from verl.data.rl_dataset import collate_fn
 from verl.models.tiny import save_tiny_model
 

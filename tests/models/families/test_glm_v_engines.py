@@ -14,7 +14,7 @@ from tests.workers.rollout.reference import (
     rollout_config,
     setup_of,
 )
-from verl.data.media.loader import DecodedMedia
+from verl.data.media.decoded import DecodedMedia
 from verl.models.families.glm_v import VIDEO, GlmV, tiny_processor
 from verl.models.hub_names import HubNames
 from verl.models.tiny import save_tiny_model

@@ -18,7 +18,7 @@ from tests.workers.rollout.reference import (
     rollout_config,
     setup_of,
 )
-from verl.data.media.loader import DecodedMedia, media_in_order, shape_of
+from verl.data.media.decoded import DecodedMedia, media_in_order, shape_of
 from verl.models.families.interface import TinyModel
 from verl.models.families.registry import family_of
 from verl.models.tiny import save_tiny_model

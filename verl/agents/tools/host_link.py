@@ -4,6 +4,7 @@
 import asyncio
 import os
 import pickle
+import resource
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
@@ -15,11 +16,13 @@ from verl.agents.tools.host import FORK, KILL, REQUEST, STACKS, Loaded, LoadFail
 from verl.agents.tools.process import Answer
 from verl.config.multi_turn import MultiTurnConfig
 from verl.utils.processes.child_channel import BadMessageError, ChildChannel
-from verl.utils.processes.child_process import ChildProcess, describe_exit, whole_stacks
+from verl.utils.processes.child_process import ChildProcess, describe_exit, frames_of, whole_stacks
 
 LOAD_TIMEOUT_S = 300.0  # to import the files of the tools: they may load an index, or import torch
 EXIT_WAIT_S = 3.0  # between the end of its connection and that of a process
 MAX_MESSAGE = 64 << 20  # bytes
+MAX_FILES = 1 << 16  # open files: each process has two
+SHOWN_FRAMES = 5
 WITH_HOST = "ended with the process that all tools have in common"
 
 
@@ -35,6 +38,7 @@ class ToolHost:
     """The process that imports the tools and forks theirs."""
 
     def __init__(self, options: MultiTurnConfig) -> None:
+        _raise_file_limit()
         self.child = ChildProcess.start(host_of(options))
         self.channel = ChildChannel(self.child.connection.fileno(), MAX_MESSAGE)
         self.has_ended = False
@@ -132,11 +136,16 @@ class ToolProcess:
         """Return whether it has ended; asked between calls, when it sends nothing."""
         return self._channel.has_input()
 
-    async def stacks(self) -> str:
-        """Return the Python stacks of its threads."""
+    async def describe_place(self, path: str) -> str:
+        """Say which line of the user's file `path` it is at, by the stacks that faulthandler writes."""
         before = os.fstat(self.report.fileno()).st_size
         await self.host.send(STACKS, 0, self.number)
-        return await whole_stacks(lambda: self._read_report(before))
+        frames = frames_of(await whole_stacks(lambda: self._read_report(before)))
+        own = next((frame for frame in frames if frame[0] == path), None)
+        if own is not None:
+            return "it is at {}:{}, in {}".format(*own)
+        shown = "\n".join(f"  {file}:{line}, in {name}" for file, line, name in frames[:SHOWN_FRAMES])
+        return f"it is outside of {path}, at\n{shown}"
 
     def crash_report(self) -> str:
         """Return what Python wrote when it crashed."""
@@ -161,3 +170,10 @@ class ToolProcess:
 
     def _read_report(self, start: int) -> str:
         return os.pread(self.report.fileno(), 1 << 16, start).decode(errors="replace")
+
+
+def _raise_file_limit() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(MAX_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

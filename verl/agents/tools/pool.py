@@ -22,8 +22,6 @@ started it ends.
 """
 
 import asyncio
-import re
-import resource
 import threading
 import time
 from collections import Counter, defaultdict
@@ -44,15 +42,12 @@ from verl.utils.rank_logger import get_logger
 CLOSE_LIMIT_S = 10.0  # for a tool to release the state of a conversation
 MAX_HOST_ENDS = 3  # without a call that was answered in between, that end the pool
 MAX_REPORTS = 3  # failures of a tool that are logged in full; others are counted
-SHOWN_FRAMES = 5
 FAILED = {"tool": "a tool", "environment": "the environment", "agent": "the agent"}  # in warnings
 LOST_STATES = {  # what follows when the process of a state has ended
     "tool": "; its state is lost, a further call begins with a new one",
     "environment": "; its state is lost",
     "agent": "",
 }
-MISSED = {"agent": "neither returned nor had a turn of the policy"}  # what hung; others did not answer
-MAX_FILES = 1 << 16  # open files: each conversation with a state has two
 
 Finished = tuple[Hashable, list[Observation], float]
 Answering = Callable[[], Coroutine[Any, Any, Observation]]  # begins when it is called
@@ -80,16 +75,14 @@ class ToolPool:
         self._indices: dict[str, int] = {}
         self._conversations: dict[Hashable, _Conversation] = {}
         self._idle: dict[str, list[ToolProcess]] = defaultdict(list)
-        self._finished: SimpleQueue[tuple[_Conversation, Finished] | None] = (
-            SimpleQueue()
-        )  # None: the pool has ended
+        # With None once the pool has ended.
+        self._finished: SimpleQueue[tuple[_Conversation, Finished] | None] = SimpleQueue()
         self._reports: Counter[str] = Counter()
         self._ends: set[asyncio.Task[None]] = set()
         self._problem: str | None = None
         self._lock = threading.Lock()  # guards the end of the loop
         self._is_loaded = threading.Event()
         self._num_host_ends = 0
-        _raise_file_limit()
         self._loop = asyncio.new_event_loop()
         self._is_up = asyncio.Event()
         self._slots = asyncio.Semaphore(options.tool_concurrency)
@@ -344,8 +337,9 @@ class ToolPool:
                     if answer.observation.failed:
                         break
         except TimeoutError:
-            where = _place(await process.stacks(), tool.path)
-            missed = MISSED.get(tool.kind, "did not answer")
+            where = await process.describe_place(tool.path)
+            is_agent = tool.kind == "agent"
+            missed = "neither returned nor had a turn of the policy" if is_agent else "did not answer"
             answer = self._lost(tool, f"{missed} within {limit_s:g} s", f": {where}")
             await process.kill()
         except ProcessEndedError as error:
@@ -366,12 +360,10 @@ class ToolPool:
     async def _release(self, conversation: _Conversation) -> None:
         """Close the states of a conversation and kill its processes."""
         await asyncio.gather(*conversation.turns, return_exceptions=True)
-        works = [self._close_state(name, process) for name, process in conversation.processes.items()]
-        await asyncio.gather(*works)
+        states = conversation.processes.items()
+        await asyncio.gather(*[self._close_state(*state) for state in states if not state[1].is_closed])
 
     async def _close_state(self, name: str, process: ToolProcess) -> None:
-        if process.is_closed:
-            return
         try:
             async with asyncio.timeout(min(CLOSE_LIMIT_S, self.options.tool_timeout_s)):
                 answer = await process.ask("close", None)
@@ -401,20 +393,3 @@ async def _settled(answer: Answering) -> Observation:
     except Exception as error:
         logger.exception("a call could not be made")
         return Observation(f"the call could not be made: {error!r}", failed=True, done=True)
-
-
-def _place(stacks: str, path: str) -> str:
-    """Find the user's line in the stacks that faulthandler wrote, innermost frame first."""
-    frames = re.findall(r'File "(.*)", line (\d+) in (.*)', stacks)
-    own = next((frame for frame in frames if frame[0] == path), None)
-    if own is not None:
-        return "it is at {}:{}, in {}".format(*own)
-    shown = "\n".join(f"  {file}:{line}, in {name}" for file, line, name in frames[:SHOWN_FRAMES])
-    return f"it is outside of {path}, at\n{shown}"
-
-
-def _raise_file_limit() -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(MAX_FILES, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

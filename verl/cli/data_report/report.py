@@ -28,7 +28,7 @@ from verl.data import bad_rows
 from verl.data.bad_rows import REPORT_NAME, BadRow
 from verl.data.dataset import Item, RowDataset
 from verl.data.loader import Loaders, PromptLoader
-from verl.data.media.loader import DecodedMedia
+from verl.data.media.decoded import DecodedMedia
 from verl.data.media.references import shown_name
 from verl.data.media.waveform import draw_waveform
 from verl.data.rl_dataset import RLHFDataset

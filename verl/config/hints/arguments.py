@@ -3,6 +3,7 @@
 
 import json
 from collections.abc import Iterator, Sequence
+from typing import Any, get_origin
 
 CLOSING = {"[": "]", "{": "}"}
 
@@ -43,6 +44,17 @@ def dashless(argument: str) -> str:
     """Explain how to write an option that was given as a switch, `--data.seed=1`; empty for others."""
     plain = argument.lstrip("-")
     return f": options have no dashes: {plain}" if "." in plain.partition("=")[0] and "=" in plain else ""
+
+
+def spelling(key: str, kinds: Sequence[Any], value: Any) -> str:
+    """Say how to write a list or mapping that was given as plain text; `kinds` are the option's types."""
+    origins = {get_origin(kind) for kind in kinds}
+    if isinstance(value, tuple | list) and len(value) == 1:
+        value = value[0]
+    if not isinstance(value, str):
+        return ""
+    written = as_mapping(value) if dict in origins else as_list(value) if {list, tuple} & origins else None
+    return f"; write {quoted(f'{key}={written}')}" if written else ""
 
 
 def as_list(text: str) -> str | None:

@@ -29,7 +29,7 @@ import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
 from yarl import URL
 
-from verl.data.media.download_options import DownloadOptions
+from verl.data.media.sizes import DownloadOptions
 from verl.utils.shared_folder import Room
 
 FILE = re.compile(r"[0-9a-f]{38}(\.failed)?")

@@ -7,10 +7,10 @@ from functools import partial
 
 import torch
 
-from verl.data.media.loader import MediaData, MediaLoader
-from verl.data.media.references import shown_name
+from verl.data.media.loader import MediaLoader
+from verl.data.media.references import MediaData, shown_name
 from verl.models.families.interface import MediaShape
-from verl.utils.processes.child_process import IsolatedCalls
+from verl.utils.processes.isolated_calls import IsolatedCalls
 
 ROW_TIMEOUT_S = 300.0
 

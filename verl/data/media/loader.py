@@ -11,8 +11,8 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import astuple
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from torch import Tensor
 from verl.data.bad_rows import BadRowError
 from verl.data.media.audio import AudioOptions, has_audio, read_audio
 from verl.data.media.cache import Entry, MediaCache, MediaFolder
+from verl.data.media.decoded import DecodedMedia, shape_of, video_shape, with_sound
 from verl.data.media.download import DownloadFolder
 from verl.data.media.item_options import size_options, with_item_options, without_effect
 from verl.data.media.references import MediaData, Reference, content_id, is_url, openable, payload, reading
@@ -48,16 +49,6 @@ FORMAT = {
     "video": "1",
     "audio": "1",
 }  # change one when the content of its cached entries changes
-
-
-@dataclass(frozen=True)
-class DecodedMedia:
-    """Pixels and samples of one prompt's media, in the order of their markers."""
-
-    images: list[Image.Image] = field(default_factory=list)  # RGB
-    videos: list[tuple[np.ndarray, dict[str, Any]]] = field(default_factory=list)  # (T, H, W, 3) uint8, meta
-    audios: list[tuple[np.ndarray, int]] = field(default_factory=list)  # (N,) float32, samples per second
-    sounds: list[tuple[np.ndarray, int]] = field(default_factory=list)  # of each video, if they are heard
 
 
 class MediaLoader:
@@ -156,7 +147,7 @@ class MediaLoader:
     def _watched(self, video: Reference, sound: Reference | None) -> MediumShape:
         num_frames, height, width, meta = self._header_video(video)
         samples = None if sound is None else self._samples(sound)
-        meta = _with_sound(meta, samples)
+        meta = with_sound(meta, samples)
         return self.family.video_shape(self.processor, num_frames, height, width, meta)
 
     def shape_of(self, decoded: DecodedMedia) -> MediaShape:
@@ -314,7 +305,7 @@ class MediaLoader:
     def _video_entry(self, ref: Reference) -> Entry:
         video = self._video(ref)
         frames = video.tensors["frames"].numpy()
-        facts = _video_shape(self.family, self.processor, frames, video.meta).facts
+        facts = video_shape(self.family, self.processor, frames, video.meta).facts
         return Entry(self.family.video_inputs(self.processor, frames, video.meta), facts)
 
     def _audio_entry(self, ref: Reference) -> Entry:
@@ -353,60 +344,3 @@ def kinds_in_order(media: MediaData) -> list[Kind]:
     order = (media or {}).get("order") or [kind for kind in KINDS for _ in range(counts[kind])]
     assert len(order) == sum(counts.values()), "`order` names the kind of each medium"
     return [KINDS[KINDS.index(name)] for name in order]
-
-
-def shape_of(family: MediaFamily, processor: Any, decoded: DecodedMedia) -> MediaShape:
-    """Return the shapes of decoded media."""
-    return MediaShape(
-        [family.image_shape(processor, image.height, image.width) for image in decoded.images],
-        [
-            _video_shape(family, processor, frames, _with_sound(meta, sound))
-            for (frames, meta), sound in zip(decoded.videos, _sounds_of(decoded), strict=True)
-        ],
-        [family.audio_shape(processor, len(samples)) for samples, _ in decoded.audios],
-    )
-
-
-def media_in_order(
-    family: MediaFamily, processor: Any, prompt_ids: list[int], decoded: DecodedMedia, shape: MediaShape
-) -> list[Medium]:
-    """Return decoded media as the model's encoders read them, in the order of their placeholders."""
-    images = [family.image_inputs(processor, image) for image in decoded.images]
-    videos = [family.video_inputs(processor, *video) for video in decoded.videos]
-    audios = [family.audio_inputs(processor, samples) for samples, _ in decoded.audios]
-    media = {
-        "image": (Medium("image", *each) for each in _with_facts(images, shape.images)),
-        "video": (Medium("video", *each) for each in _with_facts(videos, shape.videos)),
-        "audio": (Medium("audio", *each) for each in _with_facts(audios, shape.audios)),
-    }
-    sounds = iter(decoded.sounds)
-    kinds, found = family.placeholders(processor), []
-    for kind in (kinds[token] for token in prompt_ids if token in kinds):
-        found.append(next(media[kind]))
-        if kind == "video" and decoded.sounds:
-            samples, _ = next(sounds)
-            facts = family.audio_shape(processor, len(samples)).facts
-            found.append(Medium("audio", family.audio_inputs(processor, samples), facts))
-    return found
-
-
-def _sounds_of(decoded: DecodedMedia) -> list[np.ndarray | None]:
-    """Return the samples of each video's sound; None where it is not heard."""
-    return [samples for samples, _ in decoded.sounds] or [None] * len(decoded.videos)
-
-
-def _with_sound(meta: Mapping[str, Any], samples: np.ndarray | None) -> dict[str, Any]:
-    return {**meta} if samples is None else {**meta, "num_samples": len(samples)}
-
-
-def _with_facts(
-    inputs: Sequence[dict[str, Tensor]], shapes: Sequence[MediumShape]
-) -> Iterator[tuple[dict[str, Tensor], dict[str, Any]]]:
-    return zip(inputs, (shape.facts for shape in shapes), strict=True)
-
-
-def _video_shape(
-    family: MediaFamily, processor: Any, frames: np.ndarray, meta: Mapping[str, Any]
-) -> MediumShape:
-    num_frames, height, width, _ = frames.shape
-    return family.video_shape(processor, num_frames, height, width, meta)

@@ -19,14 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from verl.distributed.device import has_kernels
-from verl.models.attention.kernels import (
-    AttentionRule,
-    RowRun,
-    Rows,
-    row_runs,
-    run_backward,
-    run_forward,
-)
+from verl.models.attention.kernels import AttentionRule, RowRun, Rows, row_runs, run_backward, run_forward
 from verl.models.attention.varlen_kernels import kernel_for
 
 

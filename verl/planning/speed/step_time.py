@@ -16,13 +16,7 @@ from verl.planning.planned_run import PlannedRun
 from verl.planning.speed import operations, traffic
 from verl.planning.speed.cluster import Cluster
 from verl.planning.speed.sampling import IMAGE_SECONDS, sampling_time
-from verl.planning.speed.workload import (
-    ExpectedLengths,
-    PassWork,
-    encoding_work,
-    expected_lengths,
-    pass_work,
-)
+from verl.planning.speed.workload import ExpectedLengths, PassWork, encoding_work, expected_lengths, pass_work
 from verl.utils.imports import deferred
 
 C = TypeVar("C")  # a config tree

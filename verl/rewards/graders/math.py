@@ -20,7 +20,8 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 from verl.rewards.graders.answer_text import read, same_text
-from verl.utils.processes.child_process import ChildEndedError, ChildProcess, IsolatedCalls
+from verl.utils.processes.child_process import ChildEndedError, ChildProcess
+from verl.utils.processes.isolated_calls import IsolatedCalls
 
 TIME_LIMIT_S = 2.0  # of CPU time for one comparison; common ones take milliseconds
 WALL_LIMIT_S = 120.0  # for one comparison on the busiest machine; then something is wrong with the machine

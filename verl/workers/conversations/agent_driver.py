@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from verl.agents.rules import ConversationRules
-from verl.data.media.loader import MediaData
+from verl.data.media.references import MediaData
 from verl.workers.continued_sampling import ContinuedSampling
 from verl.workers.conversations.agent_leader import AgentLeader, AgentServices, CallId, Step, Turn
 from verl.workers.conversations.keys import Begun, Columns, Key, placed, samples_of, seed_offset

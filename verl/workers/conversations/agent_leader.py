@@ -14,7 +14,7 @@ from verl.agents.harnesses.loading import AGENT
 from verl.agents.interface import AgentResult, Observation, ToolCall
 from verl.agents.rules import ConversationRules
 from verl.agents.tools.pool import ToolPool
-from verl.data.media.loader import MediaData
+from verl.data.media.references import MediaData
 from verl.utils.rank_logger import get_logger
 from verl.workers.conversations.keys import Columns, Key, columns_of, finished_response, stop_problem
 from verl.workers.rollout.interface import Drafts, FinishedResponse, join_drafts

@@ -17,7 +17,7 @@ from verl.agents.interface import Observation, ToolCall
 from verl.agents.row import Prompt, Row
 from verl.agents.rules import ConversationRules
 from verl.agents.tools.pool import ToolPool
-from verl.data.media.loader import MediaData
+from verl.data.media.references import MediaData
 from verl.utils.rank_logger import get_logger
 from verl.workers.continued_sampling import ContinuedSampling
 from verl.workers.conversations.keys import (

@@ -9,7 +9,9 @@ from verl.agents.setup import conversation_rules, endpoint_of
 from verl.agents.tools.pool import ToolPool
 from verl.batch_keys import BEGUN
 from verl.config.worker import WorkerConfig
-from verl.data.media.loader import DecodedMedia, MediaData, MediaLoader
+from verl.data.media.decoded import DecodedMedia
+from verl.data.media.loader import MediaLoader
+from verl.data.media.references import MediaData
 from verl.distributed.device import is_gpu
 from verl.models.families.registry import is_named, media_family_of
 from verl.models.hub_names import meta_model

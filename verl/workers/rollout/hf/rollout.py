@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from verl.data.media.loader import media_in_order, shape_of
+from verl.data.media.decoded import media_in_order, shape_of
 from verl.distributed.device import to_device
 from verl.distributed.fsdp import torch_dtype
 from verl.models.auto import AutoProcessor, AutoTokenizer
