@@ -6,10 +6,10 @@ import pytest
 from tests.architecture.shape import measure
 
 CEILINGS = {
-    "lines": 73_582,
+    "lines": 73_547,
     "files": 518,
     "percent of the largest room": 15,
-    "files over 400 lines": 1,
+    "files over 400 lines": 0,
     "files under 60 lines": 79,
     "files that share a name": 116,
     "longest function": 77,

@@ -7,8 +7,7 @@ from typing import Any
 import transformers
 
 from tests.architecture.source import ROOT
-from verl.models.families.interface import TinyModel
-from verl.models.families.tiny_sizes import TEXT
+from verl.models.families.tiny_sizes import TEXT, TinyModel
 
 library: Any = transformers  # whose processors take more options than their types say
 

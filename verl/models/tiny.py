@@ -16,9 +16,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from verl.models.auto import AutoConfig
-from verl.models.families.interface import TinyModel
 from verl.models.families.registry import all_families, family_of, trained_part, wholes
-from verl.models.families.tiny_sizes import MOE, TEXT
+from verl.models.families.tiny_sizes import MOE, TEXT, TinyModel
 from verl.models.hub_names import auto_class, correct_conversions
 from verl.models.tiny_words import word_tokenizer
 from verl.utils.quiet import no_weight_bars

@@ -10,9 +10,10 @@ from PIL import Image
 
 from tests.workers.rollout.reference import reference_log_probs
 from verl.data.media.decoded import DecodedMedia, media_in_order, shape_of
-from verl.models.families.interface import KINDS, EncodedMedium, TinyModel
+from verl.models.families.interface import KINDS, EncodedMedium
 from verl.models.families.mrope import continue_positions
 from verl.models.families.registry import family_of
+from verl.models.families.tiny_sizes import TinyModel
 from verl.workers.rollout.interface import EmbeddedMedia, RolloutRequest
 
 

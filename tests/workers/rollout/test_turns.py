@@ -19,8 +19,8 @@ from tests.workers.rollout.reference import (
     setup_of,
 )
 from verl.data.media.decoded import DecodedMedia, media_in_order, shape_of
-from verl.models.families.interface import TinyModel
 from verl.models.families.registry import family_of
+from verl.models.families.tiny_sizes import TinyModel
 from verl.models.tiny import save_tiny_model
 from verl.workers.rollout.engines import build_rollout_engine
 from verl.workers.rollout.interface import RolloutRequest, SamplingOptions

@@ -26,13 +26,12 @@ from verl.models.families.interface import (
     Medium,
     MediumShape,
     Sense,
-    TinyModel,
     VisionFamily,
     example_pixels,
     join_tensors,
     processed_video,
 )
-from verl.models.families.tiny_sizes import TEXT
+from verl.models.families.tiny_sizes import TEXT, TinyModel
 
 NEWLINES = ("\n", "\n\n", "\n\n\n", "\n\n\n\n")  # runs of newlines that are one token each
 LONGEST_RUN = 31  # the longest one of Gemma's tokenizers

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from verl.models.families.interface import Kind, MediaShape, Medium, TinyModel
+from verl.models.families.interface import Kind, MediaShape, Medium
 from verl.models.families.mrope import MropeConstants, frames_of, mrope_positions
 from verl.models.families.qwen_vl import (
     PIXELS,
@@ -28,7 +28,7 @@ from verl.models.families.qwen_vl import (
     grids_of,
     tower_inputs,
 )
-from verl.models.families.tiny_sizes import TEXT, mrope
+from verl.models.families.tiny_sizes import TEXT, TinyModel, mrope
 
 IMAGE = "<|begin_of_image|><|image|><|end_of_image|>"
 VIDEO = "<|begin_of_video|><|video|><|end_of_video|>"

@@ -8,8 +8,9 @@ through its own processor and `get_image_features`.
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
@@ -36,13 +37,8 @@ WHAT_TO_WRITE = (
     "describe what is different in a file, like those of verl/models/families, and give it as"
     " `worker.actor.model.family=my_family.py:family` (docs/extensions.md)"
 )
-# A small and a large image of each shape: where an image is cut into tiles, its area decides their number
-# for shapes of several grids only.
-COMPARED_SIZES = (
-    ((64, 96), (1024, 1536)),
-    ((64, 64), (1024, 1024)),
-    ((64, 128), (1024, 2048)),
-)
+# A small and a large image of each shape; the area of some shapes alone decides the number of tiles.
+COMPARED_SIZES = ((64, 96), (1024, 1536)), ((64, 64), (1024, 1024)), ((64, 128), (1024, 2048))
 # Options of processors that decide the size of images and frames, and so the number of their tokens.
 SIZE_OPTIONS = (
     "max_soft_tokens", "max_patches", "max_image_tiles", "max_slice_nums", "image_seq_length",
@@ -63,8 +59,7 @@ class MediumShape:
     """Properties of a medium that are known without its pixels or samples."""
 
     tokens: list[int]  # that replace its placeholder in the prompt
-    # Plain numbers that features, positions and the rollout engine depend on: {"grid_thw": [1, 4, 6]}
-    facts: dict[str, Any]
+    facts: dict[str, Any]  # plain numbers for features, positions and the engine: {"grid_thw": [1, 4, 6]}
 
 
 @dataclass(frozen=True)
@@ -93,40 +88,12 @@ class ExampleRow(NamedTuple):
     media: list[Medium]
 
 
-@dataclass(frozen=True)
-class TinyModel:
-    """The recipe of a tiny random model; see `verl.models.tiny`."""
-
-    model_type: str
-    text: Mapping[str, Any]  # options of the language model's config
-    vision: Mapping[str, Any] | None = None  # options of the config of the encoder of images
-    options: Mapping[str, Any] = field(default_factory=dict)  # of the whole model's config
-    special_tokens: Sequence[str] = ()  # in addition to those of the Qwen models
-    named_tokens: Mapping[str, str] = field(default_factory=dict)  # of the tokenizer: `image_token`
-    token_ids: Mapping[str, str] = field(default_factory=dict)  # options of the config: `image_token_id`
-    image: str = "<|vision_start|><|image_pad|><|vision_end|>"  # in a rendered prompt
-    video: str = "<|vision_start|><|video_pad|><|vision_end|>"
-    processor: Callable[[Any], Any] | None = None  # makes the processor for a tokenizer
-    keeps_words: bool = True  # False: transformers loads the model's own splitting of text instead
-    added_tokens: Sequence[str] = ()  # tokens of text in addition to the trained ones
-    filled: Mapping[str, float] = field(default_factory=dict)  # weights and buffers by ends of their names
-    sound: str = ""  # audio in a rendered prompt
-    audio: Mapping[str, Any] | None = None  # options of the config of the encoder of audio
-    whole: Mapping[str, Any] = field(default_factory=dict)  # options of the config of which this is a part
-
-    @property
-    def encoders(self) -> dict[str, Mapping[str, Any]]:
-        """Options of the encoders' configs, by their names in the config of the model."""
-        given = {"vision_config": self.vision, "audio_config": self.audio}
-        return {name: options for name, options in given.items() if options is not None}
-
-
 class Family:
     """A family of language models."""
 
     model_types: ClassVar[tuple[str, ...]] = ()  # of the models' configs
     hub_names: ClassVar[tuple[str, ...]] = ()  # examples on the hub, for the documentation
-    tiny: ClassVar[Mapping[str, TinyModel]] = {}  # by the names that `verl-tiny-model --kind` takes
+    tiny: ClassVar[Mapping[str, Any]] = {}  # a `TinyModel` by each name that `verl-tiny-model --kind` takes
     position_rows: ClassVar[int] = 1  # 4 for M-RoPE: text, time, height, width
     # Joint experts of shape (experts, in, out) on the hub that transformers holds and writes transposed.
     transposed_experts: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # by model type: ends of names
@@ -338,10 +305,7 @@ class MediaFamily(Family, ABC):
         return [medium.features for medium in media]
 
     def engine_options(self, kinds: Container[Kind], videos: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return vLLM's `mm_processor_kwargs` for a prompt with media of these kinds.
-
-        `videos` are the `meta` of its videos, as for `video_shape`.
-        """
+        """Return vLLM's `mm_processor_kwargs` for media of these kinds; `videos` has the `meta` of each."""
         # Frames were sampled when the video was decoded.
         return {"do_sample_frames": False} if "video" in kinds else {}
 
@@ -372,29 +336,24 @@ class VisionFamily(MediaFamily, ABC):
     def sized_by(self, processor: Any, kind: Kind) -> tuple[str, ...]:
         if kind == "audio":
             return ()
-        for sizes in COMPARED_SIZES:
-            small, large = (self._tokens_of_size(processor, kind, *size) for size in sizes)
-            if small != large:
-                return ()
+        counts = partial(self._tokens_of_size, processor, kind)
+        if any(counts(*small) != counts(*large) for small, large in COMPARED_SIZES):
+            return ()
         part = getattr(processor, f"{kind}_processor", None) or processor.image_processor
         return tuple(name for name in SIZE_OPTIONS if getattr(part, name, None) is not None)
 
     def _tokens_of_size(self, processor: Any, kind: Kind, height: int, width: int) -> int:
         if kind == "image":
             return len(self.image_shape(processor, height, width).tokens)
-        meta = {
-            "total_num_frames": 2, "fps": 1.0, "duration": 2.0, "frames_indices": [0, 1],
-            "video_backend": "pyav", "do_sample_frames": False,
-        }  # fmt: skip
+        meta: dict[str, Any] = {"total_num_frames": 2, "fps": 1.0, "duration": 2.0, "frames_indices": [0, 1]}
+        meta |= {"video_backend": "pyav", "do_sample_frames": False}
         return len(self.video_shape(processor, 2, height, width, meta).tokens)
 
 
 def language_model_name(name: str) -> str | None:
     """Return the name that a tensor of a whole model has in its language model; None for other parts."""
     found = LANGUAGE_MODEL.fullmatch(name)
-    if found is None:
-        return None
-    return found["head"] or f"model.{found['rest']}"
+    return found and (found["head"] or f"model.{found['rest']}")
 
 
 def is_part(name: str, parts: Sequence[str]) -> bool:

@@ -19,16 +19,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from verl.models.families.interface import (
-    ExampleRow,
-    Kind,
-    Medium,
-    MediumShape,
-    TinyModel,
-    VisionFamily,
-    example_pixels,
-)
-from verl.models.families.tiny_sizes import TEXT
+from verl.models.families.interface import ExampleRow, Kind, Medium, MediumShape, VisionFamily, example_pixels
+from verl.models.families.tiny_sizes import TEXT, TinyModel
 
 TILE = 56  # pixels of a tiny model's tiles, of 4 tokens
 TOKENS = {

@@ -31,11 +31,10 @@ from verl.models.families.interface import (
     Medium,
     MediumShape,
     Sense,
-    TinyModel,
     VisionFamily,
     example_pixels,
 )
-from verl.models.families.tiny_sizes import TEXT
+from verl.models.families.tiny_sizes import TEXT, TinyModel
 
 TILE = 72  # pixels of a tiny model's tiles, of 25 patches; some pixels are unused, as in real models
 PIXELS: dict[Kind, str] = {"image": "pixel_values", "video": "pixel_values_videos"}

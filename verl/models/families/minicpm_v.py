@@ -26,11 +26,10 @@ from verl.models.families.interface import (
     Medium,
     MediumShape,
     Sense,
-    TinyModel,
     VisionFamily,
     example_pixels,
 )
-from verl.models.families.tiny_sizes import HYBRID, TEXT, mrope
+from verl.models.families.tiny_sizes import HYBRID, TEXT, TinyModel, mrope
 
 PATCHES_OF_TOKEN = {"4x": 4, "16x": 16}  # by `downsample_mode`
 INPUTS: dict[Kind, tuple[str, str]] = {

@@ -19,11 +19,10 @@ from verl.models.families.interface import (
     Medium,
     MediumShape,
     Sense,
-    TinyModel,
     VisionFamily,
     example_pixels,
 )
-from verl.models.families.tiny_sizes import TEXT
+from verl.models.families.tiny_sizes import TEXT, TinyModel
 
 TINY_TOWER = dict(
     hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, patch_size=14,

@@ -8,9 +8,9 @@ load: it is not trained.
 from functools import partial
 from typing import ClassVar
 
-from verl.models.families.interface import Family, TinyModel
+from verl.models.families.interface import Family
 from verl.models.families.qwen_vl import TINY_TOWER, TOKEN_IDS, Qwen3VL, tiny_processor
-from verl.models.families.tiny_sizes import HALF_ROPE, HYBRID, HYBRID_MOE, TEXT, mrope
+from verl.models.families.tiny_sizes import HALF_ROPE, HYBRID, HYBRID_MOE, TEXT, TinyModel, mrope
 
 TINY_TEXT = TEXT | HYBRID | mrope([3, 3, 2], mrope_interleaved=True, partial_rotary_factor=0.5)
 

@@ -27,14 +27,13 @@ from verl.models.families.interface import (
     MediaShape,
     Medium,
     MediumShape,
-    TinyModel,
     VisionFamily,
     example_pixels,
     join_tensors,
     processed_video,
 )
 from verl.models.families.mrope import MropeConstants, frames_of, mrope_positions
-from verl.models.families.tiny_sizes import MOE, TEXT, mrope
+from verl.models.families.tiny_sizes import MOE, TEXT, TinyModel, mrope
 
 VISION_UTILS = "transformers.vision_utils"  # 5.16 and later
 vision_utils: Any = importlib.import_module(VISION_UTILS) if find_spec(VISION_UTILS) else None

@@ -27,11 +27,10 @@ from verl.models.families.interface import (
     Medium,
     MediumShape,
     Sense,
-    TinyModel,
     VisionFamily,
     example_pixels,
 )
-from verl.models.families.tiny_sizes import TEXT
+from verl.models.families.tiny_sizes import TEXT, TinyModel
 from verl.models.vila.config import PARTS, PROJECTOR, TOKENS, TOWER, VilaConfig
 from verl.models.vila.processor import VilaProcessor
 from verl.models.vila.tiles import Wrapping, grids, image_units, passes

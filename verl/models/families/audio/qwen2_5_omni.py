@@ -22,7 +22,6 @@ from verl.models.families.interface import (
     Medium,
     MediumShape,
     Sense,
-    TinyModel,
     example_pixels,
 )
 from verl.models.families.mrope import MropeConstants, mrope_positions
@@ -34,7 +33,7 @@ from verl.models.families.qwen_vl import (
     time_factor,
     tiny_vision_processors,
 )
-from verl.models.families.tiny_sizes import TEXT, mrope
+from verl.models.families.tiny_sizes import TEXT, TinyModel, mrope
 
 BLANK_FRAMES, EXAMPLE_FRAMES = 4, 30  # of mel features: 1 and 7 tokens
 CHUNK_S = 2  # seconds of a turn of a video's patches and its sound

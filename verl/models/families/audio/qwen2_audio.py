@@ -18,16 +18,8 @@ from verl.models.families.audio.mel import (
     mel_features,
     num_mel_frames,
 )
-from verl.models.families.interface import (
-    ExampleRow,
-    MediaFamily,
-    Medium,
-    MediumShape,
-    Sense,
-    TinyModel,
-    example_pixels,
-)
-from verl.models.families.tiny_sizes import TEXT
+from verl.models.families.interface import ExampleRow, MediaFamily, Medium, MediumShape, Sense, example_pixels
+from verl.models.families.tiny_sizes import TEXT, TinyModel
 
 BLANK_FRAMES, EXAMPLE_FRAMES = 4, 30  # of mel features: 1 and 7 tokens
 SPEECH_TOKENS = ("<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>")

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from verl.models.families.audio.mel import MEL, encoded_frames
 from verl.models.families.audio.qwen2_5_omni import Qwen25Omni
-from verl.models.families.interface import Kind, Medium, TinyModel
+from verl.models.families.interface import Kind, Medium
 from verl.models.families.qwen_vl import TINY_TOWER_3, time_factor, tiny_vision_processors
-from verl.models.families.tiny_sizes import MOE, TEXT, mrope
+from verl.models.families.tiny_sizes import MOE, TEXT, TinyModel, mrope
 
 CHUNK_FRAMES, CHUNK_TOKENS = 100, 13  # of a second, which the convolutions see on its own
 SPEECH_TOKENS = ("<|audio_pad|>", "<|audio_start|>", "<|audio_end|>")
