@@ -32,7 +32,7 @@ from verl.agents.interface import ToolCall
 from verl.agents.parsers.interface import CallFormat
 from verl.agents.rules import ConversationRules
 from verl.agents.setup import conversation_rules, schemas_of
-from verl.agents.tools.pool import ToolPool
+from verl.agents.tools.tool_pool import ToolPool
 from verl.config.multi_turn import MultiTurnConfig
 from verl.config.rollout import RolloutConfig
 from verl.data.readers import load_tokenizer

@@ -4,6 +4,7 @@
 Importing this module imports no torch; a call does, once its config is right.
 """
 
+import logging
 import os
 import signal
 import warnings
@@ -26,7 +27,7 @@ from verl.trainer.evaluation.model_folder import loadable
 from verl.trainer.evaluation.report import Evaluation, Question
 from verl.trainer.run.run_lock import locked_run_folder
 from verl.utils.cuda_builds import repair_cuda_builds
-from verl.utils.restored_process import restored_process
+from verl.utils.rank_logger import ROOT, get_logger
 from verl.utils.version_check import check_versions, name_clash
 from verl.workers.warm_up import imports_of
 
@@ -332,3 +333,20 @@ def _opened(config: RunTree) -> Iterator[Any]:
                 yield trainer
     if trainer.stop.signal is not None:
         signal.raise_signal(trainer.stop.signal)
+
+
+@contextmanager
+def restored_process() -> Iterator[None]:
+    """Restore the environment, and remove the handler of our loggers if there was none before."""
+    environment = dict(os.environ)
+    root = logging.getLogger(ROOT)
+    handlers, level = list(root.handlers), root.level
+    get_logger(ROOT)  # after another run has removed its handler
+    try:
+        yield
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)
+        for name in os.environ.keys() - environment.keys():
+            del os.environ[name]
+        os.environ.update(environment)

@@ -43,7 +43,7 @@ from verl.workers.rollout.interface import (
     RolloutRequest,
     SamplingOptions,
 )
-from verl.workers.rollout.vllm import arguments
+from verl.workers.rollout.vllm import llm_arguments
 from verl.workers.rollout.vllm.lora_sync import engine_adapter
 from verl.workers.sharded_model import ModelSetup, ShardedModel
 
@@ -158,7 +158,7 @@ def build_engine(place: Place, folder: Path, case: str, actor: ShardedModel) -> 
 
 def rounding_head() -> AbstractContextManager[Any]:
     """Let the engine compute its logits in its own dtype instead of float32."""
-    return unittest.mock.patch.object(arguments, "_head_dtype", lambda device: None)
+    return unittest.mock.patch.object(llm_arguments, "_head_dtype", lambda device: None)
 
 
 def timed(report: Report, place: Place, name: str, function: Callable[[], Any]) -> tuple[Any, float]:

@@ -36,8 +36,7 @@ from verl.models.attention.partial_attention import (
 from verl.models.attention.row_attention import AttentionRule
 from verl.models.attention.sequence_parallel_layouts import RingLayout
 from verl.models.attention.varlen_kernels import KernelChoice, TorchKernel, use_kernels
-from verl.models.fused_log_probs import linear_log_probs
-from verl.models.head.choice import softmax_for
+from verl.models.fused_log_probs import linear_log_probs, softmax_for
 from verl.models.head.eager_softmax import EagerSoftmax
 from verl.models.head.logit_chunks import HeadLogits
 

@@ -43,8 +43,7 @@ from runs import HERE, ROOT, curve, make_parser, output_folder
 from shapes import write_questions
 from tones import PITCHES, write_tone_questions
 
-from verl.diffusion.tiny import save_tiny_sd3
-from verl.diffusion.tiny_wan import save_tiny_wan
+from verl.diffusion.tiny_pipelines import save_tiny_sd3, save_tiny_wan
 from verl.logger.file import read_log
 from verl.models.tiny import save_tiny_model
 

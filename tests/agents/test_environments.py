@@ -9,9 +9,9 @@ import pytest
 from PIL import Image
 
 from tests.agents.environment_files import GOOD, TAKE
-from tests.agents.test_pool import gone, wait_for
+from tests.agents.test_tool_pool import gone, wait_for
 from verl.agents.interface import Observation, ToolCall
-from verl.agents.tools.pool import ToolPool
+from verl.agents.tools.tool_pool import ToolPool
 from verl.config.multi_turn import MultiTurnConfig
 
 

@@ -11,7 +11,7 @@ from PIL import Image
 from tests.agents.test_environments import begin, step
 from verl.agents.environments.loading import SHIPPED, environment_schemas, load_environments
 from verl.agents.environments.shipped.gymnasium_env import action_of, as_text, described, rule_of
-from verl.agents.tools.pool import ToolPool
+from verl.agents.tools.tool_pool import ToolPool
 from verl.config.multi_turn import SHIPPED_ENVIRONMENTS, MultiTurnConfig
 
 LAKE = {"id": "FrozenLake-v1", "actions": ["left", "down", "right", "up"], "make": {"is_slippery": False}}

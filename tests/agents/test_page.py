@@ -9,7 +9,7 @@ from tests.architecture.source import ROOT
 from verl.agents.endpoint.server import MODEL, Endpoint
 from verl.agents.harnesses.loading import AGENT
 from verl.agents.interface import ToolCall
-from verl.agents.tools.pool import ToolPool
+from verl.agents.tools.tool_pool import ToolPool
 from verl.config.multi_turn import MultiTurnConfig
 
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "agents.md").read_text(), re.DOTALL)

@@ -3,9 +3,9 @@
 
 import pytest
 
-from tests.agents.test_pool import ask, descendants, gone
-from verl.agents.tools.pool import ToolPool
+from tests.agents.test_tool_pool import ask, descendants, gone
 from verl.agents.tools.shipped.python import Python
+from verl.agents.tools.tool_pool import ToolPool
 from verl.config.multi_turn import MultiTurnConfig
 from verl.sandbox.outcome import Isolation
 from verl.sandbox.runner import detect

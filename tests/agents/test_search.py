@@ -8,9 +8,9 @@ import pytest
 
 from examples.search_server import Bm25, SearchHandler, SearchServer
 from verl.agents.interface import ToolCall
-from verl.agents.tools.pool import ToolPool
 from verl.agents.tools.shipped import search
 from verl.agents.tools.shipped.search import Search, SearchError
+from verl.agents.tools.tool_pool import ToolPool
 from verl.config.multi_turn import MultiTurnConfig
 
 INDEX = {

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import pytest
 
 from verl.agents.tools.loading import SHIPPED, load_tools, tool_schemas
-from verl.agents.tools.schema import function_schema
+from verl.agents.tools.tool_schema import function_schema
 from verl.config.multi_turn import SHIPPED_TOOLS, MultiTurnConfig
 
 

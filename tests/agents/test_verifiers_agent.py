@@ -6,11 +6,11 @@ import os
 import pytest
 
 from tests.agents.endpoint.test_server import Leader, no_urls, reply_to
-from tests.agents.test_pool import wait_for
+from tests.agents.test_tool_pool import wait_for
 from verl.agents.endpoint.server import MODEL, Endpoint
 from verl.agents.harnesses.loading import AGENT
 from verl.agents.interface import AgentResult, ToolCall
-from verl.agents.tools.pool import ToolPool
+from verl.agents.tools.tool_pool import ToolPool
 from verl.config.multi_turn import MultiTurnConfig
 
 # A package as the documentation of `verifiers` has it: tasks, a reward, and a harness of several turns that

@@ -7,7 +7,7 @@ import pytest
 
 from verl.agents.interface import ToolCall
 from verl.agents.tools.loading import tool_schemas
-from verl.agents.tools.pool import ToolPool
+from verl.agents.tools.tool_pool import ToolPool
 from verl.config.multi_turn import MultiTurnConfig
 
 TOOL = """

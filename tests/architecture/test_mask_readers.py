@@ -28,7 +28,7 @@ READS = (WHOLE, COUNTS, SAMPLED)
 # By file: for each mask the reason, and the stages in `BATCH_KEYS` that it reads the mask for.
 OCCURRENCES: dict[str, dict[str, tuple[str, str]]] = {
     "verl/data/sft_dataset.py": {"loss_mask": (TUNING, "")},
-    "verl/diffusion/forward.py": {"loss_mask": (COUNTS, "log-probs, update")},
+    "verl/diffusion/step_forward.py": {"loss_mask": (COUNTS, "log-probs, update")},
     "verl/trainer/core_algos.py": {"loss_mask": (COUNTS, "KL penalty, correction, advantage")},
     "verl/trainer/extensions/algorithms.py": {"response_mask": (TINY, ""), "loss_mask": (TINY, "")},
     "verl/trainer/extensions/term_checks.py": {"loss_mask": (TINY, "")},

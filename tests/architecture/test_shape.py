@@ -6,16 +6,16 @@ import pytest
 from tests.architecture.shape import measure
 
 CEILINGS = {
-    "lines": 73_547,
-    "files": 518,
+    "lines": 73_443,
+    "files": 507,
     "percent of the largest room": 15,
     "files over 400 lines": 0,
-    "files under 60 lines": 79,
-    "files that share a name": 116,
+    "files under 60 lines": 70,
+    "files that share a name": 83,
     "longest function": 77,
     "functions that take PPOConfig": 16,
     "modules below the trainer": 129,
-    "modules below the actor": 65,
+    "modules below the actor": 64,
     "modules below the data set": 62,
     "lines of README.md": 175,
 }

@@ -6,7 +6,7 @@ from diffusers import DiffusionPipeline
 
 from tests.diffusion.models import MODELS, save
 from verl.diffusion.families.registry import family_of
-from verl.diffusion.tiny_wan import save_tiny_wan
+from verl.diffusion.tiny_pipelines import save_tiny_wan
 
 
 def load(folder):

@@ -21,7 +21,7 @@ from verl.cli.merge import main
 from verl.config.files.paths import model_source
 from verl.config.model import ModelConfig
 from verl.diffusion.families.sd3 import SD3
-from verl.diffusion.tiny import save_tiny_sd3
+from verl.diffusion.tiny_pipelines import save_tiny_sd3
 from verl.trainer.model_checks import export_checkpoints
 
 pytestmark = pytest.mark.heavy

@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from tests.diffusion.models import LENGTH, PROMPTS, SIZE, STEPS, draw, generators, noise
-from verl.diffusion.forward import StepForward
 from verl.diffusion.prompts import PromptEncoder
 from verl.diffusion.sampler import Course, sample
 from verl.diffusion.sde import KINDS
+from verl.diffusion.step_forward import StepForward
 
 CPU = torch.device("cpu")
 

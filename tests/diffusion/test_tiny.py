@@ -6,7 +6,7 @@ import torch
 from diffusers import DiffusionPipeline
 
 from tests.diffusion.models import MODELS, save
-from verl.diffusion.tiny import WORDS
+from verl.diffusion.tiny_pipelines import WORDS
 
 
 def statistics(config):

@@ -16,10 +16,10 @@ from verl.config.worker import ActorConfig
 from verl.diffusion.engine import DiffusionEngine
 from verl.diffusion.families.interface import Size
 from verl.diffusion.families.registry import family_of
-from verl.diffusion.forward import StepForward
 from verl.diffusion.model import DiffusionModel
 from verl.diffusion.prompts import PromptEncoder
 from verl.diffusion.sampler import Course
+from verl.diffusion.step_forward import StepForward
 from verl.protocol import DataProto, objects
 from verl.workers.roles.actor import ActorTraining, DataParallelPPOActor, KLLoss
 

@@ -10,7 +10,7 @@ from diffusers.schedulers.scheduling_unipc_multistep import UniPCMultistepSchedu
 from verl.diffusion.families.interface import Size, guided
 from verl.diffusion.families.registry import family_of
 from verl.diffusion.sampler import Course, sample
-from verl.diffusion.tiny_wan import MEAN, STD
+from verl.diffusion.tiny_pipelines import MEAN, STD
 
 PROMPTS = ["a red picture", "the color blue"]
 SIZE, STEPS, LENGTH = Size(16, 32, 5), 5, 16

@@ -14,7 +14,7 @@ from tests.helpers.distributed import run_distributed
 from verl.checkpoint.merger import merge_checkpoint
 from verl.diffusion.families.interface import Size
 from verl.diffusion.sampler import Course, sample
-from verl.diffusion.tiny_wan import save_tiny_wan
+from verl.diffusion.tiny_pipelines import save_tiny_wan
 
 pytestmark = [pytest.mark.heavy, pytest.mark.slow]  # the same of Stable Diffusion 3 in every suite
 STORED = {"full": "fp32", "lora": "bf16"}  # data types of the weights

@@ -17,7 +17,7 @@ from tests.agents.test_environments import begin, step
 from tests.helpers.browser import open_browser
 from tests.helpers.training import ROOT
 from verl.agents.environments.loading import load_environments
-from verl.agents.tools.pool import ToolPool
+from verl.agents.tools.tool_pool import ToolPool
 from verl.config.multi_turn import MultiTurnConfig
 from verl.config.ppo import PPOConfig
 from verl.config.schema import load_config

@@ -26,7 +26,7 @@ from transformers import (
 
 from tests.helpers.chat_server import ChatServer, Reply, image_of
 from verl.config.reward_servers import RewardServerConfig
-from verl.diffusion.tiny import save_tiny_sd3
+from verl.diffusion.tiny_pipelines import save_tiny_sd3
 from verl.rewards.function import load_reward_function
 from verl.rewards.servers import specs_of
 

@@ -15,7 +15,7 @@ from tests.models.head_kernel_laws import (
     products,
 )
 from verl.distributed.device import is_gpu
-from verl.models.head.choice import softmax_for
+from verl.models.fused_log_probs import softmax_for
 from verl.models.head.eager_softmax import EagerSoftmax
 from verl.models.head.triton_softmax import TritonSoftmax
 

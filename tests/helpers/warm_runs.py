@@ -21,11 +21,11 @@ from ray.exceptions import RayError
 from ray.util import remove_placement_group
 from ray.util.placement_group import PlacementGroup
 
+from verl.api import restored_process
 from verl.single_controller.ray.cluster import connect
 from verl.single_controller.ray.environment import rank_environments
 from verl.single_controller.ray.processes import WorkerProcess, WorkerProcesses
 from verl.single_controller.ray.resource_pool import ResourcePool, actor_resources
-from verl.utils.restored_process import restored_process
 
 CPUS = 8  # of the cluster, on any machine
 MOST_IDLE = 3  # processes that wait for a run; each holds its packages in memory

@@ -22,9 +22,8 @@ from torch.utils._pytree import tree_leaves
 
 from tests.architecture.source import ROOT
 from verl.distributed.backends import BACKENDS
-from verl.models.fused_log_probs import linear_kl, linear_log_probs
+from verl.models.fused_log_probs import linear_kl, linear_log_probs, softmax_for
 from verl.models.head import eager_softmax, triton_softmax
-from verl.models.head.choice import softmax_for
 from verl.models.head.eager_softmax import EagerSoftmax
 from verl.models.head.interface import HeadProducts, LogProbStatistics
 from verl.models.head.logit_chunks import HeadLogits, LogitTransform
@@ -78,9 +77,9 @@ def compiled(kernel, capability, is_half, has_all):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
-    from verl.models.head import kernels
+    from verl.models.head import triton_kernels
 
-    function = getattr(kernels, kernel.removeprefix("forward_"))
+    function = getattr(triton_kernels, kernel.removeprefix("forward_"))
     constants: dict[str, Any] = {
         "scale": 1.0, "temperature": 0.7, "softcap": 30.0 if has_all else None, "block": triton_softmax.BLOCK,
         "ref_scale": 1.0, "ref_temperature": 1.0, "ref_softcap": 30.0 if has_all else None,

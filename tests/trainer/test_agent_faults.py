@@ -24,7 +24,7 @@ from tests.helpers.agent_faults import (
 from tests.helpers.agent_runs import check_resumed
 from tests.helpers.fault_checks import check_nothing_is_lost, check_only_good_ones_count, rows_of
 
-pytestmark = [pytest.mark.heavy, pytest.mark.slow]  # each fault alone: tests/agents/test_pool.py
+pytestmark = [pytest.mark.heavy, pytest.mark.slow]  # each fault alone: tests/agents/test_tool_pool.py
 STEPS, GROUPS, SAMPLES = (1, 2), 8, 8
 MAX_TURNS = 3
 

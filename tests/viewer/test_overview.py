@@ -17,8 +17,7 @@ from verl.logger.file import FileLogger
 from verl.viewer.export import metrics_csv, metrics_jsonl
 from verl.viewer.notes import Notes, write_notes
 from verl.viewer.overview import compare_configs, overview
-from verl.viewer.run_state import run_state
-from verl.viewer.runs import open_runs
+from verl.viewer.runs import open_runs, run_state
 
 SAID = {"data": {"n": 8, "files": ["a", "b"]}, "trainer": {"max_steps": 3, "name": "one"}}
 

@@ -27,7 +27,7 @@ def build_pipeline(folder: Path, dtypes: Mapping[str, torch.dtype]) -> Any:
     """Build a pipeline without values, its models with these data types by name or the `default` one."""
     import diffusers
 
-    from verl.diffusion import tiny
+    from verl.diffusion import tiny_pipelines
     from verl.planning.diffusion.shapes import TRANSFORMER, index_of, meta_part, model_names
 
     index = index_of(folder)
@@ -39,7 +39,7 @@ def build_pipeline(folder: Path, dtypes: Mapping[str, torch.dtype]) -> Any:
         else:
             replace_tensors(part.to(dtype), lambda tensor: torch.empty_like(tensor, device="cpu"))
             part.to = partial(move, part)
-    clip, t5 = tiny.clip_tokenizer(), tiny.t5_tokenizer()
+    clip, t5 = tiny_pipelines.clip_tokenizer(), tiny_pipelines.t5_tokenizer()
     clip.model_max_length = 77
     for name in [name for name in parts if name.startswith("text_encoder")]:
         is_clip = index[name][1].startswith("CLIP")

@@ -22,8 +22,8 @@ from verl.agents.contexts import (
     OpenCall,
     joined_response,
 )
+from verl.agents.endpoint.chat_messages import ChatMessage, assistant_message
 from verl.agents.endpoint.errors import ApiError, context_full
-from verl.agents.endpoint.messages import ChatMessage, assistant_message
 from verl.agents.endpoint.replies import Reply
 from verl.agents.endpoint.requests import ChatRequest
 from verl.agents.interface import (

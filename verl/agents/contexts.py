@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from verl.agents.endpoint.messages import ChatMessage
+from verl.agents.endpoint.chat_messages import ChatMessage
 from verl.agents.endpoint.requests import ChatRequest
 from verl.agents.interface import ContextRecord, Message, Trajectory, Turn
 from verl.agents.media import as_lists, join_media

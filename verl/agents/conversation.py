@@ -19,7 +19,7 @@ from verl.agents.readable import Readable, readable
 from verl.agents.rendering import joined, user_message
 from verl.agents.row import Piece, Row
 from verl.agents.rules import ConversationRules
-from verl.agents.tools.arguments import call_problem
+from verl.agents.tools.call_check import call_problem
 from verl.data.media.references import MediaData
 
 # Reasons for which the policy or a tool ended the conversation; any other one cut it off.

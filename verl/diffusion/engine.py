@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from verl.diffusion.families.interface import Size
-from verl.diffusion.forward import StepForward
 from verl.diffusion.model import DiffusionModel
 from verl.diffusion.sampler import Course, sample
+from verl.diffusion.step_forward import StepForward
 from verl.protocol import DataProto
 from verl.workers.packing.micro_batches import max_over_ranks
 from verl.workers.rollout.interface import FinishedResponse

@@ -17,10 +17,9 @@ from verl.checkpoint.pipelines import TRANSFORMER, PipelineAdapter, PipelineConf
 from verl.checkpoint.sharded import Restored, Snapshot, load_shards, take_snapshot
 from verl.config.model import FSDPConfig, ModelConfig, OffloadConfig, OptimConfig
 from verl.diffusion.families.interface import DiffusionFamily
-from verl.diffusion.ulysses import VideoUlysses
+from verl.diffusion.video_ulysses import VideoUlysses
 from verl.distributed.device import is_gpu
-from verl.distributed.fsdp import full_named_tensors, make_mesh, shard_model, torch_dtype
-from verl.distributed.kept_dtypes import keep_float32
+from verl.distributed.fsdp import full_named_tensors, keep_float32, make_mesh, shard_model, torch_dtype
 from verl.distributed.offload import Offloader
 from verl.distributed.sequence_parallel import SequenceParallel
 from verl.models.lora import ALL_LINEAR, adapted_layers, adapted_parameters, adapters_disabled, set_adapter

@@ -10,10 +10,10 @@ from verl.checkpoint.async_writer import AsyncWriter
 from verl.diffusion.engine import DiffusionEngine, FinishedPicture
 from verl.diffusion.families.registry import family_of
 from verl.diffusion.files import downloaded
-from verl.diffusion.forward import StepForward
 from verl.diffusion.model import DiffusionModel
 from verl.diffusion.options import course_of, size_of
 from verl.diffusion.prompts import PromptEncoder
+from verl.diffusion.step_forward import StepForward
 from verl.distributed.device import memory_metrics, reset_peak_memory
 from verl.distributed.sequence_parallel import SequenceParallel, data_parallel_group
 from verl.protocol import DataProto

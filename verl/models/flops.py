@@ -18,7 +18,7 @@ from verl.distributed.device import device_name
 from verl.distributed.known_gpus import find_gpu
 from verl.models.hub_names import meta_model
 from verl.models.layer_configs import experts_per_token, layer_heads
-from verl.models.linear_attention.operations import attending_layers, state_operations
+from verl.models.linear_attention.state_flops import attending_layers, state_operations
 
 Grid = Sequence[int]  # (time, height, width) in patches of an image or video
 

@@ -5,16 +5,20 @@ Logits are the largest tensor of a training step. They are computed for a chunk 
 forward and again in the backward pass, with a few numbers saved per token.
 """
 
+import importlib.util
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from verl.models.head.choice import softmax_for
+from verl.distributed.device import has_kernels
+from verl.models.head.eager_softmax import EagerSoftmax
 from verl.models.head.interface import (
     HeadProducts,
+    HeadSoftmax,
     KLGradients,
     KLStatistics,
     LogProbGradients,
@@ -29,6 +33,9 @@ from verl.models.head.logit_chunks import (
     chunks,
     head_gradients,
 )
+from verl.utils.rank_logger import get_logger
+
+logger = get_logger(__name__)
 
 
 class TokenLogProbs(NamedTuple):
@@ -193,3 +200,19 @@ class _LinearKL(torch.autograd.Function):
 
         heads = [HeadLogits(hidden, weight, bias), HeadLogits(ref_hidden, ref_weight)]
         return *head_gradients(ctx, heads, lse.dtype, chunk_grad), *(None,) * 4
+
+
+@cache  # so that a missing package is reported once
+def softmax_for(device_type: str) -> HeadSoftmax:
+    """Return the Triton kernels on GPUs and torch operations on CPUs."""
+    if not has_kernels(device_type):
+        return EagerSoftmax()
+    if importlib.util.find_spec("triton") is None:
+        logger.warning(
+            "the softmax of the LM head runs several times slower than in its kernels, which need `triton`:"
+            " CUDA builds of torch come with it, repair the installation with `pip install triton`"
+        )
+        return EagerSoftmax()
+    from verl.models.head.triton_softmax import TritonSoftmax  # noqa: PLC0415 - CPUs need no triton
+
+    return TritonSoftmax()

@@ -15,7 +15,9 @@ import selectors
 import signal
 import subprocess
 import sys
+import sysconfig
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -23,7 +25,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 
-from verl.sandbox import kernel, launcher, library, program
+from verl.sandbox import kernel, launcher, program
 from verl.sandbox.namespaces import NOBODY
 from verl.sandbox.outcome import (
     REMEDY,
@@ -36,6 +38,9 @@ from verl.sandbox.outcome import (
     is_unsafe_allowed,
 )
 
+SYSTEM = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo", "/etc/ld.so.cache")
+LAST_DYNAMIC_USER = 65519  # end of a range of unused UIDs, which systemd reserves for services
+NUM_DYNAMIC_USERS = 4096
 BOOT = """
 import sys
 package = sys.modules["verl"] = type(sys)("verl")
@@ -122,11 +127,11 @@ def job_of(source: str, limits: Limits, call: Call | None, isolation: Isolation)
     namespaces = isolation is Isolation.NAMESPACES
     user, threads = os.geteuid(), limits.threads
     if is_root:
-        user = NOBODY if namespaces else library.unused_user()
+        user = NOBODY if namespaces else unused_user()
     elif namespaces:
         threads += 2  # launcher and init
     else:
-        threads += 1 + library.threads_of_user(user)  # the launcher
+        threads += 1 + threads_of_user(user)  # the launcher
     return {
         "source": source,
         "call": asdict(call) if call else None,
@@ -136,8 +141,8 @@ def job_of(source: str, limits: Limits, call: Call | None, isolation: Isolation)
         "user": user,
         "max_threads": threads if isolation is not Isolation.NONE else None,
         "scratch": tempfile.gettempdir(),
-        "readable": library.readable_paths(),
-        "import_path": library.import_path(),
+        "readable": readable_paths(),
+        "import_path": import_path(),
     }
 
 
@@ -337,3 +342,38 @@ def _status(code: int, cpu_s: float, limits: Limits) -> Status:
     if code == -signal.SIGKILL:  # not by us, so by the kernel: out of memory
         return Status.OUT_OF_MEMORY
     return Status.CRASHED if code < 0 else STATUS_OF_CODE.get(code, Status.WRONG_EXIT)
+
+
+@cache
+def import_path() -> list[str]:
+    """Folders of the installed packages. The child knows those of the standard library."""
+    return list(dict.fromkeys(sysconfig.get_path(name) for name in ("purelib", "platlib")))
+
+
+@cache
+def readable_paths() -> list[str]:
+    """Paths that a program may read, none inside another."""
+    standard = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib")]
+    libraries = [f"{sys.base_prefix}/lib", f"{sys.base_exec_prefix}/lib"]
+    wanted = [path for path in (*SYSTEM, *standard, *libraries, *import_path()) if os.path.exists(path)]
+    # Real paths too, so that symbolic links need not be followed.
+    paths = sorted({os.path.abspath(path) for path in wanted} | {os.path.realpath(path) for path in wanted})
+    return [path for path in paths if not any(path.startswith(f"{other}/") for other in paths)]
+
+
+def unused_user() -> int:
+    """Return a user for the run that this thread waits for: runs at the same time share no limit."""
+    return LAST_DYNAMIC_USER - threading.get_native_id() % NUM_DYNAMIC_USERS
+
+
+def threads_of_user(user: int) -> int:
+    """Number of threads of a user on this machine, as far as this process can see."""
+    total = 0
+    for entry in os.scandir("/proc"):
+        if entry.name.isdigit():
+            try:
+                if entry.stat().st_uid == user:
+                    total += len(os.listdir(f"{entry.path}/task"))
+            except OSError:  # it has ended
+                continue
+    return total

@@ -11,8 +11,7 @@ from typing import Any
 
 from verl.viewer.notes import read_notes
 from verl.viewer.rollout_index import plain
-from verl.viewer.run_state import ENDED
-from verl.viewer.runs import RunFolder
+from verl.viewer.runs import ENDED, RunFolder
 
 REWARDS = (("reward/overall", max), ("critic/score/mean", max), ("train/loss", min))
 VALIDATIONS = (("val/reward_score", max), ("val/loss", min))

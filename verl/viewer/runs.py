@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs in the viewer: folders with a log of metrics, kept rollouts, or both."""
 
+import errno
+import fcntl
 import json
 import os
 import stat
+import struct
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +20,11 @@ from verl.logger.file import CONFIG_FILE, METRICS_FILE, read_log
 from verl.viewer.notes import NOTES_FILE
 from verl.viewer.rollout_index import RolloutIndex, plain
 from verl.viewer.rollout_store import FOLDER, is_inside
-from verl.viewer.run_state import run_state
 
+LOCK_FILE = "run.lock"
+RUNNING, ENDED, KILLED, UNKNOWN = "running", "ended", "killed", "unknown"
+FLOCK = "hhqqi4x"  # Linux: l_type, l_whence, l_start, l_len, l_pid
+QUIET = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a link or a pipe may be in its place
 NOT_FOLLOWED = "a link out of the run's folder is not followed"
 DEPTH = 2  # folders between the given one and a run: PROJECT/EXPERIMENT
 MAX_CONFIG = 4 * 2**20  # bytes
@@ -172,3 +179,31 @@ class VideoFolders:
             for medium in filter(None, row["media"] or []):
                 medium["is_playable"] = medium["kind"] in PLAYED and self.find(medium["source"]) is not None
         return rows
+
+
+def run_state(folder: Path) -> str:
+    """Return `running`, `ended`, `killed` (it left its lock file), or `unknown` without locks to ask for.
+
+    A run locks the file until it ends and removes it. Must not be called in the process of the run: closing
+    any descriptor of a file releases the locks that the process holds on it.
+    """
+    try:
+        descriptor = os.open(folder / LOCK_FILE, QUIET)
+    except OSError as error:
+        return ENDED if error.errno == errno.ENOENT else UNKNOWN
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode) or sys.platform != "linux":
+            return UNKNOWN
+        return RUNNING if _is_locked(descriptor) else KILLED
+    except OSError:  # a file system without locks
+        return UNKNOWN
+    finally:
+        with suppress(OSError):
+            os.close(descriptor)
+
+
+def _is_locked(descriptor: int) -> bool:
+    # Asks without locking: a lock held for an instant would make a run that starts in it fail.
+    question = struct.pack(FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    answer = fcntl.fcntl(descriptor, fcntl.F_GETLK, question)
+    return struct.unpack(FLOCK, answer)[0] != fcntl.F_UNLCK

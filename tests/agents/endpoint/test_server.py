@@ -12,8 +12,8 @@ import openai
 import pytest
 
 from verl.agents.endpoint import server
+from verl.agents.endpoint.chat_messages import assistant_message
 from verl.agents.endpoint.errors import context_full
-from verl.agents.endpoint.messages import assistant_message
 from verl.agents.endpoint.replies import CHUNK, Reply
 from verl.agents.endpoint.server import MODEL, Endpoint
 from verl.agents.interface import ToolCall

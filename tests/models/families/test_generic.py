@@ -44,7 +44,7 @@ from verl.models.hub_names import HubNames
 from verl.models.registry import check_model
 from verl.models.trainable import TrainableOptions, select_trainable
 from verl.workers.rollout.interface import EngineSetup
-from verl.workers.rollout.vllm.arguments import engine_arguments
+from verl.workers.rollout.vllm.llm_arguments import engine_arguments
 
 SIZES = 30, 150
 # Images of one size, tiles, and slices with text between them; the others are compared as a run starts.

@@ -14,8 +14,8 @@ from tests.workers.rollout.reference import rollout_config, setup_of
 from verl.models.families.internvl import InternVL
 from verl.models.families.llava_onevision import LlavaOnevision
 from verl.workers.rollout.engines import build_rollout_engine
-from verl.workers.rollout.vllm.environment import import_vllm
 from verl.workers.rollout.vllm.family_patches import take_features_of_any_length
+from verl.workers.rollout.vllm.vllm_import import import_vllm
 
 pytestmark = [pytest.mark.heavy, pytest.mark.nightly("verl/workers/rollout")]
 

@@ -7,7 +7,7 @@ from tests.diffusion.models import MODELS
 from verl.config.model import FSDPConfig, LoraConfig, ModelConfig
 from verl.config.rollout import RolloutConfig
 from verl.diffusion.families.registry import FAMILIES
-from verl.diffusion.tiny_wan import save_tiny_wan
+from verl.diffusion.tiny_pipelines import save_tiny_wan
 from verl.planning.diffusion.shapes import READS, read_pictures
 
 

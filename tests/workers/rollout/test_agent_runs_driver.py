@@ -17,7 +17,7 @@ from verl.agents.endpoint.server import Endpoint
 from verl.agents.interface import ToolCall
 from verl.agents.media import ConversationMedia
 from verl.agents.parsers.interface import CallFormat
-from verl.agents.tools.pool import ToolPool
+from verl.agents.tools.tool_pool import ToolPool
 from verl.config.multi_turn import MultiTurnConfig
 from verl.data.media.loader import MediaLoader
 from verl.data.media.sizes import MediaOptions

@@ -13,7 +13,7 @@ from tests.workers.rollout.contexts import compare_contexts
 from tests.workers.rollout.reference import hub_tensors, rollout_config, setup_of
 from tests.workers.rollout.test_conversations import SAMPLING, engine, lead, rows_of, rules_with
 from verl.agents.parsers.interface import NO_CALLS
-from verl.agents.tools.pool import ToolPool
+from verl.agents.tools.tool_pool import ToolPool
 from verl.workers.rollout.engines import build_rollout_engine
 
 __all__ = ["engine"]  # a fixture

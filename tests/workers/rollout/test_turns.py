@@ -24,7 +24,7 @@ from verl.models.families.tiny_sizes import TinyModel
 from verl.models.tiny import save_tiny_model
 from verl.workers.rollout.engines import build_rollout_engine
 from verl.workers.rollout.interface import RolloutRequest, SamplingOptions
-from verl.workers.rollout.vllm.arguments import CPU_BLOCK
+from verl.workers.rollout.vllm.llm_arguments import CPU_BLOCK
 
 pytestmark = pytest.mark.heavy
 

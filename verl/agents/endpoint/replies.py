@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from time import time
 from typing import Any, NamedTuple
 
-from verl.agents.endpoint.messages import ChatMessage
+from verl.agents.endpoint.chat_messages import ChatMessage
 from verl.agents.endpoint.requests import ChatRequest
 
 CHUNK = 400  # characters of text in an event

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from verl.agents.endpoint.chat_messages import ChatMessage, ReadUrl, read_messages
 from verl.agents.endpoint.errors import ApiError
-from verl.agents.endpoint.messages import ChatMessage, ReadUrl, read_messages
 from verl.utils.rank_logger import get_logger
 
 HONOURED = (

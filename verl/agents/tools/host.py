@@ -26,7 +26,7 @@ from verl.agents.environments.loading import load_environments
 from verl.agents.harnesses.loading import load_agents
 from verl.agents.tools.answers import AnswerLimits
 from verl.agents.tools.loading import LoadedTool, load_tools
-from verl.agents.tools.process import EnvironmentServer, ToolServer
+from verl.agents.tools.tool_server import EnvironmentServer, ToolServer
 from verl.config.multi_turn import MultiTurnConfig
 from verl.utils.processes.child_process import FIRST_TO_KILL, STACK_SIGNAL, become_child
 from verl.utils.registry import HEADING

@@ -13,7 +13,7 @@ from multiprocessing import Pipe
 from typing import Any
 
 from verl.agents.tools.host import FORK, KILL, REQUEST, STACKS, Loaded, LoadFailure, ToolFacts, host_of
-from verl.agents.tools.process import Answer
+from verl.agents.tools.tool_server import Answer
 from verl.config.multi_turn import MultiTurnConfig
 from verl.utils.processes.child_channel import BadMessageError, ChildChannel
 from verl.utils.processes.child_process import ChildProcess, describe_exit, frames_of, whole_stacks

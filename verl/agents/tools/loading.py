@@ -26,7 +26,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from verl.agents.tools.schema import function_schema
+from verl.agents.tools.tool_schema import function_schema
 from verl.agents.tools.verl_tools import read_verl_tools
 from verl.config.multi_turn import MultiTurnConfig
 from verl.utils.registry import HEADING

@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 from PIL import Image, ImageDraw, ImageOps
 from torch import Tensor
 
-from verl.cli.data_report.answers import answer_lines
+from verl.cli.data_report.answer_tokens import answer_lines
 from verl.cli.data_report.opened import opened_conversations, opened_data
 from verl.cli.text_charts import histogram, quantile
 from verl.config.data import DataConfig

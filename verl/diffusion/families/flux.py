@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.diffusion.families.autoencoder_kl import decode_images
-from verl.diffusion.families.interface import GUIDANCE, Conditions
+from verl.diffusion.families.interface import GUIDANCE, Conditions, decode_images
 from verl.diffusion.families.packed import PATCH, TIMES, PackedFamily, pack, unpack
 
 

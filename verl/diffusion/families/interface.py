@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from verl.diffusion.ulysses import TokenLayers
+from verl.diffusion.video_ulysses import TokenLayers
 
 Conditions = Mapping[str, Tensor]  # what the transformer reads of prompts, (B, ...) by argument
 GUIDANCE = "guidance"  # argument of transformers that read the scale
@@ -108,3 +108,14 @@ def guided(
     found = family.predict(transformer, torch.cat([latents] * 2), torch.cat([times] * 2), both)
     without, with_prompt = found.chunk(2)
     return family.guide(without, with_prompt, scale)
+
+
+def decode_images(vae: Any, latents: Tensor) -> Tensor:
+    """Return images (B, 3, H, W) in [0, 1] of latents (B, C, h, w), one by one to bound memory."""
+    scaled = latents.to(vae.dtype) / vae.config.scaling_factor + vae.config.shift_factor
+    return in_unit_interval(torch.cat([vae.decode(one[None], return_dict=False)[0] for one in scaled]))
+
+
+def in_unit_interval(pixels: Tensor) -> Tensor:
+    """Return pixels of a VAE, from -1 to 1, in [0, 1] and float32."""
+    return (pixels.float() / 2 + 0.5).clamp(0, 1)

@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from verl.diffusion.families.autoencoder_kl import in_unit_interval
-from verl.diffusion.families.interface import Conditions
+from verl.diffusion.families.interface import Conditions, in_unit_interval
 from verl.diffusion.families.packed import PATCH, TIMES, PackedFamily, pack, unpack
 
 TEMPLATE_END = 5  # tokens of the chat template after the prompt, which the transformer reads too

@@ -6,8 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from verl.diffusion.families.autoencoder_kl import decode_images
-from verl.diffusion.families.interface import Conditions, DiffusionFamily, Size
+from verl.diffusion.families.interface import Conditions, DiffusionFamily, Size, decode_images
 
 
 class SD3(DiffusionFamily):

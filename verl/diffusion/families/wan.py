@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from verl.diffusion.families.interface import Conditions, DiffusionFamily, Size
-from verl.diffusion.ulysses import TokenLayers
+from verl.diffusion.video_ulysses import TokenLayers
 
 NEARLY_ONE = 1 - 1e-5  # UniPC starts at 1 - 1e-6, because it takes the logarithm of 1 - sigma
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from verl.distributed.ring import start_transfer
 from verl.distributed.sequence_parallel import SequenceParallel
 from verl.distributed.token_sharding import RingShard, ShardPlan
 from verl.distributed.ulysses import heads_to_tokens, tokens_to_heads
@@ -229,3 +229,32 @@ class _AttendRing(torch.autograd.Function):
         dk, dv = behind.wait()
         d_sinks = None if sinks is None else sink_gradients(grads[0], out, lse, sinks)
         return dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype), d_sinks, None, None
+
+
+class RingTransfer:
+    """A transfer in progress."""
+
+    def __init__(self, works: list[dist.Work], sent: list[Tensor], received: list[Tensor]) -> None:
+        self._works, self._sent, self._received = works, sent, received  # `sent` must outlive the transfer
+
+    def wait(self) -> list[Tensor]:
+        """Return the tensors of the previous ring rank."""
+        for work in self._works:
+            work.wait()
+        self._sent = []
+        return self._received
+
+
+def start_transfer(tensors: Sequence[Tensor], sp: SequenceParallel) -> RingTransfer:
+    """Start sending tensors to the next ring rank and receiving equal shapes from the previous one.
+
+    The tensors must not be empty, and must not change until `wait` returns. All ring ranks send equal shapes.
+    """
+    sent = [tensor.contiguous() for tensor in tensors]
+    received = [torch.empty_like(tensor) for tensor in sent]
+    ahead, behind = (sp.ring_index + 1) % sp.ring_size, (sp.ring_index - 1) % sp.ring_size
+    operations = []
+    for out, into in zip(sent, received, strict=True):
+        operations.append(dist.P2POp(dist.isend, out, group=sp.ring_group, group_peer=ahead))
+        operations.append(dist.P2POp(dist.irecv, into, group=sp.ring_group, group_peer=behind))
+    return RingTransfer(dist.batch_isend_irecv(operations), sent, received)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from verl.distributed.device import module_of
-from verl.models.head import kernels
+from verl.models.head import triton_kernels
 from verl.models.head.interface import (
     HeadProducts,
     KLGradients,
@@ -104,7 +104,7 @@ def log_prob_statistics(
 ) -> None:  # fmt: skip
     """Write statistics of each token, see `LogProbStatistics`."""
     _launch(
-        kernels.log_prob_statistics,
+        triton_kernels.log_prob_statistics,
         values, bias, targets, log_probs, lse, entropy, sum_squares, values.shape[1],
         scale, softcap, temperature,
     )  # fmt: skip
@@ -119,7 +119,7 @@ def log_prob_gradient(
     """Overwrite products with their gradient in `dtype`."""
     gradients = _overlay(values, dtype)
     _launch(
-        kernels.log_prob_gradient,
+        triton_kernels.log_prob_gradient,
         values, gradients, gradients.stride(0), bias, targets, lse, grad_log_probs, entropy, grad_entropy,
         values.shape[1], scale, softcap, temperature,
     )  # fmt: skip
@@ -134,7 +134,7 @@ def kl_statistics(
 ) -> None:  # fmt: skip
     """Write statistics of each token, see `KLStatistics`."""
     _launch(
-        kernels.kl_statistics,
+        triton_kernels.kl_statistics,
         values, bias, ref_values, ref_bias, kl, lse, mean_gap, ref_lse, values.shape[1],
         scale, softcap, temperature, ref_scale, ref_softcap, ref_temperature,
     )  # fmt: skip
@@ -150,7 +150,7 @@ def kl_gradient(
     """Overwrite the policy's products with their gradient in `dtype`."""
     gradients = _overlay(values, dtype)
     _launch(
-        kernels.kl_gradient,
+        triton_kernels.kl_gradient,
         values, gradients, gradients.stride(0), bias, ref_values, ref_bias, lse, grad_kl, mean_gap, ref_lse,
         values.shape[1], scale, softcap, temperature, ref_scale, ref_softcap, ref_temperature,
     )  # fmt: skip

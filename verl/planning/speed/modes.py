@@ -15,7 +15,7 @@ from verl.planning.planned_run import PlannedEngine
 from verl.planning.report import Changes, with_options
 from verl.planning.speed.advice import problems_of
 from verl.planning.speed.cluster import Cluster
-from verl.planning.speed.sampling import decoding_step, sampling_time, sequences_at_once
+from verl.planning.speed.rollout_time import decoding_step, sampling_time, sequences_at_once
 from verl.planning.speed.simulation import ORDERS, Costs, SimulatedRun, SimulatedWork, simulate
 from verl.planning.speed.step_time import Predictor
 from verl.planning.speed.workload import Responses

@@ -15,13 +15,13 @@ from verl.planning.planned_model import PlannedPass
 from verl.planning.planned_run import PlannedRun
 from verl.planning.speed import operations, traffic
 from verl.planning.speed.cluster import Cluster
-from verl.planning.speed.sampling import IMAGE_SECONDS, sampling_time
+from verl.planning.speed.rollout_time import IMAGE_SECONDS, sampling_time
 from verl.planning.speed.workload import ExpectedLengths, PassWork, encoding_work, expected_lengths, pass_work
 from verl.utils.imports import deferred
 
 C = TypeVar("C")  # a config tree
 predict_pictures = deferred(
-    "verl.planning.diffusion.step_time", "predict_pictures"
+    "verl.planning.diffusion.picture_step_time", "predict_pictures"
 )  # which imports this module
 
 HIDDEN_SHARE = 0.9  # of a collective that overlaps products when they take as long

@@ -13,7 +13,7 @@ from verl.agents.endpoint.server import MODEL, Endpoint, IncomingCall
 from verl.agents.harnesses.loading import AGENT
 from verl.agents.interface import AgentResult, Observation, ToolCall
 from verl.agents.rules import ConversationRules
-from verl.agents.tools.pool import ToolPool
+from verl.agents.tools.tool_pool import ToolPool
 from verl.data.media.references import MediaData
 from verl.utils.rank_logger import get_logger
 from verl.workers.conversations.keys import Columns, Key, columns_of, finished_response, stop_problem

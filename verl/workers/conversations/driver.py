@@ -16,7 +16,7 @@ from verl.agents.conversation import FAILED, Conversation
 from verl.agents.interface import Observation, ToolCall
 from verl.agents.row import Prompt, Row
 from verl.agents.rules import ConversationRules
-from verl.agents.tools.pool import ToolPool
+from verl.agents.tools.tool_pool import ToolPool
 from verl.data.media.references import MediaData
 from verl.utils.rank_logger import get_logger
 from verl.workers.continued_sampling import ContinuedSampling

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from verl.agents.setup import conversation_rules, endpoint_of
-from verl.agents.tools.pool import ToolPool
+from verl.agents.tools.tool_pool import ToolPool
 from verl.batch_keys import BEGUN
 from verl.config.worker import WorkerConfig
 from verl.data.media.decoded import DecodedMedia

@@ -20,7 +20,7 @@ from tests.workers.rollout.reference import (
 )
 from verl.agents.interface import ToolCall
 from verl.agents.parsers.interface import CallFormat
-from verl.agents.tools.pool import ToolPool
+from verl.agents.tools.tool_pool import ToolPool
 from verl.config.multi_turn import MultiTurnConfig
 from verl.config.rollout import SpeculativeConfig
 from verl.models.tiny import save_tiny_model

@@ -4,8 +4,8 @@
 import pytest
 import torch
 
-from verl.workers.rollout.vllm.environment import import_vllm
 from verl.workers.rollout.vllm.image_blocks import Row, split_rows
+from verl.workers.rollout.vllm.vllm_import import import_vllm
 
 
 def test_a_prompt_is_split_where_images_start_and_end():

@@ -15,15 +15,15 @@ from tests.workers.rollout.reference import rollout_config, setup_of
 from verl.models.tiny import save_tiny_model
 from verl.workers.rollout.interface import RolloutRequest, SamplingOptions
 from verl.workers.rollout.stepwise import StepwiseEngine
-from verl.workers.rollout.vllm import arguments, environment, sleep_mode
-from verl.workers.rollout.vllm.arguments import engine_arguments
+from verl.workers.rollout.vllm import llm_arguments, sleep_mode, vllm_import
+from verl.workers.rollout.vllm.llm_arguments import engine_arguments
 from verl.workers.rollout.vllm.rollout import VLLMRollout
 from verl.workers.rollout.vllm.sampling import check_sampling
 
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory):
-    environment.set_environment("cpu")  # before vLLM is imported
+    vllm_import.set_environment("cpu")  # before vLLM is imported
     return {
         family: save_tiny_model(tmp_path_factory.mktemp(family), family) for family in ("qwen2", "qwen3_vl")
     }
@@ -44,9 +44,9 @@ def source_of(module):
 def test_flashinfer_is_off_on_gpus_unless_the_user_turns_it_on(name, monkeypatch):
     for device, given, expected in (("cuda", None, "0"), ("cuda", "1", "1"), ("cpu", None, None)):
         environ = {} if given is None else {name: given}
-        monkeypatch.setattr(environment.os, "environ", environ)
+        monkeypatch.setattr(vllm_import.os, "environ", environ)
 
-        environment.set_environment(device)
+        vllm_import.set_environment(device)
 
         assert environ.get(name) == expected
         assert "VLLM_USE_V2_MODEL_RUNNER" not in environ
@@ -108,9 +108,9 @@ def test_graphs_leave_the_gpu_during_sleep_where_vllm_can_move_them(paths, monke
     assert arguments_for(paths["qwen2"])["sleep_mode_offload_cudagraph"]
 
     older = dataclasses.make_dataclass("EngineArgs", ["model"])
-    monkeypatch.setattr(arguments.importlib, "import_module", lambda _: SimpleNamespace(EngineArgs=older))
+    monkeypatch.setattr(llm_arguments.importlib, "import_module", lambda _: SimpleNamespace(EngineArgs=older))
 
-    assert arguments.known_arguments(model="", sleep_mode_offload_cudagraph=True) == {"model": ""}
+    assert llm_arguments.known_arguments(model="", sleep_mode_offload_cudagraph=True) == {"model": ""}
 
 
 class RecordingVllm:
@@ -273,12 +273,12 @@ def test_the_runner_of_gpus_takes_logits_and_seeds_from_where_this_project_repla
 
 def test_an_engine_takes_the_current_gpu(monkeypatch):
     environ = {"LOCAL_RANK": "3"}
-    monkeypatch.setattr(environment.os, "environ", environ)
+    monkeypatch.setattr(vllm_import.os, "environ", environ)
     monkeypatch.setattr(
-        environment.torch, "get_device_module", lambda _: SimpleNamespace(current_device=lambda: 0)
+        vllm_import.torch, "get_device_module", lambda _: SimpleNamespace(current_device=lambda: 0)
     )
 
-    environment.choose_device("cpu")
+    vllm_import.choose_device("cpu")
     assert environ == {"LOCAL_RANK": "3"}
-    environment.choose_device("cuda")
+    vllm_import.choose_device("cuda")
     assert environ == {"LOCAL_RANK": "0"}

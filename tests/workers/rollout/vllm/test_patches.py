@@ -4,11 +4,11 @@ from typing import Any
 
 import torch
 
-from verl.workers.rollout.vllm import cpu_patches, cpu_weights, environment, patches
+from verl.workers.rollout.vllm import cpu_patches, cpu_weights, patches, vllm_import
 
 
 def test_an_empty_model_gets_random_parameters_and_keeps_its_buffers(monkeypatch):
-    environment.set_environment("cpu")
+    vllm_import.set_environment("cpu")
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
     patches.keep_buffers_of_empty_models()
@@ -23,7 +23,7 @@ def test_an_empty_model_gets_random_parameters_and_keeps_its_buffers(monkeypatch
 def test_a_class_of_transformers_stays_as_it_is_when_vllm_runs_it():
     from transformers import Glm4vTextModel
 
-    environment.set_environment("cpu")
+    vllm_import.set_environment("cpu")
     patches.keep_classes_of_transformers()
     from vllm.model_executor.models.transformers.base import Base
 

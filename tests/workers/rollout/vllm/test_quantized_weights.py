@@ -23,7 +23,7 @@ from tests.workers.rollout.reference import (
 )
 from verl.models.tiny import save_tiny_model
 from verl.workers.rollout.engines import build_rollout_engine
-from verl.workers.rollout.vllm.environment import import_vllm
+from verl.workers.rollout.vllm.vllm_import import import_vllm
 from verl.workers.rollout.vllm.weight_sync import quantized_layers
 
 LARGEST = 448.0  # of float8_e4m3fn

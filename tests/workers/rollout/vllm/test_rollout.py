@@ -22,7 +22,7 @@ from tests.workers.rollout.reference import (
 from verl.models.tiny import save_tiny_model
 from verl.workers.rollout.engines import build_rollout_engine
 from verl.workers.rollout.interface import RolloutRequest, SamplingOptions
-from verl.workers.rollout.vllm import arguments
+from verl.workers.rollout.vllm import llm_arguments
 from verl.workers.rollout.vllm.sleep_mode import loose_tensors
 
 pytestmark = pytest.mark.heavy
@@ -259,7 +259,7 @@ def test_the_head_of_gpus_gives_float32_logits_of_bfloat16_weights(tmp_path, sin
     rounded, exact = logits_of_bf16_engine(path, monkeypatch)
     rounding = (rounded - exact).abs()
 
-    monkeypatch.setattr(arguments, "_head_dtype", lambda _: "float32")
+    monkeypatch.setattr(llm_arguments, "_head_dtype", lambda _: "float32")
     logits, exact = logits_of_bf16_engine(path, monkeypatch)
 
     assert exact.abs().max() > 16

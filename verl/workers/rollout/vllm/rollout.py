@@ -29,23 +29,28 @@ from verl.workers.rollout.interface import (
     media_token_ids,
 )
 from verl.workers.rollout.stepwise import StepwiseEngine
-from verl.workers.rollout.vllm import environment, lora_sync, sleep_mode, weight_sync
-from verl.workers.rollout.vllm.arguments import engine_arguments
+from verl.workers.rollout.vllm import lora_sync, sleep_mode, vllm_import, weight_sync
 from verl.workers.rollout.vllm.drafts import DraftCounts, count_drafts, forget_responses
+from verl.workers.rollout.vllm.engine_prompts import (
+    embeds_prompts,
+    prompt_embeddings,
+    reads_embeddings,
+    vllm_prompt,
+)
 from verl.workers.rollout.vllm.family_patches import apply_family_patches
-from verl.workers.rollout.vllm.prompts import embeds_prompts, prompt_embeddings, reads_embeddings, vllm_prompt
-from verl.workers.rollout.vllm.routes import EngineRoutes, ReturnedRoutes, SlotRoutes
+from verl.workers.rollout.vllm.llm_arguments import engine_arguments
 from verl.workers.rollout.vllm.sampling import (
     check_sampling,
     sampled_log_probs,
     sampling_params,
     scale_logits,
 )
+from verl.workers.rollout.vllm.slot_routes import EngineRoutes, ReturnedRoutes, SlotRoutes
 
 
 def import_engine(device: str) -> None:
     """Import what an engine on this kind of device is made of; it may not be known yet which device."""
-    assert environment.import_vllm(device).LLM is not None  # vLLM imports it when it is first asked for
+    assert vllm_import.import_vllm(device).LLM is not None  # vLLM imports it when it is first asked for
 
 
 class RunningRequest(NamedTuple):
@@ -71,8 +76,8 @@ class VLLMRollout(StepwiseEngine):
 
     def __init__(self, config: Any, setup: EngineSetup) -> None:
         super().__init__()
-        vllm = environment.import_vllm(setup.device)
-        environment.choose_device(setup.device)
+        vllm = vllm_import.import_vllm(setup.device)
+        vllm_import.choose_device(setup.device)
         self.device, self.dtype = setup.device, torch_dtype(config.dtype)
         self.limit_images = config.limit_images
         self.hf_config = read_config(
@@ -87,7 +92,7 @@ class VLLMRollout(StepwiseEngine):
         self.adapter = setup.adapter
         self.takes_adapter = setup.adapter is not None
         self.rng = GenerationRng(config.seed + setup.dp_rank, setup.device)
-        with preserved_rng(setup.device), environment.preserved_threads():
+        with preserved_rng(setup.device), vllm_import.preserved_threads():
             self.llm = vllm.LLM(**engine_arguments(config, setup, self.hf_config))
         self.engine = self.llm.llm_engine
         check_sampling(self.engine.vllm_config)

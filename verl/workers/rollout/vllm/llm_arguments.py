@@ -16,8 +16,8 @@ from verl.models.families.registry import family_of, kinds_of, trained_part
 from verl.models.layer_configs import experts_per_token, layer_heads
 from verl.workers.model_builder import apply_overrides
 from verl.workers.rollout.interface import EngineSetup
+from verl.workers.rollout.vllm.engine_prompts import embeds_prompts
 from verl.workers.rollout.vllm.lora_sync import adapter_arguments
-from verl.workers.rollout.vllm.prompts import embeds_prompts
 
 # vLLM's names. Each row of a weight has a scale of its own, and each token's activations have one.
 QUANTIZATIONS = {FP8: "fp8_per_channel"}
@@ -53,7 +53,7 @@ def engine_arguments(config: Any, setup: EngineSetup, hf_config: Any) -> dict[st
     if setup.adapter is not None:
         arguments |= adapter_arguments(setup.adapter)
     if setup.records_routes and is_gpu(setup.device):
-        arguments["enable_return_routed_experts"] = True  # on CPU `routes.SlotRoutes` records them
+        arguments["enable_return_routed_experts"] = True  # on CPU `SlotRoutes` records them
     family = family_of(hf_config)
     if embeds_prompts(family):
         arguments["enable_prompt_embeds"] = True

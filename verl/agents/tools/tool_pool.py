@@ -35,7 +35,7 @@ from typing import Any
 from verl.agents.interface import Observation, ToolCall
 from verl.agents.tools.host import ToolFacts
 from verl.agents.tools.host_link import HostEndedError, ProcessEndedError, ToolHost, ToolProcess
-from verl.agents.tools.process import Answer
+from verl.agents.tools.tool_server import Answer
 from verl.config.multi_turn import MultiTurnConfig
 from verl.utils.rank_logger import get_logger
 

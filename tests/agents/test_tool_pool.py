@@ -13,7 +13,7 @@ from PIL import Image
 
 from tests.agents.tool_files import GOOD
 from verl.agents.interface import ToolCall
-from verl.agents.tools.pool import ToolPool
+from verl.agents.tools.tool_pool import ToolPool
 from verl.config.multi_turn import MultiTurnConfig
 
 NAMES = ("add", "wait", "relay", "fail", "Count")

@@ -2,7 +2,7 @@
 from transformers import Qwen2Config
 
 from tests.workers.rollout.reference import rollout_config
-from verl.workers.rollout.vllm.arguments import cpu_cache_bytes
+from verl.workers.rollout.vllm.llm_arguments import cpu_cache_bytes
 
 
 def test_the_cpu_cache_holds_the_sequences_up_to_one_gib_and_four_of_any_length():
