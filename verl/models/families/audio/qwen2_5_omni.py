@@ -6,6 +6,7 @@ Only the thinker is trained. Checkpoints on the hub also have a talker and a voc
 
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from typing import Any, ClassVar
 
@@ -42,19 +43,34 @@ TALKER_TOKENS = (
     "tts_text_start_token_id", "tts_text_end_token_id", "tts_text_pad_token_id", "vision_start_token_id",
     "vision_end_token_id", "audio_start_token_id", "audio_end_token_id",
 )  # fmt: skip
-SPEECH_TOKENS = ("<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>")
+TINY_EARS = dict(
+    num_mel_bins=32, d_model=64, encoder_layers=2, encoder_attention_heads=4, encoder_ffn_dim=128,
+    output_dim=128, max_source_positions=200,
+)  # fmt: skip
 
 
-def tiny_processor(tokenizer: Any) -> Any:
+def tiny_processor(name: str, patch_size: int, tokenizer: Any) -> Any:
     """Return a processor for images of 4 to 64 tokens and audio of at most 30 seconds."""
     import transformers  # noqa: PLC0415 - these import torchvision, which text models do without
 
-    return transformers.Qwen2_5OmniProcessor(
-        **tiny_vision_processors("Qwen2VLVideoProcessor", 14),
-        feature_extractor=transformers.WhisperFeatureExtractor(
-            feature_size=32, chunk_length=30, return_attention_mask=True
-        ),
+    return getattr(transformers, name)(
+        **tiny_vision_processors("Qwen2VLVideoProcessor", patch_size),
+        feature_extractor=transformers.WhisperFeatureExtractor(feature_size=32, return_attention_mask=True),
         tokenizer=tokenizer,
+    )
+
+
+def tiny_tokens(start: str, audio: str, end: str, option: str) -> dict[str, Any]:
+    """Return what a recipe says of tokens, given those of audio; options of the config end with `option`."""
+    media = {"image": "<|image_pad|>", "video": "<|video_pad|>", "audio": audio}
+    edges = {"vision": ("<|vision_start|>", "<|vision_end|>"), "audio": (start, end)}
+    ids = {f"{kind}_{option}": token for kind, token in media.items()}
+    named = {f"{kind}_token": token for kind, token in media.items()}
+    for kind, (first, last) in edges.items():
+        ids |= {f"{kind}_start_token_id": first, f"{kind}_end_token_id": last}
+        named |= {f"{kind}_bos_token": first, f"{kind}_eos_token": last}
+    return dict(
+        special_tokens=(audio, start, end), named_tokens=named, token_ids=ids, sound=f"{start}{audio}{end}"
     )
 
 
@@ -90,31 +106,16 @@ class Qwen25Omni(Qwen25VL):
             "qwen2_5_omni",
             TEXT | mrope([4, 6, 6]) | {"tie_word_embeddings": False},
             TINY_TOWER | dict(window_size=56, fullatt_block_indexes=[1], patch_size=14),
-            audio=dict(
-                num_mel_bins=32, d_model=64, encoder_layers=2, encoder_attention_heads=4, encoder_ffn_dim=128,
-                output_dim=128, max_source_positions=200,
-            ),
+            audio=TINY_EARS,
             whole={
                 "architectures": ["Qwen2_5OmniForConditionalGeneration"],
                 "enable_audio_output": False,
                 "talker_config": dict.fromkeys(TALKER_TOKENS, 0),
             },
-            special_tokens=SPEECH_TOKENS,
-            named_tokens={
-                "image_token": "<|image_pad|>", "video_token": "<|video_pad|>", "audio_token": "<|AUDIO|>",
-                "vision_bos_token": "<|vision_start|>", "vision_eos_token": "<|vision_end|>",
-                "audio_bos_token": "<|audio_bos|>", "audio_eos_token": "<|audio_eos|>",
-            },
-            token_ids={
-                "image_token_index": "<|image_pad|>", "video_token_index": "<|video_pad|>",
-                "audio_token_index": "<|AUDIO|>", "vision_start_token_id": "<|vision_start|>",
-                "vision_end_token_id": "<|vision_end|>", "audio_start_token_id": "<|audio_bos|>",
-                "audio_end_token_id": "<|audio_eos|>",
-            },
-            sound="<|audio_bos|><|AUDIO|><|audio_eos|>",
-            processor=tiny_processor,
+            **tiny_tokens("<|audio_bos|>", "<|AUDIO|>", "<|audio_eos|>", "token_index"),
+            processor=partial(tiny_processor, "Qwen2_5OmniProcessor", 14),
         )
-    }  # fmt: skip
+    }
 
     @property
     def encoders(self) -> dict[Sense, tuple[str, ...]]:

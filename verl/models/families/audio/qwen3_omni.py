@@ -3,30 +3,19 @@
 
 import math
 from collections.abc import Container, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from verl.models.families.audio.mel import MEL, encoded_frames
-from verl.models.families.audio.qwen2_5_omni import Qwen25Omni
+from verl.models.families.audio.qwen2_5_omni import TINY_EARS, Qwen25Omni, tiny_processor, tiny_tokens
 from verl.models.families.interface import Kind, Medium
-from verl.models.families.qwen_vl import TINY_TOWER_3, time_factor, tiny_vision_processors
+from verl.models.families.qwen_vl import TINY_TOWER_3, time_factor
 from verl.models.families.tiny_sizes import MOE, TEXT, TinyModel, mrope
 
 CHUNK_FRAMES, CHUNK_TOKENS = 100, 13  # of a second, which the convolutions see on its own
-SPEECH_TOKENS = ("<|audio_pad|>", "<|audio_start|>", "<|audio_end|>")
-
-
-def tiny_processor(tokenizer: Any) -> Any:
-    """Return a processor for images of 4 to 64 tokens and audio of at most 30 seconds."""
-    import transformers  # noqa: PLC0415 - these import torchvision, which text models do without
-
-    return transformers.Qwen3OmniMoeProcessor(
-        **tiny_vision_processors("Qwen2VLVideoProcessor", 16),
-        feature_extractor=transformers.WhisperFeatureExtractor(feature_size=32, return_attention_mask=True),
-        tokenizer=tokenizer,
-    )
 
 
 class Qwen3Omni(Qwen25Omni):
@@ -60,29 +49,12 @@ class Qwen3Omni(Qwen25Omni):
             TEXT | MOE | mrope([6, 5, 5], mrope_interleaved=True) | {"tie_word_embeddings": False},
             TINY_TOWER_3 | dict(image_size=128, apply_vit_abs_pos_embed=True),  # which vLLM reads
             options={"position_id_per_seconds": per_second},
-            audio=dict(
-                num_mel_bins=32, d_model=64, encoder_layers=2, encoder_attention_heads=4, encoder_ffn_dim=128,
-                output_dim=128, max_source_positions=200, n_window_infer=200, downsample_hidden_size=16,
-                initializer_range=0.1,
-            ),
+            audio=TINY_EARS | dict(n_window_infer=200, downsample_hidden_size=16, initializer_range=0.1),
             whole={"architectures": ["Qwen3OmniMoeForConditionalGeneration"], "enable_audio_output": False},
-            special_tokens=SPEECH_TOKENS,
-            named_tokens={
-                "image_token": "<|image_pad|>", "video_token": "<|video_pad|>",
-                "audio_token": "<|audio_pad|>",
-                "vision_bos_token": "<|vision_start|>", "vision_eos_token": "<|vision_end|>",
-                "audio_bos_token": "<|audio_start|>", "audio_eos_token": "<|audio_end|>",
-            },
-            token_ids={
-                "image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>",
-                "audio_token_id": "<|audio_pad|>", "vision_start_token_id": "<|vision_start|>",
-                "vision_end_token_id": "<|vision_end|>", "audio_start_token_id": "<|audio_start|>",
-                "audio_end_token_id": "<|audio_end|>",
-            },
-            sound="<|audio_start|><|audio_pad|><|audio_end|>",
-            processor=tiny_processor,
+            **tiny_tokens("<|audio_start|>", "<|audio_pad|>", "<|audio_end|>", "token_id"),
+            processor=partial(tiny_processor, "Qwen3OmniMoeProcessor", 16),
         )
-    }  # fmt: skip
+    }
 
     def audio_tokens(self, frames: int) -> int:
         whole, rest = divmod(frames, CHUNK_FRAMES)
