@@ -83,11 +83,11 @@ def json_line(metrics: Metrics, step: int) -> str:
     return json.dumps({"step": step} | nest(values)) + "\n"
 
 
-def nest(flat: Mapping[str, Any], separator: str = "/") -> dict[str, Any]:
+def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
     """Turn `{"a/b": 1}` into `{"a": {"b": 1}}`; a key that is both a value and a folder stays flat."""
     nested: dict[str, Any] = {}
     for key, value in flat.items():
-        *folders, leaf = key.split(separator)
+        *folders, leaf = key.split("/")
         node: Any = nested
         for folder in folders:
             node = node.setdefault(folder, {}) if isinstance(node, dict) else None

@@ -59,9 +59,8 @@ class FlopsCounter:
         *,
         device: torch.device | str | None = None,  # None is a GPU if there is one; a CPU has no known peak
         trains_vision: bool = True,
-        trust_remote_code: bool = False,
     ) -> None:
-        self._model = meta_model(config, trust_remote_code=trust_remote_code)
+        self._model = meta_model(config)
         self.text = TextShape(self._model)
         self.trains_vision = trains_vision
         name = device_name(device)

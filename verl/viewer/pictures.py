@@ -25,13 +25,13 @@ def as_png(pixels: np.ndarray) -> bytes:
     return content.getvalue()
 
 
-def as_mp4(frames: np.ndarray, fps: int = FPS) -> bytes:
+def as_mp4(frames: np.ndarray) -> bytes:
     """Encode a video (F, 3, H, W) uint8 as H.264; odd sides are extended by one pixel."""
     odd = [(0, side % 2) for side in frames.shape[-2:]]  # colors have half the resolution
     rows = to_rows(np.pad(frames, [(0, 0), (0, 0), *odd], mode="edge"))
     content = io.BytesIO()
     with av.open(content, "w", format="mp4") as container:
-        stream = container.add_stream("libx264", rate=fps, options=H264)
+        stream = container.add_stream("libx264", rate=FPS, options=H264)
         stream.height, stream.width = rows.shape[1:3]
         stream.pix_fmt = "yuv420p"  # the only one that every browser plays
         for row in rows:

@@ -60,11 +60,11 @@ def printable(text: str, limit: int) -> str:
     return shown if len(shown) <= limit else shown[: limit - 1] + "…"
 
 
-def sparkline(values: Sequence[float], width: int = SPARK_WIDTH) -> str:
-    """Return up to `width` bars, each the mean of equally many consecutive values."""
+def sparkline(values: Sequence[float]) -> str:
+    """Return up to `SPARK_WIDTH` bars, each the mean of equally many consecutive values."""
     if not values:
         return ""
-    count = min(width, len(values))
+    count = min(SPARK_WIDTH, len(values))
     edges = [index * len(values) // count for index in range(count + 1)]
     means = [sum(values[start:end]) / (end - start) for start, end in pairwise(edges)]
     low, high = min(means), max(means)

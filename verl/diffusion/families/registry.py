@@ -11,10 +11,11 @@ from verl.diffusion.families.qwen_image import QwenImage
 from verl.diffusion.families.sd3 import SD3
 from verl.diffusion.families.wan import Wan
 
+OPTION = "`worker.actor.model.model_path`"
 FAMILIES: tuple[DiffusionFamily, ...] = (SD3(), Flux(), QwenImage(), Wan())
 
 
-def family_of(folder: Path, option: str = "worker.actor.model.model_path") -> DiffusionFamily:
+def family_of(folder: Path) -> DiffusionFamily:
     """Return the family of a diffusers folder.
 
     Raises:
@@ -23,10 +24,10 @@ def family_of(folder: Path, option: str = "worker.actor.model.model_path") -> Di
     index = folder / PIPELINE
     if not index.is_file():
         raise ValueError(
-            f"`{option}` ({folder}) must be a folder of diffusers with a {PIPELINE}, which it lacks"
+            f"{OPTION} ({folder}) must be a folder of diffusers with a {PIPELINE}, which it lacks"
         )
     name = json.loads(index.read_text(encoding="utf-8")).get("_class_name")
     known = {pipeline: family for family in FAMILIES for pipeline in family.pipelines}
     if name not in known:
-        raise ValueError(f"`{option}` ({folder}) is a {name}, must be one of {sorted(known)}")
+        raise ValueError(f"{OPTION} ({folder}) is a {name}, must be one of {sorted(known)}")
     return known[name]

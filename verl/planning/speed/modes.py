@@ -161,8 +161,8 @@ def predicted_costs(config: C, predict: Predictor[C], engine: PlannedEngine) -> 
     )
 
 
-def drawn_lengths(responses: Responses, seed: int = 0) -> Iterator[float]:
-    """Yield lengths of random responses."""
-    rng, rate = random.Random(seed), 1 / responses.scale
+def drawn_lengths(responses: Responses) -> Iterator[float]:
+    """Yield lengths of random responses, always the same ones."""
+    rng, rate = random.Random(0), 1 / responses.scale
     while True:
         yield max(1.0, min(responses.maximum, rng.expovariate(rate)))
