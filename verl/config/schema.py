@@ -165,8 +165,8 @@ def walk_options(
         refused, inert = (table.get(key) or table.get(entry.name) for table in limits)
         example = (examples or {}).get(entry.name, info.example)
         info = dataclasses.replace(info, example=example, unavailable=refused, inert=inert)
-        has_factory = entry.default_factory is not dataclasses.MISSING
-        yield OptionEntry(key, hint, entry.default_factory() if has_factory else entry.default, info)
+        make = entry.default_factory
+        yield OptionEntry(key, hint, entry.default if make is dataclasses.MISSING else make(), info)
         if is_section(hint):
             yield from walk_options(hint, key, example, top or cls)
 

@@ -143,7 +143,7 @@ def model_shape(model: PreTrainedModel) -> ModelShape:
     )
 
 
-def weight_counts(model: nn.Module, blocks: Iterable[nn.Module]) -> dict[str, int]:
+def weight_counts(model: nn.Module, blocks: Iterable[nn.Module]) -> dict[str, Any]:
     """Return the counts and bytes of a `ModelShape`; weights outside of `blocks` are `root`."""
     in_blocks = {id(param) for block in blocks for param in block.parameters()}
     params = list(model.parameters())

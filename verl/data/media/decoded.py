@@ -46,8 +46,10 @@ def media_in_order(
     }
     remaining = {kind: zip(inputs, shape.of(kind), strict=True) for kind, inputs in given.items()}
     sounds = iter(decoded.sounds)
-    kinds, found = family.placeholders(processor), []
-    for kind in (kinds[token] for token in prompt_ids if token in kinds):
+    kinds = family.placeholders(processor)
+    found: list[Medium] = []
+    order: list[Kind] = [kinds[token] for token in prompt_ids if token in kinds]
+    for kind in order:
         tensors, each = next(remaining[kind])
         found.append(Medium(kind, tensors, each.facts))
         if kind == "video" and decoded.sounds:
