@@ -6,14 +6,14 @@ import pytest
 from tests.architecture.shape import measure
 
 CEILINGS = {
-    "lines": 73_418,
-    "files": 507,
+    "lines": 73_429,
+    "files": 503,
     "percent of the largest room": 15,
     "files over 400 lines": 0,
-    "files under 60 lines": 70,
-    "files that share a name": 83,
-    "longest function": 77,
-    "functions that take PPOConfig": 16,
+    "files under 60 lines": 68,
+    "files that share a name": 81,
+    "longest function": 45,
+    "functions that take PPOConfig": 12,
     "modules below the trainer": 129,
     "modules below the actor": 64,
     "modules below the data set": 62,

@@ -22,21 +22,17 @@ class StepNeeds:
     @classmethod
     def of(cls, config: PPOConfig) -> Self:
         """Derive the passes from the algorithm and from what reads old log-probs before the update."""
-        algorithm = config.algorithm
+        actor, algorithm = config.worker.actor, config.algorithm
         sampled = algorithm.rollout_correction.bypass_mode or config.trainer.diffusion
-        return cls(sampled, not sampled and _reads_old_log_probs(config), algorithm.needs_ref_log_probs)
-
-
-def _reads_old_log_probs(config: PPOConfig) -> bool:
-    actor, algorithm = config.worker.actor, config.algorithm
-    return (
-        config.data.rollout_batch_size != actor.global_batch_size
-        or actor.ppo_epochs > 1
-        or config.trainer.critic_warmup > 0  # steps without an update
-        or actor.selects_tokens
-        or bool(actor.observers)  # terms of the loss may read their columns
-        or actor.adaptive_entropy.enabled
-        or algorithm.reads_old_log_probs
-        or config.distillation.rewards_tokens
-        or algorithm.rollout_correction.needs_whole_batch
-    )
+        reads_old = (
+            config.data.rollout_batch_size != actor.global_batch_size
+            or actor.ppo_epochs > 1
+            or config.trainer.critic_warmup > 0  # steps without an update
+            or actor.selects_tokens
+            or bool(actor.observers)  # terms of the loss may read their columns
+            or actor.adaptive_entropy.enabled
+            or algorithm.reads_old_log_probs
+            or config.distillation.rewards_tokens
+            or algorithm.rollout_correction.needs_whole_batch
+        )
+        return cls(sampled, not sampled and reads_old, algorithm.needs_ref_log_probs)

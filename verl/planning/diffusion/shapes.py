@@ -73,8 +73,8 @@ def read_pictures(
         ValueError: The folder lacks a config or is of a pipeline that no family has, or `lora` does not fit
             the transformer.
     """
-    folder = Path(model.model_path or "")
-    family, option = family_of(folder), "worker.actor.model"
+    folder, option = Path(model.model_path or ""), "worker.actor.model"
+    family = family_of(folder)
     for name in (TRANSFORMER, VAE):
         if not (folder / name / CONFIG).is_file():
             raise ValueError(f"`{option}.model_path` ({folder}) lacks {name}/{CONFIG}, which has its sizes")
@@ -88,9 +88,8 @@ def read_pictures(
     buffers = sum(buffer.nbytes for buffer in transformer.buffers())
     if model.enable_gradient_checkpointing:
         transformer.enable_gradient_checkpointing()
-    computes_in = torch_dtype(fsdp.mp_param_dtype)
+    computes_in, size = torch_dtype(fsdp.mp_param_dtype), size_of(rollout, family)
     nn.Module.to(transformer, computes_in)  # as FSDP gathers it
-    size = size_of(rollout, family)
     latent = _empty(1, *family.latent_shape(pipeline, size))
     rows = 2 if family.predicts_twice(rollout.guidance_scale) else 1
     tokens = min(prompt_length, family.longest_prompt)
@@ -102,7 +101,7 @@ def read_pictures(
         latents = torch.cat([latent] * rows).to(computes_in)
         return family.predict(transformer, latents, _empty(rows), conditions)
 
-    encoders = [part for name, part in parts.items() if name.startswith("text_encoder")]
+    encoders = [parts[name] for name in parts if name.startswith("text_encoder")]
     return PictureShape(
         transformer=shape,
         blocks=blocks,

@@ -59,13 +59,11 @@ def engine_arguments(config: Any, setup: EngineSetup, hf_config: Any) -> dict[st
         arguments["enable_prompt_embeds"] = True
     elif setup.takes_embeddings:
         arguments["enable_mm_embeds"] = True
-    head_dtype = _head_dtype(setup.device)
     # From our config, once: vLLM may call the function again for a config that it has changed.
     ours = family.engine_overrides(hf_config)
-    if setup.override_config or head_dtype or ours or embeds_prompts(family):
-        arguments["hf_overrides"] = partial(
-            _overridden, overrides=dict(setup.override_config), ours=ours, head_dtype=head_dtype
-        )
+    changes = dict(overrides=dict(setup.override_config), ours=ours, head_dtype=_head_dtype(setup.device))
+    if any(changes.values()) or embeds_prompts(family):
+        arguments["hf_overrides"] = partial(_overridden, **changes)
     if config.quantization is not None:
         arguments["quantization"] = QUANTIZATIONS[config.quantization]
     if config.speculative.is_used:
