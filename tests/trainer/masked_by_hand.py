@@ -15,7 +15,7 @@ from verl.trainer.run.run_once import open_trainer
 
 class MaskingTrainer(RayPPOTrainer):
     def estimate_advantages(self, batch):
-        mask, decode = batch.batch["loss_mask"], self.collector.sampler.decode
+        mask, decode = batch.batch["loss_mask"], self.sampling.collector.sampler.decode
         texts = [
             decode(tokens[kept.bool()].tolist())
             for tokens, kept in zip(batch.batch["responses"], mask, strict=True)
