@@ -74,6 +74,7 @@ ENDINGS = {
     "import ctypes; ctypes.string_at(0)": "signal 11 ended it",
     "import os; os.write(3, b'\\xff\\xff\\xff\\xff')": "it wrote too much",
     "import os; os.write(3, b'\\x00\\x00\\x00\\x02{}')": "ended it",
+    "import os; os.write(3, b'\\x00\\x01\\x00\\x00' + b'[' * 65536)": "ended it",
     "import os\nwhile True: os.write(1, b'a' * 65536)": "it wrote too much",
 }
 

@@ -109,6 +109,17 @@ def test_calls_of_tools_come_back_as_json(leader, client):
     assert leader.calls[0].request.tools == [TOOL]
 
 
+def test_a_call_with_a_lone_surrogate_is_answered(leader, client):
+    calls = [ToolCall("\udc00", {"text": "\ud800"})]
+    leader.answer = lambda call: call.answer(reply_to(call.request, "", calls, "tool_calls"))
+
+    for streams in (False, True):
+        answer = ask(client, tools=[TOOL], stream=streams)
+        parts = [part.choices[0].delta for part in answer] if streams else [answer.choices[0].message]
+        (called,) = [call.function for part in parts for call in part.tool_calls or []]
+        assert called.name == "\udc00" and json.loads(called.arguments) == {"text": "\ud800"}
+
+
 def test_a_stream_has_the_same_content_in_several_chunks(leader, client):
     text, calls = "word " * (CHUNK // 2), [ToolCall("add", {"a": 2})]
     leader.answer = lambda call: call.answer(reply_to(call.request, text, calls, "tool_calls"))

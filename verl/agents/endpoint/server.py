@@ -15,15 +15,16 @@ import json
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import suppress
 from queue import Empty, SimpleQueue
+from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from verl.agents.endpoint.chat_messages import ReadUrl
@@ -156,7 +157,7 @@ class Endpoint:
         except ApiError as error:
             return _failure(error)
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "verl"}
-        return JSONResponse({"object": "list", "data": [model]})
+        return _json({"object": "list", "data": [model]})
 
     async def _unknown(self, request: Request) -> Response:
         path = request.url.path
@@ -175,7 +176,7 @@ class Endpoint:
             return Response(status_code=499)
         if asked.streams:
             return StreamingResponse(events(asked, reply), media_type="text/event-stream")
-        return JSONResponse(completion(asked, reply))
+        return _json(completion(asked, reply))
 
     def _key_of(self, request: Request) -> Hashable:
         scheme, _, api_key = request.headers.get("authorization", "").partition(" ")
@@ -239,4 +240,9 @@ async def _crashed(request: Request, error: Exception) -> Response:
 
 
 def _failure(error: ApiError) -> Response:
-    return JSONResponse(error.body(), status_code=error.status)
+    return _json(error.body(), error.status)
+
+
+def _json(body: Mapping[str, Any], status: int = 200) -> Response:
+    # in ASCII: what a policy writes may have lone surrogates, which have no bytes
+    return Response(json.dumps(body, allow_nan=False), status, media_type="application/json")
