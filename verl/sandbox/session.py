@@ -164,7 +164,8 @@ class Session:
             answer = json.loads(self._answer[SIZE.size :])
             images = [base64.b64decode(image) for image in answer["images"]]
             return Cell(str(answer["text"]), images, bool(answer["failed"]))
-        except (ValueError, LookupError, TypeError, RecursionError) as error:  # the code wrote to the connection
+        # the code wrote to the connection
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
             raise EOFError from error
 
     def _ending(self) -> str:
