@@ -95,7 +95,8 @@ class ShardedModel:
         )
         self.tower = self._frozen_tower()
         self.forward = self._forward(PackedForward)
-        self.flops = FlopsCounter(self.model.config, device=setup.device)
+        trains_vision = not model.freeze_vision_tower
+        self.flops = FlopsCounter(self.model.config, device=setup.device, trains_vision=trains_vision)
         with self.loaded():
             check_model(self.model, None if setup.media is None else setup.media.processor)
 

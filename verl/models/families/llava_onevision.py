@@ -133,10 +133,7 @@ class LlavaOnevision(VisionFamily):
     """LLaVA-OneVision with Qwen2 as its language model."""
 
     model_types = ("llava_onevision",)
-    hub_names = (
-        "llava-hf/llava-onevision-qwen2-0.5b-ov-hf",
-        "llava-hf/llava-onevision-qwen2-7b-ov-hf",
-    )
+    hub_names = ("llava-hf/llava-onevision-qwen2-0.5b-ov-hf", "llava-hf/llava-onevision-qwen2-7b-ov-hf")
     processors = ("LlavaOnevisionProcessor",)
     kinds = ("image", "video")
     takes_features, takes_video_features = True, False

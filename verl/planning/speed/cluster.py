@@ -42,11 +42,7 @@ class Cluster:
     @property
     def options(self) -> list[str]:
         """Arguments of a run on the whole cluster."""
-        return [
-            "trainer.device=cuda",
-            f"trainer.nnodes={self.nodes}",
-            f"trainer.n_gpus_per_node={self.gpus}",
-        ]
+        return ["trainer.device=cuda", f"trainer.nnodes={self.nodes}", f"trainer.n_gpus_per_node={self.gpus}"]
 
     @property
     def machine(self) -> Machine:

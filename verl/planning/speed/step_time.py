@@ -241,10 +241,7 @@ def _rollout(
         "waking the engine": 0.0 if run.engine.own else WAKE_SECONDS,
         "offloading": (policy.weights - policy.resting_weights) / cluster.pcie,
     }
-    return [
-        PhaseTime("gen", sum(parts.values()), parts),
-        PhaseTime("sync_weights", sum(sync.values()), sync),
-    ]
+    return [PhaseTime("gen", sum(parts.values()), parts), PhaseTime("sync_weights", sum(sync.values()), sync)]
 
 
 def rest_of_step(run: PlannedRun, models: list[HeldModel], cluster: Cluster) -> list[PhaseTime]:

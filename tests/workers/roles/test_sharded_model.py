@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a worker knows of a model of its own."""
+
+import pytest
+import torch
+
+from verl.config.model import FSDPConfig, ModelConfig, OffloadConfig, OptimConfig
+from verl.models.tiny import save_tiny_model
+from verl.workers.sharded_model import ModelSetup, ShardedModel
+
+GRIDS = [(1, 4, 4)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_tiny_model(tmp_path_factory.mktemp("model"), "qwen2_vl")
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(("is_frozen", "passes"), [(False, 3), (True, 1)])
+def test_the_operations_of_an_update_have_no_backward_pass_of_a_frozen_tower(folder, is_frozen, passes):
+    options = ModelConfig(model_path=str(folder), freeze_vision_tower=is_frozen)
+    setup = ModelSetup(torch.device("cpu"), 1, None)
+
+    flops = ShardedModel("actor", options, FSDPConfig(), OffloadConfig(), setup, optim=OptimConfig()).flops
+
+    vision = flops.training([9], grids=GRIDS) - flops.training([9])
+    assert vision == passes * flops.forward([], grids=GRIDS)
