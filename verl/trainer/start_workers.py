@@ -15,8 +15,8 @@ from verl.single_controller.ray.resource_pool import ResourcePool
 from verl.single_controller.ray.worker_group import Pending, RayWorkerGroup
 from verl.single_controller.worker import Worker
 from verl.trainer.prepare import engine_pool, start_processes
+from verl.trainer.rollouts.engine_registry import EngineRegistry
 from verl.trainer.rollouts.engines import Engines, OwnEngines, SharedEngines
-from verl.trainer.rollouts.roster import Roster
 from verl.workers.fsdp_worker import FSDPWorker
 from verl.workers.rollout.interface import EngineAdapter
 from verl.workers.rollout_worker import RolloutWorker
@@ -76,15 +76,15 @@ def start_workers_and_engines(
             started = [group.start("init_engine", adapter) for group in groups]
         for pending in started:
             pending.result()
-    roster = Roster(
+    registry = EngineRegistry(
         groups,
         partial(starter.start_another, adapter),
         own_pool().num_free,
-        num_places=trainer.max_gpus_for_rollout // size,
+        num_slots=trainer.max_gpus_for_rollout // size,
         max_restarts=trainer.async_training.max_engine_restarts,
     )
-    stack.callback(roster.close)
-    return workers, OwnEngines(workers, roster)
+    stack.callback(registry.close)
+    return workers, OwnEngines(workers, registry)
 
 
 @dataclass(frozen=True)

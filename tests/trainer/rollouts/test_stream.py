@@ -14,9 +14,9 @@ from verl.protocol import DataProto
 from verl.single_controller.ray.failure import WorkerError
 from verl.single_controller.ray.resource_pool import ClusterError
 from verl.trainer.metrics import StageTimer
+from verl.trainer.rollouts.engine_registry import EngineRegistry
 from verl.trainer.rollouts.engines import OwnEngines
 from verl.trainer.rollouts.group_stream import PartialRollouts, version_metrics
-from verl.trainer.rollouts.roster import Roster
 from verl.trainer.rollouts.sampler import with_uids
 from verl.trainer.rollouts.schedule import AHEAD_FILE, InTurn, OneStepAhead
 from verl.trainer.rollouts.stream import Stream
@@ -139,14 +139,14 @@ class Cluster:
 def make_engines(number, most=None, max_engine_restarts=3):
     cluster = Cluster()
     groups = [ScriptedEngine(cluster.finished, each) for each in range(number)]
-    roster = Roster(
+    registry = EngineRegistry(
         groups,
         cluster.start,
         lambda: cluster.free,
-        num_places=most or number,
+        num_slots=most or number,
         max_restarts=max_engine_restarts,
     )
-    return OwnEngines(Trainer(), roster), cluster
+    return OwnEngines(Trainer(), registry), cluster
 
 
 def start(
@@ -374,7 +374,7 @@ def test_a_lost_engine_of_partial_rollouts_ends_the_run(reward_manager):
     with pytest.raises(WorkerError, match="rank 0 died"):
         for step in range(2, LAST + 1):
             schedule.collect(step, StageTimer())
-    assert engines.roster.num_restarts == 0
+    assert engines.registry.num_restarts == 0
 
 
 def lost(engine, hung=False):
@@ -418,7 +418,7 @@ def test_the_prompts_of_a_lost_engine_are_sampled_by_the_one_that_takes_its_plac
     steps = rest_of(schedule, numbers)
 
     assert sorted(cluster.started) == [2, 3]  # their random numbers are those of no other
-    assert steps[-1].metrics["async/engine_restarts"] == engines.roster.num_restarts == 2
+    assert steps[-1].metrics["async/engine_restarts"] == engines.registry.num_restarts == 2
 
 
 @pytest.mark.parametrize("restarts", [0, 3], ids=["no restart is left", "no devices are free"])
@@ -446,7 +446,7 @@ def test_an_engine_continues_the_tokens_that_a_lost_one_had_when_it_was_interrup
     wait_until(lambda: other.open)
     schedule.settle()
     begun = {}
-    for group in schedule.lanes[0].sampled_by(1):
+    for group in schedule.queues[0].sampled_by(1):
         begun |= {(group.uid, sample): before.token_ids for sample, before in group.begun.items()}
     lost(other)
 
@@ -487,7 +487,7 @@ def test_an_engine_joins_at_a_new_place_when_no_restart_is_left_for_a_lost_one(r
     wait_until(lambda: list(engines.groups) == [1, 2])
     rest_of(schedule, numbers)
 
-    assert engines.roster.num_restarts == 0
+    assert engines.registry.num_restarts == 0
 
 
 def test_an_engine_joins_at_the_place_of_a_lost_one_once_there_are_devices_again(reward_manager):
@@ -540,7 +540,7 @@ def test_ages_are_those_of_sampled_tokens_and_a_step_without_any_has_none():
 def test_other_modes_sample_the_prompts_of_a_lost_engine_again_with_the_others(reward_manager, ahead):
     engines, cluster = make_engines(2)
     collector = start(reward_manager, engines=engines)[0].collector
-    engines.roster.on_start = lambda: None  # those are of the stream
+    engines.registry.on_start = lambda: None  # those are of the stream
     schedule = OneStepAhead(engines, collector, LAST) if ahead else InTurn(engines, collector)
     numbers = numbers_of(schedule.collect(1, StageTimer()).batch)
     schedule.settle()
@@ -551,7 +551,7 @@ def test_other_modes_sample_the_prompts_of_a_lost_engine_again_with_the_others(r
         numbers += numbers_of(schedule.collect(step, StageTimer()).batch)
 
     assert numbers == list(range(LAST * PROMPTS))
-    assert (cluster.started, engines.roster.num_restarts) == ([2], 1)
+    assert (cluster.started, engines.registry.num_restarts) == ([2], 1)
 
 
 @pytest.mark.parametrize(("number", "free"), [(1, 1), (2, 0), (2, 1)])

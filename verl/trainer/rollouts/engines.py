@@ -16,7 +16,7 @@ from verl.single_controller.ray.failure import WorkerError
 from verl.single_controller.ray.published_weights import PublishedWeights
 from verl.single_controller.ray.worker_group import RayWorkerGroup
 from verl.trainer.metrics import StageTimer
-from verl.trainer.rollouts.roster import Roster
+from verl.trainer.rollouts.engine_registry import EngineRegistry
 from verl.workers.rollout.interface import FinishedResponse, SamplingOptions
 
 T = TypeVar("T")
@@ -28,7 +28,7 @@ class Engines(Protocol):
 
     @property
     def groups(self) -> Mapping[int, RayWorkerGroup]:
-        """The processes of each engine, by its place."""
+        """The processes of each engine, by its slot."""
         ...
 
     def awake(self, version: int, timer: StageTimer) -> AbstractContextManager[None]:
@@ -95,19 +95,19 @@ class OwnEngines:
         workers: The processes that train, and publish their weights.
     """
 
-    def __init__(self, workers: RayWorkerGroup, roster: Roster) -> None:
-        self.workers, self.roster = workers, roster
+    def __init__(self, workers: RayWorkerGroup, registry: EngineRegistry) -> None:
+        self.workers, self.registry = workers, registry
         self.version: int | None = None  # of the newest published weights: the number of steps before
         self.weights: PublishedWeights | None = None  # that all engines have loaded
         self._is_compared = False
 
     @property
     def groups(self) -> Mapping[int, RayWorkerGroup]:
-        return self.roster.living
+        return self.registry.living
 
     @contextmanager
     def awake(self, version: int, timer: StageTimer) -> Iterator[None]:
-        self.roster.start_missing()
+        self.registry.start_missing()
         self._welcome()
         self.load(version, timer)
         yield
@@ -133,8 +133,8 @@ class OwnEngines:
         uids = prompts.non_tensor_batch["uid"]
         unfinished = {(uid, sample) for uid in uids for sample in range(options.n)}
         rest, losses = prompts, -1
-        while len(rest) and losses < self.roster.num_losses:
-            losses = self.roster.num_losses
+        while len(rest) and losses < self.registry.num_losses:
+            losses = self.registry.num_losses
             for responses in merged(self._shares(rest, options)):
                 new = [one for one in responses if (one.uid, one.sample) in unfinished]
                 unfinished.difference_update((one.uid, one.sample) for one in new)
@@ -152,36 +152,36 @@ class OwnEngines:
     def _shares(self, prompts: DataProto, options: SamplingOptions) -> list[Callable[[], Responses]]:
         """Divide prompts among the engines that live, of which there is one at least."""
         while not self.groups:
-            self.roster.wait()
+            self.registry.wait()
             self._welcome()
-        places = list(self.groups)
-        parts = zip(places, shard(prompts, len(places), even=False), strict=True)
+        slots = list(self.groups)
+        parts = zip(slots, shard(prompts, len(slots), even=False), strict=True)
         return [
-            partial(self._until_lost, place, generating(part, options)) for place, part in parts if len(part)
+            partial(self._until_lost, slot, generating(part, options)) for slot, part in parts if len(part)
         ]
 
     def _welcome(self) -> None:
         """Let engines join that have started, with the weights that the others have."""
-        joined, weights = self.roster.join(), self.weights
+        joined, weights = self.registry.join(), self.weights
         if weights is not None:
             self._on(joined, lambda group: group.load_weights(weights))
 
-    def _on(self, places: Iterable[int], call: Callable[[RayWorkerGroup], T]) -> list[T]:
+    def _on(self, slots: Iterable[int], call: Callable[[RayWorkerGroup], T]) -> list[T]:
         """Call engines at once and return their results; a lost one has none."""
 
-        def result_of(place: int) -> list[T]:
-            return list(self._until_lost(place, lambda group: [call(group)]))
+        def result_of(slot: int) -> list[T]:
+            return list(self._until_lost(slot, lambda group: [call(group)]))
 
-        return list(chain.from_iterable(on_all([partial(result_of, place) for place in places])))
+        return list(chain.from_iterable(on_all([partial(result_of, slot) for slot in slots])))
 
-    def _until_lost(self, place: int, read: Callable[[RayWorkerGroup], Iterable[T]]) -> Iterator[T]:
+    def _until_lost(self, slot: int, read: Callable[[RayWorkerGroup], Iterable[T]]) -> Iterator[T]:
         """Yield what an engine returns, and nothing more once it is lost."""
         try:
-            yield from read(self.groups[place])
+            yield from read(self.groups[slot])
         except WorkerError as error:
             if not error.may_go_away:
                 raise
-            self.roster.lose(place, error)
+            self.registry.lose(slot, error)
 
     def _compare(self) -> None:
         """Compare the first engine with the trainer, once, for a model without a family of its own."""

@@ -36,11 +36,11 @@ from verl.trainer.rollouts.scores import ScoredGroups, Scoring
 from verl.trainer.rollouts.stream_groups import (
     GROUPS_FILE,
     PROMPTS_FILE,
-    Lane,
+    GroupQueue,
     OpenGroup,
     PromptSource,
-    load_lanes,
-    save_lanes,
+    load_queues,
+    save_queues,
 )
 from verl.utils.background import in_background
 from verl.utils.rank_logger import get_logger
@@ -80,8 +80,8 @@ class GroupStream:
         self.is_deterministic = config.deterministic
         numbers = list(range(len(engines.groups)))
         parts = [[number] for number in numbers] if config.deterministic else [numbers]
-        self.lanes = [
-            Lane(
+        self.queues = [
+            GroupQueue(
                 StreamPlan(
                     groups_per_step=collector.quota.target // len(parts),
                     max_staleness=config.staleness_threshold,
@@ -93,8 +93,8 @@ class GroupStream:
             )
             for part in parts
         ]
-        self.source = PromptSource(collector.prompts, self.lanes)
-        self._changed = threading.Condition()  # guards everything below, the lanes and the source
+        self.source = PromptSource(collector.prompts, self.queues)
+        self._changed = threading.Condition()  # guards everything below, the queues and the source
         self._weights: PublishedWeights | None = None  # the newest
         self._is_resting = True  # the threads have ended, or are about to
         self._threads: list[Future[None]] = []
@@ -122,44 +122,44 @@ class GroupStream:
         save_engines(self.engines, folder)
         for groups in self._finished():
             groups.check_storable()
-        save_lanes(self.lanes, self.source.num_batches, folder)
+        save_queues(self.queues, self.source.num_batches, folder)
 
     def load(self, folder: Path) -> None:
         load_engines(self.engines, folder)
         warn_of_dropped(folder, AHEAD_FILE)
         if not (folder / PROMPTS_FILE).exists():
             return
-        self.source.num_batches = load_lanes(self.lanes, folder)
+        self.source.num_batches = load_queues(self.queues, folder)
         for groups in self._finished():
             self.collector.check_fits(groups, f"or delete the checkpoint's {PROMPTS_FILE} and {GROUPS_FILE}")
 
     def _finished(self) -> Iterator[ScoredGroups]:
-        return chain.from_iterable(lane.finished.values() for lane in self.lanes)
+        return chain.from_iterable(queue.finished.values() for queue in self.queues)
 
     def _note_loaded(self, version: int) -> None:
         """Record that all engines have the weights of a version."""
         with self._changed:
-            for lane in self.lanes:
-                lane.plan.publish(version)
-                for at in lane.plan.loaded:
-                    lane.plan.load(at)
+            for queue in self.queues:
+                queue.plan.publish(version)
+                for slot in queue.plan.loaded:
+                    queue.plan.load(slot)
 
     def _start(self, step: int) -> None:
         with self._changed:
             if not self._is_resting:
                 return
             self._is_resting = False
-            for lane in self.lanes:
-                lane.plan.steps = step - 1  # a resumed run begins with a later step
-                if num_late := lane.drop_late():
+            for queue in self.queues:
+                queue.plan.steps = step - 1  # a resumed run begins with a later step
+                if num_late := queue.drop_late():
                     logger.warning(
                         "groups sampled ahead are dropped, `trainer.async_training.staleness_threshold` (%d)"
                         " is lower than when they were begun: groups=%d",
-                        lane.plan.max_staleness,
+                        queue.plan.max_staleness,
                         num_late,
                     )
-                for at in lane.plan.loaded:
-                    self._threads.append(in_background(partial(self._drive, lane, at)))
+                for slot in queue.plan.loaded:
+                    self._threads.append(in_background(partial(self._drive, queue, slot)))
 
     def _rest(self) -> None:
         """Interrupt all responses; they continue in the next step."""
@@ -170,35 +170,35 @@ class GroupStream:
             thread.result()
         self._threads = []
 
-    def _drive(self, lane: Lane, at: int) -> None:
-        """Keep the engine at this place of its lane at work until the stream rests."""
+    def _drive(self, queue: GroupQueue, slot: int) -> None:
+        """Keep the engine at this slot of its queue at work until the stream rests."""
         with self._keeping_error():
-            self._keep_at_work(lane, at)
+            self._keep_at_work(queue, slot)
 
-    def _keep_at_work(self, lane: Lane, at: int) -> None:
-        engine, options = self.engines.groups[lane.engines[at]], self.collector.sampler.options
-        while (work := self._next_work(lane, at)) is not None:
+    def _keep_at_work(self, queue: GroupQueue, slot: int) -> None:
+        engine, options = self.engines.groups[queue.engines[slot]], self.collector.sampler.options
+        while (work := self._next_work(queue, slot)) is not None:
             if work.weights is not None:
                 engine.load_weights(work.weights)
             columns = self.collector.sampler.columns
             requests = [group.request(self.collector.group_size, columns) for group in work.groups]
             prompts = DataProto.concat(requests) if requests else None
-            self._take(lane, engine.sample(prompts, options, STEPS)[0])
-        self._keep_begun(lane, at, engine.interrupt()[0])
+            self._take(queue, engine.sample(prompts, options, STEPS)[0])
+        self._keep_begun(queue, slot, engine.interrupt()[0])
 
-    def _next_work(self, lane: Lane, at: int) -> Work | None:
+    def _next_work(self, queue: GroupQueue, slot: int) -> Work | None:
         """Wait for work; None if the stream is to rest."""
-        plan = lane.plan
+        plan = queue.plan
         with self._changed:
             while True:
                 if self._error is not None or (self._is_resting and not self.is_deterministic):
                     return None
-                weights = self._weights if self._may_load(lane, at) else None
+                weights = self._weights if self._may_load(queue, slot) else None
                 if weights is not None:
-                    plan.load(at)
+                    plan.load(slot)
                     self._changed.notify_all()
-                groups = self._groups(lane, at) if self._may_sample(lane) else []
-                if weights is not None or groups or (self._may_sample(lane) and plan.num_sampling(at)):
+                groups = self._groups(queue, slot) if self._may_sample(queue) else []
+                if weights is not None or groups or (self._may_sample(queue) and plan.num_sampling(slot)):
                     return Work(weights, groups)
                 if self._is_resting:  # at a point that does not depend on time
                     return None
@@ -206,99 +206,99 @@ class GroupStream:
                 self._changed.wait()
                 self._idle_s += (time.monotonic() - start) / len(self.engines.groups)
 
-    def _may_load(self, lane: Lane, at: int) -> bool:
-        plan = lane.plan
-        if not plan.is_outdated(at) or not self.is_deterministic:
-            return plan.is_outdated(at)
-        has_work = plan.num_sampling(at) > 0 or plan.room(at) > 0
-        return is_due(lane) or not (plan.is_ready or has_work)
+    def _may_load(self, queue: GroupQueue, slot: int) -> bool:
+        plan = queue.plan
+        if not plan.is_outdated(slot) or not self.is_deterministic:
+            return plan.is_outdated(slot)
+        has_work = plan.num_sampling(slot) > 0 or plan.room(slot) > 0
+        return is_due(queue) or not (plan.is_ready or has_work)
 
-    def _may_sample(self, lane: Lane) -> bool:
-        return not self.is_deterministic or not (lane.plan.is_ready or is_due(lane))
+    def _may_sample(self, queue: GroupQueue) -> bool:
+        return not self.is_deterministic or not (queue.plan.is_ready or is_due(queue))
 
-    def _groups(self, lane: Lane, at: int) -> list[OpenGroup]:
+    def _groups(self, queue: GroupQueue, slot: int) -> list[OpenGroup]:
         """Return groups of lost engines and new ones, as many as the engine has room for."""
         size = self.collector.group_size
-        num_open = sum(size - len(group.finished) for group in lane.sampled_by(at))
+        num_open = sum(size - len(group.finished) for group in queue.sampled_by(slot))
         fitting = fitting_groups(num_open, size, self.at_once)
-        fitting -= lane.plan.adopt(at, fitting)
-        for _ in range(min(lane.plan.room(at), fitting)):
-            opened = OpenGroup(lane.plan.begin(at), self.source.next_row(lane))
-            lane.open[opened.uid] = opened
-        groups = [group for group in lane.sampled_by(at) if not group.is_with_engine]
+        fitting -= queue.plan.adopt(slot, fitting)
+        for _ in range(min(queue.plan.room(slot), fitting)):
+            opened = OpenGroup(queue.plan.begin(slot), self.source.next_row(queue))
+            queue.open[opened.uid] = opened
+        groups = [group for group in queue.sampled_by(slot) if not group.is_with_engine]
         for group in groups:
             group.is_with_engine = True
         return groups
 
-    def _take(self, lane: Lane, responses: Sequence[FinishedResponse]) -> None:
+    def _take(self, queue: GroupQueue, responses: Sequence[FinishedResponse]) -> None:
         """Take finished responses, and have those groups scored that are whole now."""
         whole: list[OpenGroup] = []
         with self._changed:
             for response in responses:
-                group = lane.open[response.uid]
+                group = queue.open[response.uid]
                 group.finished[response.sample] = response
                 group.begun.pop(response.sample, None)
                 if len(group.finished) == self.collector.group_size:
                     whole.append(group)
-                    lane.plan.score(group.id)
+                    queue.plan.score(group.id)
             self._num_scoring += len(whole)
             if self.is_deterministic:  # a step sees all of them or none
                 for group in whole:
-                    self._score(lane, group, *self._joined(group))
+                    self._score(queue, group, *self._joined(group))
                 return
         for group in whole:
-            in_background(partial(self._score, lane, group, *self._joined(group)))
+            in_background(partial(self._score, queue, group, *self._joined(group)))
 
     def _joined(self, group: OpenGroup) -> tuple[DataProto, Scoring]:
         in_order = [group.finished[sample] for sample in range(self.collector.group_size)]
         prompt = group.prompt.merge({"rollout_steps": torch.tensor([group.id.version + 1])})
         return self.collector.sampler.join_group(prompt, in_order)
 
-    def _score(self, lane: Lane, group: OpenGroup, sequences: DataProto, scoring: Scoring) -> None:
+    def _score(self, queue: GroupQueue, group: OpenGroup, sequences: DataProto, scoring: Scoring) -> None:
         """Wait for the scores of a group, and keep it unless the filter leaves it out."""
         with self._keeping_error():
             groups = ScoredGroups(sequences, scoring.result(), self.collector.group_size)
             scores, is_kept = self.collector.judge(groups)
             with self._changed:
-                del lane.open[group.uid]
-                lane.plan.finish(group.id, is_kept=is_kept)
+                del queue.open[group.uid]
+                queue.plan.finish(group.id, is_kept=is_kept)
                 if is_kept:
-                    lane.finished[group.id] = groups
+                    queue.finished[group.id] = groups
                 self._sampled.append((scores, is_kept))
                 self._num_scoring -= 1
                 self._changed.notify_all()
 
-    def _keep_begun(self, lane: Lane, at: int, responses: Sequence[FinishedResponse]) -> None:
+    def _keep_begun(self, queue: GroupQueue, slot: int, responses: Sequence[FinishedResponse]) -> None:
         with self._changed:
             for response in responses:
-                lane.open[response.uid].begun[response.sample] = response
-            for group in lane.sampled_by(at):
+                queue.open[response.uid].begun[response.sample] = response
+            for group in queue.sampled_by(slot):
                 group.is_with_engine = False
 
     def _next_step(self, step: int) -> Collected:
         """Take the groups of a step, which is ready."""
-        taken = list(chain.from_iterable(lane.take() for lane in self.lanes))
+        taken = list(chain.from_iterable(queue.take() for queue in self.queues))
         self._changed.notify_all()
         sampled, self._sampled = self._sampled, []
         groups = ScoredGroups.concat(taken)
         metrics = {
             "async/buffer": float(self._num_finished),
-            "async/in_flight": float(sum(len(lane.open) for lane in self.lanes)),
+            "async/in_flight": float(sum(len(queue.open) for queue in self.queues)),
         }
         metrics |= version_metrics(groups.sequences, step) | self._filter_metrics(sampled, groups)
         batch = groups.sequences.merge({"row_ids": torch.arange(len(groups.sequences))})
         return Collected(batch, Scoring([lambda: groups.values]), metrics)
 
     def _is_ready(self) -> bool:
-        if all(lane.plan.is_ready for lane in self.lanes):
+        if all(queue.plan.is_ready for queue in self.queues):
             return True
         self.collector.check_shortage([scores for scores, _ in self._sampled], self._num_finished)
-        for lane in self.lanes:
-            if lane.plan.is_stuck:
+        for queue in self.queues:
+            if queue.plan.is_stuck:
                 raise RuntimeError(
-                    f"step {lane.plan.steps + 1} has {len(lane.finished)} of {lane.plan.groups_per_step}"
+                    f"step {queue.plan.steps + 1} has {len(queue.finished)} of {queue.plan.groups_per_step}"
                     " groups, and no engine samples any or may begin one: raise"
-                    f" `trainer.async_training.staleness_threshold` ({lane.plan.max_staleness})"
+                    f" `trainer.async_training.staleness_threshold` ({queue.plan.max_staleness})"
                 )
         return False
 
@@ -310,7 +310,7 @@ class GroupStream:
 
     @property
     def _num_finished(self) -> int:
-        return sum(len(lane.finished) for lane in self.lanes)
+        return sum(len(queue.finished) for queue in self.queues)
 
     @contextmanager
     def _keeping_error(self) -> Iterator[None]:
@@ -334,10 +334,10 @@ class GroupStream:
         return counts | self.collector.filter_metrics([scores for scores, _ in sampled], trained)
 
 
-def is_due(lane: Lane) -> bool:
-    """Return whether the engine of a deterministic lane still has to load the weights of the last step."""
-    version = min(lane.plan.loaded.values(), default=NO_WEIGHTS)  # there is none while another is started
-    return version < lane.plan.steps - 1
+def is_due(queue: GroupQueue) -> bool:
+    """Return whether the engine of a deterministic queue still has to load the weights of the last step."""
+    version = min(queue.plan.loaded.values(), default=NO_WEIGHTS)  # there is none while another is started
+    return version < queue.plan.steps - 1
 
 
 def version_metrics(batch: DataProto, step: int) -> Metrics:

@@ -10,7 +10,7 @@ from verl.trainer.metrics import StageTimer
 from verl.trainer.rollouts.collector import Collected, RolloutCollector
 from verl.trainer.rollouts.engines import OwnEngines
 from verl.trainer.rollouts.group_stream import GroupStream, is_due
-from verl.trainer.rollouts.stream_groups import Lane
+from verl.trainer.rollouts.stream_groups import GroupQueue
 from verl.utils.background import in_background
 
 
@@ -18,7 +18,7 @@ class Stream(GroupStream):
     """Engines never stop, and take new weights between two of their steps.
 
     What a lost engine had not finished is continued by the others, and by engines that join. A deterministic
-    lane has one engine, so that it waits for the next one.
+    queue has one engine, so that it waits for the next one.
     """
 
     engines: OwnEngines
@@ -32,14 +32,14 @@ class Stream(GroupStream):
         at_once: int,
     ) -> None:
         super().__init__(engines, collector, config, last_step, at_once)
-        self.roster = engines.roster
-        self.roster.on_start = self._take_started
+        self.registry = engines.registry
+        self.registry.on_start = self._take_started
         if not config.deterministic:
-            [lane] = self.lanes
-            lane.engines.extend(range(len(lane.engines), self.roster.num_places))
+            [queue] = self.queues
+            queue.engines.extend(range(len(queue.engines), self.registry.num_slots))
 
     def collect(self, step: int, timer: StageTimer) -> Collected:
-        self.roster.start_missing()
+        self.registry.start_missing()
         self._publish(step - 1, timer)
         self._start(step)
         start = time.monotonic()
@@ -49,10 +49,10 @@ class Stream(GroupStream):
             self._idle_s = 0.0
             collected = self._next_step(step)
             if self.is_deterministic:
-                self._wait_for(lambda: not any(map(is_due, self.lanes)))
+                self._wait_for(lambda: not any(map(is_due, self.queues)))
             engines = {
-                "async/engines": float(len(self.roster.living)),
-                "async/engine_restarts": float(self.roster.num_restarts),
+                "async/engines": float(len(self.registry.living)),
+                "async/engine_restarts": float(self.registry.num_restarts),
             }
         return collected._replace(metrics=collected.metrics | idle | engines)
 
@@ -66,8 +66,8 @@ class Stream(GroupStream):
                 weights = self.engines.publish(version)
             with self._changed:
                 self._weights = weights
-                for lane in self.lanes:
-                    lane.plan.publish(version)
+                for queue in self.queues:
+                    queue.plan.publish(version)
                 self._changed.notify_all()
 
     def _note_loaded(self, version: int) -> None:
@@ -80,16 +80,16 @@ class Stream(GroupStream):
             self._align()
             super()._start(step)
 
-    def _drive(self, lane: Lane, at: int) -> None:
-        """Keep the engine at this place of its lane at work until the stream rests, or the engine is lost."""
+    def _drive(self, queue: GroupQueue, slot: int) -> None:
+        """Keep the engine at this slot of its queue at work until the stream rests, or the engine is lost."""
         with self._keeping_error():
             try:
-                self._keep_at_work(lane, at)
+                self._keep_at_work(queue, slot)
             except WorkerError as error:
                 if not error.may_go_away:
                     raise
                 with self._changed:
-                    self.roster.lose(lane.engines[at], error)
+                    self.registry.lose(queue.engines[slot], error)
                     self._align()
 
     def _take_started(self) -> None:
@@ -99,26 +99,26 @@ class Stream(GroupStream):
                 self._align()
 
     def _align(self) -> None:
-        """Have the lanes share their prompts among the engines that are alive now."""
-        for lane in self.lanes:
-            self._remove_lost(lane)
-        self.roster.join()  # at the places of lost ones too
-        for lane in self.lanes:
-            self._add_joined(lane)
-            if not lane.plan.loaded:
-                self.roster.check(lane.engines)
+        """Have the queues share their prompts among the engines that are alive now."""
+        for queue in self.queues:
+            self._remove_lost(queue)
+        self.registry.join()  # at the slots of lost ones too
+        for queue in self.queues:
+            self._add_joined(queue)
+            if not queue.plan.loaded:
+                self.registry.check(queue.engines)
         self._changed.notify_all()
 
-    def _remove_lost(self, lane: Lane) -> None:
-        for at, number in enumerate(lane.engines):
-            if at in lane.plan.loaded and number not in self.roster.living:
-                for group in lane.sampled_by(at):
+    def _remove_lost(self, queue: GroupQueue) -> None:
+        for slot, number in enumerate(queue.engines):
+            if slot in queue.plan.loaded and number not in self.registry.living:
+                for group in queue.sampled_by(slot):
                     group.is_with_engine = False
-                lane.plan.leave(at)
+                queue.plan.leave(slot)
 
-    def _add_joined(self, lane: Lane) -> None:
-        for at, number in enumerate(lane.engines):
-            if at not in lane.plan.loaded and number in self.roster.living:
-                lane.plan.join(at)
+    def _add_joined(self, queue: GroupQueue) -> None:
+        for slot, number in enumerate(queue.engines):
+            if slot not in queue.plan.loaded and number in self.registry.living:
+                queue.plan.join(slot)
                 if not self._is_resting:
-                    self._threads.append(in_background(partial(self._drive, lane, at)))
+                    self._threads.append(in_background(partial(self._drive, queue, slot)))

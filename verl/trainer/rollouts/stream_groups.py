@@ -21,7 +21,7 @@ from verl.workers.rollout.interface import INTERRUPTED, FinishedResponse
 PROMPTS_FILE = "stream_prompts.pt"  # that wait, or are being sampled
 GROUPS_FILE = "stream_groups.pt"  # that are finished
 STATE = "stream_state"  # column of the first
-PLACES = "stream_places"  # entry of the second: lane, version and number of each group
+PLACES = "stream_places"  # entry of the second: queue, version and number of each group
 
 
 @dataclass
@@ -54,11 +54,11 @@ class OpenGroup:
 
 
 @dataclass
-class Lane:
+class GroupQueue:
     """Engines that share a plan, with its groups.
 
     Attributes:
-        engines: Number of the engine at each place; the plan knows the places whose engines live.
+        engines: Number of the engine at each slot; the plan knows the slots whose engines live.
         prompts: Rows that have not begun.
     """
 
@@ -68,9 +68,9 @@ class Lane:
     open: dict[str, OpenGroup] = field(default_factory=dict)  # by uid
     finished: dict[GroupId, ScoredGroups] = field(default_factory=dict)
 
-    def sampled_by(self, at: int) -> list[OpenGroup]:
-        """Return the groups that the engine at this place is sampling, oldest first."""
-        return [group for group in self.open.values() if self.plan.in_flight.get(group.id) == at]
+    def sampled_by(self, slot: int) -> list[OpenGroup]:
+        """Return the groups that the engine at this slot is sampling, oldest first."""
+        return [group for group in self.open.values() if self.plan.in_flight.get(group.id) == slot]
 
     def take(self) -> list[ScoredGroups]:
         """Take the groups of the next step, which is ready."""
@@ -85,81 +85,81 @@ class Lane:
 
 
 class PromptSource:
-    """Gives each lane its part of every batch of the loader."""
+    """Gives each queue its part of every batch of the loader."""
 
-    def __init__(self, batches: Iterator[DataProto], lanes: Sequence[Lane]) -> None:
-        self.batches, self.lanes = batches, lanes
+    def __init__(self, batches: Iterator[DataProto], queues: Sequence[GroupQueue]) -> None:
+        self.batches, self.queues = batches, queues
         self.num_batches = 0
 
-    def next_row(self, lane: Lane) -> DataProto:
-        while not lane.prompts:
+    def next_row(self, queue: GroupQueue) -> DataProto:
+        while not queue.prompts:
             self.num_batches += 1
             batch = with_uids(next(self.batches), f"batch{self.num_batches}")
-            for other, part in zip(self.lanes, shard(batch, len(self.lanes), even=False), strict=True):
+            for other, part in zip(self.queues, shard(batch, len(self.queues), even=False), strict=True):
                 other.prompts += part.split(1)
-        return lane.prompts.popleft()
+        return queue.prompts.popleft()
 
 
-def save_lanes(lanes: Sequence[Lane], num_batches: int, folder: Path) -> None:
+def save_queues(queues: Sequence[GroupQueue], num_batches: int, folder: Path) -> None:
     """Write all groups and prompts of a stream that rests."""
     rows: list[DataProto] = []
     finished: list[ScoredGroups] = []
-    places: list[list[int]] = []
-    for number, lane in enumerate(lanes):
-        for group in lane.open.values():
-            engine = lane.plan.in_flight.get(group.id)  # None if it was lost
+    slots: list[list[int]] = []
+    for number, queue in enumerate(queues):
+        for group in queue.open.values():
+            engine = queue.plan.in_flight.get(group.id)  # None if it was lost
             state = {"lane": number, "group": list(key_of(group.id)), "engine": engine}
             state |= {"finished": as_plain(group.finished), "begun": as_plain(group.begun)}
             rows.append(group.prompt.merge({STATE: objects([state])}))
-        rows += [row.merge({STATE: objects([{"lane": number}])}) for row in lane.prompts]
-        finished += lane.finished.values()
-        places += [[number, *key_of(group)] for group in lane.finished]
-    about = {"num_batches": num_batches, "num_begun": [lane.plan.num_begun for lane in lanes]}
+        rows += [row.merge({STATE: objects([{"lane": number}])}) for row in queue.prompts]
+        finished += queue.finished.values()
+        slots += [[number, *key_of(group)] for group in queue.finished]
+    about = {"num_batches": num_batches, "num_begun": [queue.plan.num_begun for queue in queues]}
     stored = DataProto.concat(rows) if rows else DataProto()
     DataProto(stored.batch, stored.non_tensor_batch, about).save_to_disk(folder / PROMPTS_FILE)
     if finished:
         groups = ScoredGroups.concat(finished)
-        sequences = DataProto(groups.sequences.batch, groups.sequences.non_tensor_batch, {PLACES: places})
+        sequences = DataProto(groups.sequences.batch, groups.sequences.non_tensor_batch, {PLACES: slots})
         ScoredGroups(sequences, groups.values, groups.group_size).save(folder / GROUPS_FILE)
 
 
-def load_lanes(lanes: Sequence[Lane], folder: Path) -> int:
+def load_queues(queues: Sequence[GroupQueue], folder: Path) -> int:
     """Restore what `save_lanes` wrote and return the number of batches that the loader has given.
 
     Groups of engines that no longer exist continue in others.
     """
     stored = DataProto.load_from_disk(folder / PROMPTS_FILE)
     num_begun = stored.meta_info["num_begun"]
-    if len(num_begun) != len(lanes):
+    if len(num_begun) != len(queues):
         raise ValueError(
-            f"the checkpoint divides its prompts into {len(num_begun)} parts and this run into {len(lanes)}:"
+            f"the checkpoint divides its prompts into {len(num_begun)} parts and this run into {len(queues)}:"
             " resume with the same `trainer.async_training.deterministic` and number of rollout engines, or"
             f" delete the checkpoint's {PROMPTS_FILE} and {GROUPS_FILE} to drop what was sampled ahead"
         )
-    for lane, number in zip(lanes, num_begun, strict=True):
-        lane.plan.num_begun = number
+    for queue, number in zip(queues, num_begun, strict=True):
+        queue.plan.num_begun = number
     for row in stored.split(1) if len(stored) else []:
         state = row.non_tensor_batch[STATE][0]
         prompt = row.select(None, [key for key in row.non_tensor_batch if key != STATE])
-        lane = lanes[state["lane"]]
+        queue = queues[state["lane"]]
         if "group" not in state:
-            lane.prompts.append(prompt)
+            queue.prompts.append(prompt)
             continue
         group = OpenGroup(
             GroupId(*state["group"]), prompt, responses_of(state["finished"]), responses_of(state["begun"])
         )
-        lane.open[group.uid] = group
-        if state["engine"] in lane.plan.loaded:
-            lane.plan.in_flight[group.id] = state["engine"]
+        queue.open[group.uid] = group
+        if state["engine"] in queue.plan.loaded:
+            queue.plan.in_flight[group.id] = state["engine"]
         else:
-            lane.plan.orphans.add(group.id)
+            queue.plan.orphans.add(group.id)
     path = folder / GROUPS_FILE
     if path.exists():
         groups = ScoredGroups.load(path)
-        for at, (number, *key) in enumerate(groups.sequences.meta_info.pop(PLACES)):
+        for slot, (number, *key) in enumerate(groups.sequences.meta_info.pop(PLACES)):
             group = GroupId(*key)
-            lanes[number].finished[group] = groups.select(torch.tensor([at]))
-            lanes[number].plan.finished.add(group)
+            queues[number].finished[group] = groups.select(torch.tensor([slot]))
+            queues[number].plan.finished.add(group)
     return stored.meta_info["num_batches"]
 
 
