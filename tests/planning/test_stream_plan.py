@@ -14,6 +14,27 @@ def begin_all(plan, engine=0):
     return [plan.begin(engine) for _ in range(plan.room(engine))]
 
 
+def test_the_worked_example_of_the_module_is_what_the_plan_does():
+    plan = StreamPlan(groups_per_step=2, max_staleness=1, last_step=10, num_engines=1)
+    assert plan.room(0) == 4
+    a, b, c, d = (plan.begin(0) for _ in range(4))
+    plan.finish(c)
+    assert not plan.is_ready
+    plan.finish(a)
+    assert plan.next_groups() == [a, c]
+    plan.publish(1)
+    plan.load(0)
+    assert plan.room(0) == 2
+    e, _ = plan.begin(0), plan.begin(0)
+
+    plan.finish(e)
+    plan.finish(d)
+    assert not plan.is_ready  # b would be left for step 3, with a staleness of 2
+    plan.finish(b)
+
+    assert plan.next_groups() == [b, d]
+
+
 def test_without_staleness_each_step_is_sampled_with_its_weights():
     plan = StreamPlan(groups_per_step=2, max_staleness=0, last_step=2, num_engines=1)
 

@@ -9,13 +9,17 @@ wait rather than begin a group that could not be trained in time, and a step wai
 behind. Nothing is dropped. Engines may join and leave at any time, and others continue the groups of one
 that left.
 
+Worked example, with 2 groups per step, `max_staleness=1` and one engine: it begins a, b, c and d with version
+0, two groups for each of steps 1 and 2 (staleness 2 - 1 - 0 = 1). Step 1 waits for two of them to finish, say
+a and c, trains, and publishes version 1. This leaves room for e and f, for step 3 (3 - 1 - 1 = 1). Step 2
+takes b and d even if e finished first: the oldest groups must be trained in time.
+
 Source of the bound: staleness-aware training in AReaL (https://arxiv.org/abs/2505.24298), here for every
 version instead of the newest only, so that it holds for groups that finish late as well.
 
-Only a run that resumes with a lower bound than it was saved with drops groups (`drop_late`). Worked example
-with 2 groups per step: a run saved after step 3 holds a and b of version 2, and c of version 3. With
-`max_staleness=1` step 4 trains on a and b (staleness 3 - 2 = 1) and step 5 on c. Resumed with
-`max_staleness=0`, step 4 takes version 3 only: a and b are dropped, and c leaves room for one more group.
+Only a run that resumes with a lower bound than it was saved with drops groups (`drop_late`). Saved after step
+3 with a and b of version 2, and c of version 3, step 4 would train on a and b (staleness 3 - 2 = 1). Resumed
+with `max_staleness=0`, it takes version 3 only: a and b are dropped, and c leaves room for one more group.
 """
 
 from collections import Counter
