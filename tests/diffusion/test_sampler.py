@@ -6,7 +6,7 @@ import torch
 
 from tests.diffusion.models import LENGTH, PROMPTS, SIZE, STEPS, draw, generators, noise
 from verl.diffusion.prompts import PromptEncoder
-from verl.diffusion.sampler import Course, sample
+from verl.diffusion.sampler import NoiseSchedule, sample
 from verl.diffusion.sde import KINDS
 from verl.diffusion.step_forward import StepForward
 
@@ -14,27 +14,27 @@ CPU = torch.device("cpu")
 
 
 def policy_of(model, scale, prompts=PROMPTS):
-    """Return the guided velocity for the prompts, and the course of sampling without noise."""
+    """Return the guided velocity for the prompts, and the schedule of sampling without noise."""
     family, pipeline = model
-    course = Course(*family.times(pipeline, STEPS, SIZE), 0.7, "sde", noisy=())
+    schedule = NoiseSchedule(*family.times(pipeline, STEPS, SIZE), 0.7, "sde", noisy=())
     encoder = PromptEncoder(family, pipeline, CPU, LENGTH)
-    forward = StepForward(family, pipeline.transformer, course, encoder, guidance=scale)
+    forward = StepForward(family, pipeline.transformer, schedule, encoder, guidance=scale)
     conditions = forward.conditions(prompts)
-    return lambda latents, times: forward.velocity(latents, times, conditions), course
+    return lambda latents, times: forward.velocity(latents, times, conditions), schedule
 
 
 @pytest.mark.parametrize("scale", [1.0, 4.5])
 def test_without_noise_images_are_those_of_diffusers(model, scale):
     family, pipeline = model
-    velocity, course = policy_of(model, scale)
+    velocity, schedule = policy_of(model, scale)
 
-    found = sample(velocity, noise(model), course, generators())
+    found = sample(velocity, noise(model), schedule, generators())
 
     expected = draw(model, scale=scale, latent=True)
     assert (found.latents[:, -1] - expected).abs().max() < 1e-6 * expected.abs().max()
     assert not found.log_probs.any()
-    assert torch.equal(course.sigmas, pipeline.scheduler.sigmas) and course.sigmas[0] == 1
-    assert torch.equal(course.times, pipeline.scheduler.timesteps)
+    assert torch.equal(schedule.sigmas, pipeline.scheduler.sigmas) and schedule.sigmas[0] == 1
+    assert torch.equal(schedule.times, pipeline.scheduler.timesteps)
     images = family.decode(pipeline.vae, expected)
     assert images.shape == (2, 3, SIZE.height, SIZE.width)
     assert (images - draw(model, scale=scale)).abs().max() < 1e-6
@@ -56,8 +56,8 @@ def test_a_prediction_does_not_depend_on_the_rest_of_the_batch(model, scale):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_log_probs_are_those_of_the_steps_that_were_taken(model, kind):
-    velocity, course = policy_of(model, 4.5)
-    noisy = Course(course.sigmas, course.times, 0.7, kind, noisy=(1, 2))
+    velocity, schedule = policy_of(model, 4.5)
+    noisy = NoiseSchedule(schedule.sigmas, schedule.times, 0.7, kind, noisy=(1, 2))
 
     found = sample(velocity, noise(model), noisy, generators())
 
@@ -65,7 +65,7 @@ def test_log_probs_are_those_of_the_steps_that_were_taken(model, kind):
         before, after = found.latents[:, number], found.latents[:, number + 1]
         with torch.no_grad():
             gaussian = noisy.after(
-                torch.full((2,), number), before, velocity(before, course.times[number].expand(2))
+                torch.full((2,), number), before, velocity(before, schedule.times[number].expand(2))
             )
         if number in noisy.noisy:
             assert torch.equal(gaussian.log_prob(after), found.log_probs[:, number])
@@ -74,8 +74,8 @@ def test_log_probs_are_those_of_the_steps_that_were_taken(model, kind):
 
 
 def test_a_row_depends_on_its_own_generator_alone(sd3):
-    velocity, course = policy_of(sd3, 1.0)
-    noisy = Course(course.sigmas, course.times, 0.7, "sde", noisy=(0, 1, 2, 3))
+    velocity, schedule = policy_of(sd3, 1.0)
+    noisy = NoiseSchedule(schedule.sigmas, schedule.times, 0.7, "sde", noisy=(0, 1, 2, 3))
     first, second = generators()
 
     both = sample(velocity, noise(sd3), noisy, [first, second])
@@ -87,15 +87,15 @@ def test_a_row_depends_on_its_own_generator_alone(sd3):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_kl_to_a_reference_is_that_of_the_gaussians_of_each_noisy_step(sd3, kind):
-    velocity, course = policy_of(sd3, 1.0)
-    noisy = Course(course.sigmas, course.times, 0.7, kind, noisy=(1, 2))
+    velocity, schedule = policy_of(sd3, 1.0)
+    noisy = NoiseSchedule(schedule.sigmas, schedule.times, 0.7, kind, noisy=(1, 2))
 
     found = sample(velocity, noise(sd3), noisy, generators(), lambda *inputs: 0.9 * velocity(*inputs))
 
     with torch.no_grad():
         for number in noisy.noisy:
             numbers, before = torch.full((2,), number), found.latents[:, number]
-            predicted = velocity(before, course.times[number].expand(2))
+            predicted = velocity(before, schedule.times[number].expand(2))
             own, other = (noisy.after(numbers, before, scale * predicted) for scale in (1.0, 0.9))
             expected = ((own.mean - other.mean) ** 2 / (2 * own.std[:, None, None, None] ** 2)).mean(
                 (1, 2, 3)

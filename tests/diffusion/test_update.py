@@ -18,7 +18,7 @@ from verl.diffusion.families.interface import Size
 from verl.diffusion.families.registry import family_of
 from verl.diffusion.model import DiffusionModel
 from verl.diffusion.prompts import PromptEncoder
-from verl.diffusion.sampler import Course
+from verl.diffusion.sampler import NoiseSchedule
 from verl.diffusion.step_forward import StepForward
 from verl.protocol import DataProto, objects
 from verl.workers.roles.actor import ActorTraining, DataParallelPPOActor, KLLoss
@@ -50,22 +50,22 @@ def policy_of(folder, world_size, *, rank=0, checkpointing=False, at_once=None, 
         family, options, fsdp, OffloadConfig(), OptimConfig(),
         device=CPU, world_size=world_size, training_steps=1,
     )  # fmt: skip
-    course = Course(*family.times(policy.parts, STEPS, SIZE), 0.7, "sde", NOISY)
+    schedule = NoiseSchedule(*family.times(policy.parts, STEPS, SIZE), 0.7, "sde", NOISY)
     prompts = PromptEncoder(family, policy.parts, CPU, 16)
     reference = policy.reference if rank else None
     forward = StepForward(
-        family, policy.model, course, prompts, guidance=3.0, reference=reference, at_once=at_once
+        family, policy.model, schedule, prompts, guidance=3.0, reference=reference, at_once=at_once
     )
     return policy, forward, DiffusionEngine(policy, forward, SIZE, at_once=sampled, seed=0)
 
 
-def batch_of(engine, course):
+def batch_of(engine, schedule):
     """Sample two pictures for each of two prompts, and give them advantages."""
     prompts = DataProto.from_dict(
         {"row": torch.arange(PROMPTS)},
         {"uid": ["a", "b"], "prompt_text": ["a red picture", "the color blue"]},
     )
-    found = [one for part in engine.generate(prompts, N, course) for one in part]
+    found = [one for part in engine.generate(prompts, N, schedule) for one in part]
     log_probs = torch.tensor([one.log_probs for one in found])
     mask = torch.zeros(len(found), STEPS, dtype=torch.int64)
     mask[:, NOISY] = 1
@@ -95,7 +95,7 @@ def update_on_rank(rank, world_size, folder, case):
     _, _, own = policy_of(
         folder, world_size, sampled=case.sampled
     )  # of the same weights, for rows that all ranks know
-    batch = batch_of(own, forward.course)
+    batch = batch_of(own, forward.schedule)
     for name, parameter in policy.model.named_parameters():
         if "lora_B" in name:
             whole = 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))

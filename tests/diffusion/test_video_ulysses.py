@@ -14,7 +14,7 @@ from verl.diffusion.families.interface import Size
 from verl.diffusion.families.registry import family_of
 from verl.diffusion.model import DiffusionModel
 from verl.diffusion.prompts import PromptEncoder
-from verl.diffusion.sampler import Course
+from verl.diffusion.sampler import NoiseSchedule
 from verl.diffusion.step_forward import StepForward
 from verl.distributed.sequence_parallel import SequenceParallel, data_parallel_group
 from verl.protocol import DataProto, objects
@@ -40,9 +40,9 @@ def policy_of(folder, world_size, sp, lora, size, checkpointing=False):
         if "lora_B" in name:
             whole = 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
             parameter.data.copy_(distribute_tensor(whole, parameter.device_mesh, parameter.placements))
-    course = Course(*family.times(policy.parts, STEPS, size), 0.7, "sde", NOISY)
+    schedule = NoiseSchedule(*family.times(policy.parts, STEPS, size), 0.7, "sde", NOISY)
     forward = StepForward(
-        family, policy.model, course, PromptEncoder(family, policy.parts, CPU, 16), guidance=3.0,
+        family, policy.model, schedule, PromptEncoder(family, policy.parts, CPU, 16), guidance=3.0,
         reference=policy.reference if lora else None, sp=sp,
     )  # fmt: skip
     return policy, forward, DiffusionEngine(policy, forward, size, at_once=2, seed=0)
@@ -54,7 +54,7 @@ def rows_of(forward, engine, mine):
         {"row": torch.tensor(mine)},
         {"uid": [str(number) for number in mine], "prompt_text": [TEXTS[number] for number in mine]},
     )
-    found = [one for part in engine.generate(prompts, N, forward.course) for one in part]
+    found = [one for part in engine.generate(prompts, N, forward.schedule) for one in part]
     mask = torch.zeros(len(found), STEPS, dtype=torch.int64)
     mask[:, NOISY] = 1
     rows = [number * N + one for number in mine for one in range(N)]

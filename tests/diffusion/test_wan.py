@@ -9,7 +9,7 @@ from diffusers.schedulers.scheduling_unipc_multistep import UniPCMultistepSchedu
 
 from verl.diffusion.families.interface import Size, guided
 from verl.diffusion.families.registry import family_of
-from verl.diffusion.sampler import Course, sample
+from verl.diffusion.sampler import NoiseSchedule, sample
 from verl.diffusion.tiny_pipelines import MEAN, STD
 
 PROMPTS = ["a red picture", "the color blue"]
@@ -47,9 +47,9 @@ def sampled(wan, scale, kind="sde", noisy=()):
     def velocity(latents, times):
         return guided(family, pipeline.transformer, latents, times, conditions, unconditional, scale)
 
-    course = Course(*family.times(pipeline, STEPS, SIZE), 0.7, kind, noisy)
+    schedule = NoiseSchedule(*family.times(pipeline, STEPS, SIZE), 0.7, kind, noisy)
     generators = [torch.Generator().manual_seed(seed) for seed in range(len(PROMPTS))]
-    return sample(velocity, noise(wan), course, generators)
+    return sample(velocity, noise(wan), schedule, generators)
 
 
 def test_latents_are_a_quarter_of_the_frames_and_of_each_side(wan):

@@ -13,7 +13,7 @@ from tests.diffusion.training import KINDS, TIMES, build, save
 from tests.helpers.distributed import run_distributed
 from verl.checkpoint.merger import merge_checkpoint
 from verl.diffusion.families.interface import Size
-from verl.diffusion.sampler import Course, sample
+from verl.diffusion.sampler import NoiseSchedule, sample
 from verl.diffusion.tiny_pipelines import save_tiny_wan
 
 pytestmark = [pytest.mark.heavy, pytest.mark.slow]  # the same of Stable Diffusion 3 in every suite
@@ -60,9 +60,9 @@ def train_and_save(folder, kind, world_size, target, is_first):
         policy.optimizer.step()
         policy.optimizer.zero_grad()
     save(policy, target / kind, is_first=is_first)
-    course = Course(*policy.family.times(policy.parts, STEPS, SIZE), 0.7, "sde", noisy=())
+    schedule = NoiseSchedule(*policy.family.times(policy.parts, STEPS, SIZE), 0.7, "sde", noisy=())
     generators = [torch.Generator() for _ in PROMPTS]
-    return policy.decode(sample(velocity, drawn(*SHAPE), course, generators).latents[:, -1]).numpy()
+    return policy.decode(sample(velocity, drawn(*SHAPE), schedule, generators).latents[:, -1]).numpy()
 
 
 def run_rank(rank, world_size, folder, target):

@@ -9,7 +9,7 @@ from verl.config.model import FSDPConfig, LoraConfig, ModelConfig, OffloadConfig
 from verl.diffusion.families.interface import guided
 from verl.diffusion.families.registry import family_of
 from verl.diffusion.model import DiffusionModel
-from verl.diffusion.sampler import Course, sample
+from verl.diffusion.sampler import NoiseSchedule, sample
 
 KINDS = {
     "full": LoraConfig(),
@@ -61,9 +61,9 @@ def images(policy):
     """Sample without noise and without guidance."""
     family, parts = policy.family, policy.parts
     conditions = conditions_of(policy)
-    course = Course(*family.times(parts, STEPS, SIZE), 0.7, "sde", noisy=())
+    schedule = NoiseSchedule(*family.times(parts, STEPS, SIZE), 0.7, "sde", noisy=())
     found = sample(
         lambda latents, times: unguided(policy, latents, times, conditions),
-        noise((family, parts)), course, generators(),
+        noise((family, parts)), schedule, generators(),
     )  # fmt: skip
     return policy.decode(found.latents[:, -1])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models of `reward_servers` in the reward function: by URL, and by the board of a run."""
+"""Models of `reward_servers` in the reward function: by URL, and by the addresses that a run publishes."""
 
 import asyncio
 import threading
@@ -11,7 +11,7 @@ from verl.config.reward_servers import RewardServerConfig
 from verl.config.worker import RewardConfig
 from verl.rewards.function import load_reward_function
 from verl.rewards.manager import RewardManager
-from verl.rewards.servers import Board, ServerSpec, connect, specs_of
+from verl.rewards.servers import AddressFile, ServerSpec, connect, specs_of
 
 ASKS = """
     REWARD_TYPE = "sequential"
@@ -29,9 +29,9 @@ def by_url(server, **options):
 def served(tmp_path, *urls, lost=None, **options):
     """A model that the run serves at these addresses."""
     config = RewardServerConfig(model_path="owner/judge", **options)
-    board = Board(tmp_path / "judge.json", "the key", "owner/judge", config.start_timeout_s)
-    board.publish(urls, lost)
-    return {"judge": ServerSpec("judge", config, board)}
+    addresses = AddressFile(tmp_path / "judge.json", "the key", "owner/judge", config.start_timeout_s)
+    addresses.publish(urls, lost)
+    return {"judge": ServerSpec("judge", config, addresses)}
 
 
 def ask(specs, **parameters):
@@ -89,7 +89,7 @@ def test_a_request_whose_replica_is_gone_or_fails_goes_to_another(tmp_path):
 def test_a_request_waits_for_a_replica_that_starts_again(tmp_path):
     specs = served(tmp_path)
     with ChatServer(Reply("7")) as server:
-        threading.Timer(1.0, specs["judge"].board.publish, [[server.url]]).start()
+        threading.Timer(1.0, specs["judge"].addresses.publish, [[server.url]]).start()
 
         assert ask(specs) == "7"
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from verl.diffusion.families.interface import Size
 from verl.diffusion.model import DiffusionModel
-from verl.diffusion.sampler import Course, sample
+from verl.diffusion.sampler import NoiseSchedule, sample
 from verl.diffusion.step_forward import StepForward
 from verl.protocol import DataProto
 from verl.workers.packing.micro_batches import max_over_ranks
@@ -51,7 +51,9 @@ class DiffusionEngine:
         self.measures_kl = measures_kl
         self.shape = policy.family.latent_shape(policy.parts, size)
 
-    def generate(self, prompts: DataProto, n: int, course: Course) -> Iterator[list[FinishedPicture]]:
+    def generate(
+        self, prompts: DataProto, n: int, schedule: NoiseSchedule
+    ) -> Iterator[list[FinishedPicture]]:
         """Sample `n` pictures for each prompt, in order.
 
         The noise of a picture depends on `seed`, the `uid` of its prompt and its number; without noisy steps,
@@ -64,11 +66,11 @@ class DiffusionEngine:
         parts = [rows[at : at + self.at_once] for at in range(0, len(rows), self.at_once)]
         for place in range(max_over_ranks(len(parts))):
             part = parts[place] if place < len(parts) else []
-            found = self._sample(part or [(IDLE, IDLE, 0)], course)
+            found = self._sample(part or [(IDLE, IDLE, 0)], schedule)
             yield found if part else []
 
-    def _sample(self, rows: Sequence[tuple[str, str, int]], course: Course) -> list[FinishedPicture]:
-        names = [f"{uid if course.noisy else text} {number}" for uid, text, number in rows]
+    def _sample(self, rows: Sequence[tuple[str, str, int]], schedule: NoiseSchedule) -> list[FinishedPicture]:
+        names = [f"{uid if schedule.noisy else text} {number}" for uid, text, number in rows]
         generators = [self._generator(name) for name in names]
         noise = torch.stack([torch.randn(self.shape, generator=generator) for generator in generators])
         conditions = self.forward.conditions([text for _, text, _ in rows])
@@ -83,16 +85,16 @@ class DiffusionEngine:
 
         other = reference if self.measures_kl else None
         with self.policy.loaded():
-            found = sample(velocity, noise.to(self.forward.device), course, generators, other)
+            found = sample(velocity, noise.to(self.forward.device), schedule, generators, other)
         pixels = (self.policy.decode(found.latents[:, -1]) * 255).round().byte().numpy()
         latents, log_probs = found.latents.cpu(), found.log_probs.tolist()
         kl = [None] * len(rows) if found.kl is None else found.kl.tolist()
-        steps = list(range(course.num_steps))
+        steps = list(range(schedule.num_steps))
         return [
             FinishedPicture(
                 *(uid, number, steps, log_probs[row], "stop"),
                 pixels=pixels[row],
-                latents=latents[row] if course.noisy else None,
+                latents=latents[row] if schedule.noisy else None,
                 kl=kl[row],
             )
             for row, (uid, _, number) in enumerate(rows)

@@ -6,7 +6,7 @@ from typing import Any
 
 from verl.config.rollout import RolloutConfig
 from verl.diffusion.families.interface import DiffusionFamily, Size
-from verl.diffusion.sampler import Course
+from verl.diffusion.sampler import NoiseSchedule
 
 
 def size_of(rollout: RolloutConfig, family: DiffusionFamily) -> Size:
@@ -16,14 +16,14 @@ def size_of(rollout: RolloutConfig, family: DiffusionFamily) -> Size:
     return Size(rollout.height, rollout.width, rollout.num_frames)
 
 
-def course_of(
+def schedule_of(
     rollout: RolloutConfig, family: DiffusionFamily, parts: Any, size: Size, *, certain: bool = False
-) -> Course:
+) -> NoiseSchedule:
     """Return the steps of sampling; `certain` without noise, as in validation."""
     steps = rollout.val_num_steps if certain and rollout.val_num_steps else rollout.num_steps
     sigmas, times = family.times(parts, steps, size)
     noisy = () if certain else noisy_steps(rollout, steps)
-    return Course(sigmas, times, rollout.noise_level, rollout.sde_type, noisy)
+    return NoiseSchedule(sigmas, times, rollout.noise_level, rollout.sde_type, noisy)
 
 
 def noisy_steps(rollout: RolloutConfig, steps: int) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ Velocity = Callable[[Tensor, Tensor], Tensor]  # of latents (B, ...) at times (B
 
 
 @dataclass(frozen=True)
-class Course:
+class NoiseSchedule:
     """The steps of a sampler, which are those of the model's own scheduler.
 
     Attributes:
@@ -64,7 +64,7 @@ class Trajectories(NamedTuple):
 def sample(
     velocity: Velocity,
     latents: Tensor,
-    course: Course,
+    schedule: NoiseSchedule,
     generators: Sequence[torch.Generator],
     reference: Velocity | None = None,
 ) -> Trajectories:
@@ -73,18 +73,18 @@ def sample(
     With the velocity of a reference, the KL of each noisy step to the reference's is computed too.
     """
     states = [latents]
-    log_probs = torch.zeros(len(latents), course.num_steps, device=latents.device)
+    log_probs = torch.zeros(len(latents), schedule.num_steps, device=latents.device)
     kl = torch.zeros_like(log_probs)
-    for number in range(course.num_steps):
+    for number in range(schedule.num_steps):
         numbers = torch.full((len(latents),), number)
-        times = course.times[numbers].to(latents.device)
-        after = course.after(numbers, states[-1], velocity(states[-1], times))
+        times = schedule.times[numbers].to(latents.device)
+        after = schedule.after(numbers, states[-1], velocity(states[-1], times))
         following = after.mean
-        if number in course.noisy:
+        if number in schedule.noisy:
             drawn = [torch.randn(latents.shape[1:], generator=generator) for generator in generators]
             following = after.sample(torch.stack(drawn).to(latents.device))
             log_probs[:, number] = after.log_prob(following)
             if reference is not None:
-                kl[:, number] = after.kl(course.after(numbers, states[-1], reference(states[-1], times)))
+                kl[:, number] = after.kl(schedule.after(numbers, states[-1], reference(states[-1], times)))
         states.append(following)
     return Trajectories(torch.stack(states, 1), log_probs, None if reference is None else kl)

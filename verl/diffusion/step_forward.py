@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from verl.diffusion.families.interface import Conditions, DiffusionFamily, guided
 from verl.diffusion.prompts import PromptEncoder
-from verl.diffusion.sampler import Course
+from verl.diffusion.sampler import NoiseSchedule
 from verl.distributed.sequence_parallel import SequenceParallel
 from verl.models.fused_log_probs import TokenLogProbs
 from verl.protocol import DataProto
@@ -32,7 +32,7 @@ class StepForward(RowForward):
 
     Args:
         model: The transformer, possibly under FSDP.
-        course: The steps that were sampled.
+        schedule: The steps that were sampled.
         guidance: Scale of guidance; at most 1 disables classifier-free guidance.
         reference: Keeps what is trained out of the model inside a block; None: there is no KL.
         at_once: Latents of a call of the model in an update; None keeps the steps of a row together, for
@@ -47,7 +47,7 @@ class StepForward(RowForward):
         self,
         family: DiffusionFamily,
         model: nn.Module,
-        course: Course,
+        schedule: NoiseSchedule,
         prompts: PromptEncoder,
         *,
         guidance: float = 1.0,
@@ -56,7 +56,7 @@ class StepForward(RowForward):
         sp: SequenceParallel | None = None,
     ) -> None:
         super().__init__(model, prompts.device, sp or SequenceParallel.none())
-        self.family, self.course, self.prompts = family, course, prompts
+        self.family, self.schedule, self.prompts = family, schedule, prompts
         self.guidance, self.reference, self.at_once = guidance, reference, at_once
 
     @cached_property
@@ -113,15 +113,15 @@ class StepForward(RowForward):
         mask, latents = micro.batch["loss_mask"], micro.batch["latents"]
         rows, steps = mask.nonzero(as_tuple=True)
         if not len(rows):  # FSDP needs something to run
-            rows, steps = torch.zeros(1, dtype=torch.int64), torch.tensor(self.course.noisy[:1])
+            rows, steps = torch.zeros(1, dtype=torch.int64), torch.tensor(self.schedule.noisy[:1])
         before, after = (latents[rows, number].to(self.device) for number in (steps, steps + 1))
-        times = self.course.times[steps].to(self.device)
+        times = self.schedule.times[steps].to(self.device)
         conditions = self.conditions(micro.non_tensor_batch["prompt_text"][rows.numpy()].tolist())
-        found = self.course.after(steps, before, self.velocity(before, times, conditions))
+        found = self.schedule.after(steps, before, self.velocity(before, times, conditions))
         kl = None
         if self.reference is not None:
             with torch.no_grad(), self.reference():
-                other = self.course.after(steps, before, self.velocity(before, times, conditions))
+                other = self.schedule.after(steps, before, self.velocity(before, times, conditions))
             kl = found.kl(other)
         entropy = torch.log(found.std) + 0.5 * math.log(2 * math.pi * math.e) if with_entropy else None
         kept, places = mask[rows, steps].to(self.device), (rows.to(self.device), steps.to(self.device))

@@ -11,7 +11,7 @@ from verl.diffusion.engine import DiffusionEngine, FinishedPicture
 from verl.diffusion.families.registry import family_of
 from verl.diffusion.files import downloaded
 from verl.diffusion.model import DiffusionModel
-from verl.diffusion.options import course_of, size_of
+from verl.diffusion.options import schedule_of, size_of
 from verl.diffusion.prompts import PromptEncoder
 from verl.diffusion.step_forward import StepForward
 from verl.distributed.device import memory_metrics, reset_peak_memory
@@ -46,8 +46,8 @@ class DiffusionWorker(SavingWorker[DiffusionModel]):
         )  # fmt: skip
         self.models, parts = [self.policy], self.policy.parts
         size = size_of(config.rollout, family)
-        self.course = course_of(config.rollout, family, parts, size)
-        self.certain = course_of(config.rollout, family, parts, size, certain=True)
+        self.schedule = schedule_of(config.rollout, family, parts, size)
+        self.certain = schedule_of(config.rollout, family, parts, size, certain=True)
         self.forward = self._build_forward(sp)
         self.engine = DiffusionEngine(
             self.policy, self.forward, size,
@@ -61,7 +61,7 @@ class DiffusionWorker(SavingWorker[DiffusionModel]):
         longest = self.run.max_sequence_length - self.run.max_response_length
         prompts = PromptEncoder(family, self.policy.parts, self.device, min(longest, family.longest_prompt))
         return StepForward(
-            family, self.policy.model, self.course, prompts,
+            family, self.policy.model, self.schedule, prompts,
             guidance=self.config.rollout.guidance_scale,
             reference=self.policy.reference if self.run.kl_loss else None,
             at_once=None if actor.reads_whole_rows else int(actor.micro_batch_size_per_device_for_update),
@@ -73,7 +73,7 @@ class DiffusionWorker(SavingWorker[DiffusionModel]):
         if actor.loss_avg_mode == "seq":  # all pictures have as many steps
             actor = replace(actor, loss_avg_mode="token")
         training = ActorTraining(
-            self.policy.optimizer, self.policy.scheduler, self.config.rollout.n, self.course.num_steps,
+            self.policy.optimizer, self.policy.scheduler, self.config.rollout.n, self.schedule.num_steps,
             kl_loss=self.run.kl_loss, reference=self.forward if self.run.kl_loss else None,
         )  # fmt: skip
         return DataParallelPPOActor(actor, self.forward, self.group, training)
@@ -89,8 +89,8 @@ class DiffusionWorker(SavingWorker[DiffusionModel]):
     @register(Dispatch.SHARD, phase="gen", streaming=True)
     def generate(self, prompts: DataProto, options: SamplingOptions) -> Iterator[list[FinishedPicture]]:
         """Sample pictures; with temperature 0, as in validation, by the ODE."""
-        course = self.certain if options.is_greedy else self.course
-        yield from self.engine.generate(prompts, options.n, course)
+        schedule = self.certain if options.is_greedy else self.schedule
+        yield from self.engine.generate(prompts, options.n, schedule)
 
     @register(Dispatch.SHARD, phase="update_actor")
     def update_actor(self, batch: DataProto, entropy_coef: float, seed: int) -> Updated:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models of `reward_servers` as the reward function gets them: `servers["NAME"]`.
 
-The run writes where its replicas are into a file, the board, which every scoring process reads before it
+The run writes where its replicas are into a file, which every scoring process reads before it
 sends a request: addresses change when a replica dies and another one starts.
 """
 
@@ -20,7 +20,7 @@ CHAT_DEFAULTS = {"temperature": 0.0, "max_tokens": 512}
 
 
 @dataclass(frozen=True)
-class Board:
+class AddressFile:
     """A file with the addresses of a model's replicas; it implements `Addresses`."""
 
     path: Path
@@ -60,12 +60,12 @@ class ServerSpec:
 
     name: str
     config: "RewardServerConfig"
-    board: Board | None = None  # of a model that the run serves; None while it does not
+    addresses: AddressFile | None = None  # of a model that the run serves; None while it does not
 
     @property
     def is_ready(self) -> bool:
         """True if requests can be sent, at least soon."""
-        return not self.config.is_served or self.board is not None
+        return not self.config.is_served or self.addresses is not None
 
 
 Specs = Mapping[str, ServerSpec]
@@ -107,5 +107,5 @@ def endpoint_arguments(spec: ServerSpec) -> dict[str, Any]:
     return {name: getattr(config, name) for name in same} | {
         "base_url": config.url or f"{SECTION}.{spec.name}",
         "model": spec.name if config.is_served else config.served_model or spec.name,
-        "addresses": spec.board or Unstarted(spec.name) if config.is_served else None,
+        "addresses": spec.addresses or Unstarted(spec.name) if config.is_served else None,
     }

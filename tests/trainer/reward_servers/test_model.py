@@ -7,7 +7,7 @@ import time
 import pytest
 
 from tests.helpers.chat_server import ChatServer
-from verl.rewards.servers import Board
+from verl.rewards.servers import AddressFile
 from verl.trainer.reward_servers.model import ServedModel
 
 WAIT_S = 60.0
@@ -53,12 +53,12 @@ class LocalReplica:
 
 
 @pytest.fixture
-def board(tmp_path):
-    return Board(tmp_path / "judge.json", "key", "owner/judge", 1.0)
+def addresses(tmp_path):
+    return AddressFile(tmp_path / "judge.json", "key", "owner/judge", 1.0)
 
 
-def serve(board, *replicas, max_restarts=3, sleeps=False):
-    model = ServedModel("judge", replicas, board, max_restarts=max_restarts, sleeps=sleeps)
+def serve(addresses, *replicas, max_restarts=3, sleeps=False):
+    model = ServedModel("judge", replicas, addresses, max_restarts=max_restarts, sleeps=sleeps)
     model.wait_until_started()
     return model
 
@@ -70,94 +70,94 @@ def wait_until(condition):
         time.sleep(0.01)
 
 
-def is_lost(board):
+def is_lost(addresses):
     try:
-        board.living()
+        addresses.living()
     except ConnectionError:
         return True
     return False
 
 
-def test_all_replicas_are_on_the_board_after_the_start(board):
+def test_all_replicas_are_in_the_file_after_the_start(addresses):
     first, second = LocalReplica(), LocalReplica()
-    serve(board, first, second)
+    serve(addresses, first, second)
 
-    assert board.living() == [first.server.url, second.server.url]
+    assert addresses.living() == [first.server.url, second.server.url]
 
 
-def test_a_replica_that_dies_leaves_the_board_and_starts_again(board):
+def test_a_replica_that_dies_leaves_the_file_and_starts_again(addresses):
     first, second = LocalReplica(), LocalReplica()
-    model = serve(board, first, second)
+    model = serve(addresses, first, second)
     old = first.server.url
     first.die()
 
-    wait_until(lambda: model.num_restarts == 1 and len(board.living()) == 2)
-    assert old not in board.living()
-    assert board.living() == [first.server.url, second.server.url]
+    wait_until(lambda: model.num_restarts == 1 and len(addresses.living()) == 2)
+    assert old not in addresses.living()
+    assert addresses.living() == [first.server.url, second.server.url]
 
 
-def test_restarts_are_bounded_over_all_replicas_and_the_last_loss_says_why(board):
+def test_restarts_are_bounded_over_all_replicas_and_the_last_loss_says_why(addresses):
     first, second = LocalReplica(), LocalReplica()
-    model = serve(board, first, second, max_restarts=1)
+    model = serve(addresses, first, second, max_restarts=1)
     first.die()
-    wait_until(lambda: model.num_restarts == 1 and len(board.living()) == 2)
+    wait_until(lambda: model.num_restarts == 1 and len(addresses.living()) == 2)
     first.die()
-    wait_until(lambda: board.living() == [second.server.url])
+    wait_until(lambda: addresses.living() == [second.server.url])
     second.die()
-    wait_until(lambda: is_lost(board))
+    wait_until(lambda: is_lost(addresses))
 
     assert model.num_restarts == 1
     with pytest.raises(
         ConnectionError, match=r"all 2 .*`max_restarts` \(1\).* replica 1 was killed by SIGKILL"
     ):
-        board.living()
+        addresses.living()
 
 
-def test_a_restart_that_fails_counts_and_is_tried_again(board):
+def test_a_restart_that_fails_counts_and_is_tried_again(addresses):
     replica = LocalReplica(starts=1)
-    model = serve(board, replica, max_restarts=2)
+    model = serve(addresses, replica, max_restarts=2)
     replica.die()
 
-    wait_until(lambda: is_lost(board))
+    wait_until(lambda: is_lost(addresses))
     assert (model.num_restarts, replica.calls) == (2, ["start"] * 3)
     with pytest.raises(ConnectionError, match="it ended while it started"):
-        board.living()
+        addresses.living()
 
 
-def test_the_first_start_that_fails_is_an_error(board):
+def test_the_first_start_that_fails_is_an_error(addresses):
     with pytest.raises(RuntimeError, match="it ended while it started"):
-        serve(board, LocalReplica(starts=0))
+        serve(addresses, LocalReplica(starts=0))
 
 
-def test_a_model_that_sleeps_has_addresses_only_while_it_is_awake(board):
+def test_a_model_that_sleeps_has_addresses_only_while_it_is_awake(addresses):
     replica = LocalReplica()
-    model = serve(board, replica, sleeps=True)
-    assert board.living() == []
+    model = serve(addresses, replica, sleeps=True)
+    assert addresses.living() == []
     model.wake()
-    assert board.living() == [replica.server.url]
+    assert addresses.living() == [replica.server.url]
     model.sleep()
 
-    assert board.living() == []
+    assert addresses.living() == []
     assert replica.calls == ["start", "sleep", "wake", "sleep"]
 
 
-def test_a_replica_that_dies_in_its_sleep_starts_when_the_model_wakes(board):
+def test_a_replica_that_dies_in_its_sleep_starts_when_the_model_wakes(addresses):
     replica = LocalReplica()
-    model = serve(board, replica, sleeps=True)
+    model = serve(addresses, replica, sleeps=True)
     replica.die()
     wait_until(lambda: replica.is_closed)
     time.sleep(0.1)
     assert replica.calls == ["start", "sleep"]  # others have the devices
     model.wake()
-    wait_until(board.living)
+    wait_until(addresses.living)
     model.sleep()
 
     assert replica.calls == ["start", "sleep", "start", "sleep"]
 
 
-def test_a_model_does_not_sleep_before_a_replica_that_starts_can(board):
+def test_a_model_does_not_sleep_before_a_replica_that_starts_can(addresses):
     replica = LocalReplica()
-    model = serve(board, replica, sleeps=True)
+    model = serve(addresses, replica, sleeps=True)
     model.wake()
     replica.die()
     wait_until(lambda: model.num_restarts == 1)
@@ -166,9 +166,9 @@ def test_a_model_does_not_sleep_before_a_replica_that_starts_can(board):
     assert replica.calls[-2:] == ["start", "sleep"]
 
 
-def test_nothing_starts_after_the_end(board):
+def test_nothing_starts_after_the_end(addresses):
     replica = LocalReplica()
-    model = serve(board, replica)
+    model = serve(addresses, replica)
     model.close()
     time.sleep(0.1)
 

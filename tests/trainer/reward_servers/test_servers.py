@@ -45,8 +45,8 @@ def test_a_server_that_is_killed_starts_again_and_answers_as_before(ray_session,
         servers.wait_until_started()
         answer = ask(servers.specs)
         spec = servers.specs["judge"]
-        monkeypatch.setenv(KEY, spec.board.key)
-        (url,) = spec.board.living()
+        monkeypatch.setenv(KEY, spec.addresses.key)
+        (url,) = spec.addresses.living()
         by_url = RewardServerConfig(url=url, served_model="judge", api_key_env=KEY)
         answer_by_url = ask(specs_of({"judge": by_url}))
         [replica] = servers.models["judge"].replicas

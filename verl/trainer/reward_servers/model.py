@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A served model: its replicas, their restarts, and the board that tells scoring processes where they are."""
+"""A served model: its replicas, their restarts, and the file that tells scoring processes where they are."""
 
 import threading
 from collections.abc import Sequence
 
 from ray.exceptions import RayError
 
-from verl.rewards.servers import SECTION, Board
+from verl.rewards.servers import SECTION, AddressFile
 from verl.single_controller.ray.resource_pool import ClusterError
 from verl.trainer.reward_servers.replica import Replica
 from verl.utils.background import in_background
@@ -27,9 +27,9 @@ class ServedModel:
     """
 
     def __init__(
-        self, name: str, replicas: Sequence[Replica], board: Board, *, max_restarts: int, sleeps: bool
+        self, name: str, replicas: Sequence[Replica], file: AddressFile, *, max_restarts: int, sleeps: bool
     ) -> None:
-        self.name, self.board, self.replicas = name, board, replicas
+        self.name, self.file, self.replicas = name, file, replicas
         self.num_restarts = 0
         self.is_awake = self._has_devices = not sleeps
         self._max_restarts = max_restarts
@@ -38,7 +38,7 @@ class ServedModel:
         self._lost: dict[int, str] = {}  # replicas that stay away, and why
         self._changed = threading.Condition()  # guards everything above
         self._is_closed = False
-        self.board.publish([])
+        self.file.publish([])
         self._starts = [
             in_background(lambda number=number: self._start(number), f"server {name} {number}")
             for number in range(len(replicas))
@@ -154,4 +154,4 @@ class ServedModel:
                 f" `max_restarts` ({self._max_restarts}) restarts; replica {number} {how}"
             )
         urls = [self._urls[number] for number in sorted(self._urls)] if self.is_awake else []
-        self.board.publish(urls, lost)
+        self.file.publish(urls, lost)

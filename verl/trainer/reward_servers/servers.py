@@ -11,7 +11,7 @@ from pathlib import Path
 from verl.config.reward_servers import RewardServerConfig
 from verl.logger.console.start_up import phase
 from verl.protocol import DataProto
-from verl.rewards.servers import SECTION, Board, ServerSpec
+from verl.rewards.servers import SECTION, AddressFile, ServerSpec
 from verl.single_controller.ray.processes import WorkerProcesses
 from verl.trainer.metrics import Metrics, StageTimer
 from verl.trainer.prepare import engine_pool
@@ -48,7 +48,7 @@ class RewardServers(AbstractContextManager["RewardServers"]):
         self._key = secrets.token_urlsafe()
         self._lock = threading.RLock()
         self._num_awake = 0  # blocks of `awake` that are open
-        self.specs = {name: ServerSpec(name, config, self._board(name)) for name, config in configs.items()}
+        self.specs = {name: ServerSpec(name, config, self._file(name)) for name, config in configs.items()}
 
     @property
     def judges(self) -> dict[str, ServerSpec]:
@@ -122,16 +122,16 @@ class RewardServers(AbstractContextManager["RewardServers"]):
                 for model in sleepers:
                     model.sleep()
 
-    def _board(self, name: str) -> Board | None:
+    def _file(self, name: str) -> AddressFile | None:
         config = self.configs[name]
         if not config.is_served:
             return None
         path = Path(self._boards.name) / f"{name}.json"
-        return Board(path, self._key, str(config.model_path), config.start_timeout_s)
+        return AddressFile(path, self._key, str(config.model_path), config.start_timeout_s)
 
     def _start(self, name: str, places: Sequence[OwnDevices | SharedDevices]) -> None:
-        config, board = self.configs[name], self.specs[name].board
-        assert board is not None, "the run serves it"
+        config, addresses = self.configs[name], self.specs[name].addresses
+        assert addresses is not None, "the run serves it"
         replicas = [
             Replica(
                 ServerLaunch(name, config, self.device, self._key, str(self.logs / f"{name}-{number}.log")),
@@ -140,7 +140,7 @@ class RewardServers(AbstractContextManager["RewardServers"]):
             for number, place in enumerate(places)
         ]
         self.models[name] = ServedModel(
-            name, replicas, board, max_restarts=config.max_restarts, sleeps=config.colocate
+            name, replicas, addresses, max_restarts=config.max_restarts, sleeps=config.colocate
         )
 
 

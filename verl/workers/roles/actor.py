@@ -153,10 +153,8 @@ class DataParallelPPOActor:
 
         read = [name for observer in observers for name in observer.reads]
         found = compute_columns(self.config, self.forward, self.group, batch, columns, read)
-        objects = {}
-        if OLD_ROUTES in found:
-            objects[OLD_ROUTES] = column_of(found.pop(OLD_ROUTES), batch.batch["attention_mask"])
-        return DataProto.from_dict(found, objects)
+        mask, routes = batch.batch["attention_mask"], found.pop(OLD_ROUTES, None)
+        return DataProto.from_dict(found, {} if routes is None else {OLD_ROUTES: column_of(routes, mask)})
 
     def _observers_of_old_pass(self, batch: DataProto) -> list[ForwardObserver]:
         if self.training is None:
