@@ -9,17 +9,15 @@ import yaml
 from tests.helpers.fine_tuning import arguments_for, write_conversations
 from tests.helpers.quickstart import make_folder
 from tests.helpers.training import quickstart_arguments
-from tests.helpers.warm_runs import cool_down, warm_processes
+from tests.helpers.warm_runs import warm_processes
 
 
 @pytest.fixture(scope="package")
 def ray_session():
     """A cluster that this process has joined before any run does; the next package finds none."""
     os.environ.setdefault("RAY_ADDRESS", "local")
-    cool_down()
     with warm_processes():
         yield
-    cool_down()
 
 
 @pytest.fixture(scope="session")

@@ -15,14 +15,13 @@ from pathlib import Path
 
 import psutil
 import pytest
-import ray
 
 from tests.helpers.training import QUICKSTART, quickstart_arguments
+from tests.helpers.warm_runs import warm_processes
 from verl.config.ppo import PPOConfig
 from verl.config.schema import load_config
 from verl.models.tiny import save_tiny_model
 from verl.rewards.manager import RewardManager
-from verl.single_controller.ray.cluster import connect
 from verl.trainer.main import main
 from verl.trainer.run.run_once import open_trainer
 
@@ -40,10 +39,8 @@ VIDEO = {"problem": "<video>What colour?", "answer": "red"}
 @pytest.fixture(scope="module")
 def cluster():
     """A Ray of this process, whose start every test here would pay for otherwise."""
-    is_new = connect(num_cpus=4)
-    yield
-    if is_new:
-        ray.shutdown()
+    with warm_processes():
+        yield
 
 
 @pytest.fixture(scope="module")

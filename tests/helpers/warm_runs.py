@@ -27,7 +27,8 @@ from verl.single_controller.ray.environment import rank_environments
 from verl.single_controller.ray.processes import WorkerProcess, WorkerProcesses
 from verl.single_controller.ray.resource_pool import ResourcePool, actor_resources
 
-CPUS = 8  # of the cluster, on any machine
+CPUS = 12  # of the cluster, on any machine
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 MOST_IDLE = 3  # processes that wait for a run; each holds its packages in memory
 STARTERS = ("verl.trainer.prepare", "verl.single_controller.ray.worker_group")
 
@@ -73,20 +74,22 @@ class Handle:
 
 
 class Idle(NamedTuple):
-    """Processes between two runs."""
+    """A process between two runs, with its resources."""
 
-    kind: tuple[Any, ...]
+    settings: tuple[tuple[str, str], ...]  # environment that it was started with
     group: PlacementGroup
-    actors: list[Any]
+    actor: Any
 
     def end(self) -> None:
-        for actor in self.actors:
-            ray.kill(actor)
+        ray.kill(self.actor)
         remove_placement_group(self.group)
 
 
 class WarmProcesses(WorkerProcesses):
-    """The processes of an earlier run of the same size and environment, or new ones."""
+    """The processes of earlier runs, and new ones where they do not suffice; all on this machine.
+
+    Each has one thread, as tests share the cores.
+    """
 
     idle: ClassVar[list[Idle]] = []
 
@@ -94,62 +97,57 @@ class WarmProcesses(WorkerProcesses):
         self, pool: ResourcePool, env: Mapping[str, str], warm_up: Callable[[], None] | None = None
     ) -> None:
         self.pool, self.handles = pool, []
-        self.kind = (pool.nnodes, pool.processes_per_node, pool.neighbors, tuple(sorted(env.items())))
-        found = next((each for each in self.idle if each.kind == self.kind), None)
-        if found is None:
-            self._make_room(pool.world_size)
-            pool.acquire()
-        else:
-            self.idle.remove(found)
-            pool.group = found.group
-        slots = pool.slots()
-        environments = rank_environments(pool, slots)
-        if found is None:
-            actor_class = ray.remote(max_restarts=0)(WarmProcess)
-            for slot, environment in zip(slots, environments, strict=True):
-                options = actor_class.options(
-                    **actor_resources(pool.per_process()),
-                    scheduling_strategy=pool.bundle(slot.bundle),
-                    runtime_env={"env_vars": {**environment, **env}},
-                )
-                self.handles.append(Handle(options.remote()))
-        else:
-            self.handles = [Handle(actor) for actor in found.actors]
-        for handle, environment in zip(self.handles, environments, strict=True):
-            handle.set_up.remote(environment)  # another port for each run
+        self.settings = tuple(sorted(env.items()))
+        self.taken = [self._take(pool, env) for _ in range(pool.world_size)]
+        pool.group = self.taken[0].group
+        self.handles = [Handle(each.actor) for each in self.taken]
+        for handle, environment in zip(self.handles, rank_environments(pool, pool.slots()), strict=True):
+            handle.set_up.remote(environment | ONE_THREAD)
             if warm_up is not None:
                 handle.warm_up.remote(warm_up)
 
     def kill(self) -> None:
         """Keep the processes if each of them ended its worker; else kill them."""
         handles, self.handles = self.handles, []
+        self.pool.group = None
         if not handles or not ray.is_initialized():
             return
-        group, self.pool.group = self.pool.group, None
-        assert group is not None, "acquired"
-        free = Idle(self.kind, group, [handle.actor for handle in handles])
         try:
             if None in [handle.reset for handle in handles]:
                 raise RayError("a failed run")
             ray.get([handle.reset for handle in handles])
         except RayError:
-            free.end()
+            for each in self.taken:
+                each.end()
             return
-        self._make_room(len(handles))
-        self.idle.append(free)
-
-    def _make_room(self, count: int) -> None:
-        while self.idle and sum(len(each.actors) for each in self.idle) + count > MOST_IDLE:
+        self.idle.extend(self.taken)
+        while len(self.idle) > MOST_IDLE:
             self.idle.pop(0).end()
+
+    def _take(self, pool: ResourcePool, env: Mapping[str, str]) -> Idle:
+        found = next((each for each in self.idle if each.settings == self.settings), None)
+        if found is not None:
+            self.idle.remove(found)
+            return found
+        alone = ResourcePool(1, 1, pool.device)
+        alone.acquire()
+        assert alone.group is not None, "acquired"
+        [environment] = rank_environments(alone, alone.slots())
+        options = ray.remote(max_restarts=0)(WarmProcess).options(
+            **actor_resources(alone.per_process()),
+            scheduling_strategy=alone.bundle(0),
+            runtime_env={"env_vars": {**environment, **env, **ONE_THREAD}},
+        )
+        return Idle(self.settings, alone.group, options.remote())
 
 
 @contextmanager
-def warm_processes(cpus: int = CPUS) -> Iterator[None]:
+def warm_processes() -> Iterator[None]:
     """Have the runs of the block use one cluster, and the processes of runs before them."""
     with ExitStack() as stack:
         for module in STARTERS:
             stack.enter_context(patch(f"{module}.WorkerProcesses", WarmProcesses))
-        if connect(num_cpus=cpus):
+        if connect(num_cpus=CPUS):
             WarmProcesses.idle.clear()  # of a cluster that has ended
         yield
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sessions: cells share their variables, are interrupted, and cannot leave the sandbox."""
 
+import gc
 import io
 import os
 import time
@@ -82,6 +83,7 @@ ENDINGS = {
 @pytest.mark.parametrize("code", ENDINGS)
 def test_code_that_ends_its_program_ends_the_session(monkeypatch, code):
     monkeypatch.setattr(sessions, "GRACE_S", 0.5)
+    gc.collect()  # else files of tests before this one may be closed while it runs
     before = len(os.listdir("/proc/self/fd"))
     with Session(LIMITS) as session, pytest.raises(SessionEndedError) as error:
         session.run(code, limit_s=1.0 if "SIG_IGN" in code else 30.0)
@@ -89,7 +91,7 @@ def test_code_that_ends_its_program_ends_the_session(monkeypatch, code):
     assert ENDINGS[code] in str(error.value) or "stopped answering" in str(error.value)
     with pytest.raises(SessionEndedError, match="it has ended already"):
         session.run("1")
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_processor_time_is_limited_over_all_cells():

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import pytest
-import ray
 
-from tests.helpers.warm_runs import cool_down
+from tests.helpers.warm_runs import CPUS
 from tests.single_controller.workers import EchoWorker
 from verl.single_controller.ray.cluster import connect
 from verl.single_controller.ray.resource_pool import ResourcePool
@@ -12,10 +11,7 @@ from verl.single_controller.ray.worker_group import RayWorkerGroup
 @pytest.fixture(scope="package")
 def ray_session():
     """One Ray cluster for these tests, with more CPUs than cores so that groups can run together."""
-    cool_down()
-    connect(num_cpus=12)
-    yield
-    ray.shutdown()
+    connect(num_cpus=CPUS)
 
 
 @pytest.fixture(scope="module")

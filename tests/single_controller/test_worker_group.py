@@ -11,6 +11,7 @@ import pytest
 import ray
 import torch
 
+from tests.helpers.warm_runs import CPUS, WarmProcesses
 from tests.single_controller.workers import ClosingWorker, EchoWorker, fail, import_shelve
 from verl.protocol import DataProto, objects
 from verl.single_controller.ray.failure import WorkerError
@@ -266,14 +267,15 @@ def test_a_warm_up_that_fails_leaves_the_error_to_the_worker(ray_session):
 
 
 def test_processes_that_get_no_worker_free_their_resources(group, four):
-    pool, all_but_those_of_the_groups = ResourcePool(1, 2, "cpu"), 6
+    pool = ResourcePool(1, 2, "cpu")
+    free = CPUS - group.world_size - four.world_size - len(WarmProcesses.idle)
 
-    await_free_cpus(all_but_those_of_the_groups)
+    await_free_cpus(free)
     processes = WorkerProcesses(pool, {})
-    await_free_cpus(all_but_those_of_the_groups - 2)
+    await_free_cpus(free - 2)
     processes.kill()
 
-    await_free_cpus(all_but_those_of_the_groups)
+    await_free_cpus(free)
     assert pool.group is None
 
 

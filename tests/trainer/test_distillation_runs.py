@@ -5,14 +5,13 @@ import json
 import sys
 
 import pytest
-import ray
 
 from tests.helpers.fine_tuning import arguments_for, write_conversations
 from tests.helpers.quickstart import make_folder
 from tests.helpers.training import QUICKSTART, learned, quickstart_arguments, train
+from tests.helpers.warm_runs import warm_processes
 from tests.trainer.test_sft_runs import fine_tune
 from verl.models.tiny import save_tiny_model
-from verl.single_controller.ray.cluster import connect
 from verl.trainer.main import main
 
 sys.path.insert(0, str(QUICKSTART))
@@ -39,10 +38,8 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def cluster():
     """A Ray of this process; the command as a process of its own would import and start all of it again."""
-    is_new = connect(num_cpus=4)
-    yield
-    if is_new:
-        ray.shutdown()
+    with warm_processes():
+        yield
 
 
 def two_teachers(folder, *overrides):

@@ -16,7 +16,8 @@ from verl.planning.planned_run import planned_ppo
 from verl.single_controller.ray.cluster import connect
 from verl.trainer.prepare import find_machine_of_run, prepare_run
 
-pytestmark = pytest.mark.heavy
+# Clusters of their own: the processes of runs before them would have to start again.
+pytestmark = [pytest.mark.heavy, pytest.mark.nightly("verl/single_controller")]
 
 
 @pytest.fixture(scope="module", autouse=True)
