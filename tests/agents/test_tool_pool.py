@@ -332,6 +332,7 @@ def test_closing_the_pool_kills_every_process(make_pool):
             use()
 
 
+@pytest.mark.nightly
 def test_hundreds_of_conversations_have_a_state_each(make_pool, tmp_path):
     pool, log = make_pool(), tmp_path / "log"
     before = len(os.listdir("/proc/self/fd"))

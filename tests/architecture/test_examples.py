@@ -66,6 +66,7 @@ def dry_run(script, folder, *overrides):
     return [*statuses, last([*arguments, *overrides, "--dry-run"])]
 
 
+@pytest.mark.nightly("examples", "verl/config", "verl/planning", "verl/trainer")
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 def test_every_example_script_passes_a_dry_run(script, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)

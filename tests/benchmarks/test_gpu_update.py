@@ -34,6 +34,7 @@ def run_benchmark(*arguments):
     return json.loads(result), json.loads(packages)
 
 
+@pytest.mark.nightly("benchmarks", "verl/models/attention")
 @pytest.mark.parametrize(
     "options",
     [("--images", "1"), ("--images", "0", "--min-response-length", "3", "--no-checkpointing")],

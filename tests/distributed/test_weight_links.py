@@ -145,6 +145,7 @@ def take_and_end(shares, ending, has_taken):
     time.sleep(600)
 
 
+@pytest.mark.nightly("verl/workers")
 @pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGSTOP])
 def test_an_engine_that_is_lost_while_it_loads_holds_up_neither_training_nor_other_engines(ending):
     context = multiprocessing.get_context("spawn")

@@ -105,6 +105,7 @@ def mean_difference(answers, by_policy):
     return sum(abs(ours - theirs) for ours, theirs in pairs) / len(pairs)
 
 
+@pytest.mark.nightly("verl/workers/rollout")
 def test_the_engine_says_the_same_after_sleep_sync_and_wake(engine_story):
     first, _, again, *_ = engine_story
 

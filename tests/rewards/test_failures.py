@@ -151,6 +151,7 @@ def test_a_batch_function_fails_for_the_responses_of_its_call(reward_file):
     assert scores["failures"] == scores["retries"] == [1.0, 1.0, 0.0, 0.0]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("statement", ["time.sleep(1000)", "os.abort()"], ids=["blocks", "crashes"])
 def test_calls_that_share_a_process_with_one_that_ends_it_are_scored(reward_file, statement):
     path = reward_file(
@@ -267,6 +268,7 @@ def test_a_run_that_fails_too_often_ends_before_every_call_has_hung(reward_file)
     assert num_calls(path) <= 6  # five that hung, and the one of the other process
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("statement", "on_failure", "per_batch"),
     [("time.sleep(1000)", "mask", 40), ("os.abort()", "score", 40), ("time.sleep(1000)", "score", 2)],

@@ -96,6 +96,7 @@ def interrupted():
     return "".join(lines) + rest
 
 
+@pytest.mark.nightly
 def test_two_raylets_form_one_group_of_two_nodes(two_nodes):
     assert "SUMS [3.0, 3.0]" in two_nodes
     assert "NODES 2" in two_nodes

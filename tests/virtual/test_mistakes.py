@@ -28,6 +28,7 @@ def test_moments_on_another_device_than_their_weights_are_named(cluster):
         cluster.measure("tiny", setup, 8, mistake="moments_on_device")
 
 
+@pytest.mark.nightly("verl/workers", "verl/algorithms")
 @pytest.mark.parametrize(
     ("mistake", "place"),
     [("number_of_loss", "DataParallelPPOActor.update"), ("mask_as_index", "PackedForward.log_probs")],

@@ -19,6 +19,7 @@ def copied(phase: PhaseReport, place: str) -> int:
     return phase.copies[place][1]
 
 
+@pytest.mark.nightly("verl/workers", "verl/distributed")
 @pytest.mark.parametrize(
     "options",
     [{}, *(pytest.param({name: True}, marks=pytest.mark.slow) for name in ("offload", "cpu_offload"))],

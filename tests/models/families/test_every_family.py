@@ -21,14 +21,20 @@ from verl.models.families.interface import is_part
 from verl.models.families.registry import encoder_of
 from verl.models.registry import check_model
 
+EVERY_TIME = {"qwen2_5_vl", "qwen3_5", "qwen2_5_omni", "internvl"}  # the others by night
+kinds = pytest.mark.parametrize(
+    "kind",
+    [kind if kind in EVERY_TIME else pytest.param(kind, marks=pytest.mark.nightly) for kind in KINDS],
+)
 
-@pytest.mark.parametrize("kind", KINDS)
+
+@kinds
 @pytest.mark.parametrize("ability", ABILITIES)
 def test_every_ability_computes_what_the_models_own_forward_does(ability, kind):
     assert error_of(ability, kind) < LARGEST
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@kinds
 def test_checkpointed_micro_batches_have_the_same_gradients(kind):
     tiny, groups = load_tiny(kind), groups_of(kind)
     rest = range(4, sum(len(lengths) for _, lengths in groups))
@@ -39,7 +45,7 @@ def test_checkpointed_micro_batches_have_the_same_gradients(kind):
     )
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@kinds
 def test_every_weight_belongs_to_the_encoder_or_to_the_language_model(kind):
     tiny = load_tiny(kind)
     parts = encoder_of(tiny.config)
@@ -52,7 +58,7 @@ def test_every_weight_belongs_to_the_encoder_or_to_the_language_model(kind):
     assert decoder | encoder == {id(weight) for weight in tiny.model.parameters()}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@kinds
 def test_the_check_at_start_accepts_the_family(kind):
     tiny = load_tiny(kind)
 

@@ -196,6 +196,7 @@ def calls_what_it_says():
     return CallFormat(lambda text, schemas: [ToolCall("look", {"number": sum(map(ord, text)) % 12})], "")
 
 
+@pytest.mark.nightly("verl/workers/conversations", "verl/agents")
 def test_with_a_seed_the_order_of_answers_changes_no_conversation(tiny, engine, pool, tmp_path):
     rules, rows = rules_with(tiny, calls_what_it_says()), rows_of(tiny, 8)
     sampling = SAMPLING.override({"seed": 5, "n": 4})

@@ -102,6 +102,7 @@ def test_log_probs_of_recurrent_layers_have_the_noise_of_bfloat16(kind, single_p
     assert ratio < 1.5
 
 
+@pytest.mark.nightly("verl/models")
 @pytest.mark.parametrize("kind", ["qwen3_5", pytest.param("qwen3_5_moe", marks=pytest.mark.slow)])
 def test_features_and_pixels_of_a_recurrent_model_have_the_noise_of_bfloat16(kind, single_process):
     tiny = load_tiny(kind, **ALL_EXPERTS.get(kind, {}))
@@ -129,6 +130,7 @@ def test_recurrent_text_models_have_the_noise_of_bfloat16_after_each_sync(kind, 
     assert max(ratios) < 1.5
 
 
+@pytest.mark.nightly("verl/models")
 @pytest.mark.parametrize("kind", ["qwen2_5_omni", pytest.param("qwen3_omni_moe", marks=nightly)])
 def test_a_model_that_hears_has_its_own_log_probs_for_every_kind_of_media(kind, single_process):
     tiny = load_tiny(kind)

@@ -59,7 +59,7 @@ def folded(model, config=CONFIG):
     scope="module",
     params=[
         "qwen2",
-        "qwen2_5_vl",
+        pytest.param("qwen2_5_vl", marks=pytest.mark.nightly("verl/models")),
         *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen3_vl", "mistral3")),
     ],
 )
@@ -118,6 +118,7 @@ def test_an_engine_with_folded_weights_has_the_same_log_probs(tmp_path, single_p
         engine.close()
 
 
+@pytest.mark.nightly("verl/models")
 def test_adapters_of_experts_reach_the_engine_folded(tmp_path, single_process):
     path = save_tiny_model(tmp_path / "model", "qwen3_moe")
     config = AdapterConfig(4, 6, "q_proj", target_parameters=("experts.gate_up_proj", "experts.down_proj"))

@@ -90,6 +90,7 @@ def results(tmp_path_factory):
     return [[of_rank[way] for of_rank in by_rank] for way in (0, 1)]
 
 
+@pytest.mark.nightly("verl/distributed")
 def test_two_independent_engines_sample_differently_and_agree_with_the_model(results):
     (first, *_), (second, *_) = results[0]
 

@@ -282,6 +282,7 @@ def test_prompts_in_parts_have_the_log_probs_of_whole_ones(tmp_path, single_proc
     assert difference < 1e-4
 
 
+@pytest.mark.nightly("verl/models")
 @pytest.mark.parametrize(
     "family", [*(pytest.param(kind, marks=nightly) for kind in ("deepseek", "gemma3")), "qwen3_moe"]
 )
