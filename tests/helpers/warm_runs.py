@@ -42,10 +42,10 @@ class WarmProcess(WorkerProcess):
     def reset(self) -> None:
         """End what a closed worker left: its engine and process groups."""
         worker, self._worker = self._worker, None
-        engine = getattr(worker, "engine", None)
-        if engine is not None:
-            engine.close()
-        del worker, engine
+        close = getattr(getattr(worker, "engine", None), "close", None)
+        if close is not None:  # an engine of diffusion has nothing to end
+            close()
+        del worker, close
         if "vllm.distributed.parallel_state" in sys.modules:
             from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 

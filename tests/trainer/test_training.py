@@ -17,9 +17,17 @@ from ray.cluster_utils import Cluster
 from transformers import AutoModelForCausalLM
 
 from tests.architecture.walk import recorded_walk, recording, rows_of_page
-from tests.faults.runs import RESUMED, Run, assert_same, saved_tensors
+from tests.faults.runs import RESUMED, Logged, Run, assert_same, saved_tensors
 from tests.helpers.distributed import run_distributed
-from tests.helpers.training import QUICKSTART, ROOT, learned, quickstart_arguments, start_training, train
+from tests.helpers.training import (
+    QUICKSTART,
+    ROOT,
+    learned,
+    quickstart_arguments,
+    read_metrics,
+    start_training,
+    train,
+)
 from verl.checkpoint.sharded import load_shards
 from verl.checkpoint.tracker import read_record
 from verl.models.tiny import save_tiny_model
@@ -143,13 +151,12 @@ def test_a_run_that_goes_on_from_a_checkpoint_ends_bit_for_bit_as_the_unbroken_o
     checkpoint = f"trainer.load_checkpoint_path={text_folder / 'unbroken' / f'global_step_{SAVED}'}"
 
     arguments = [*text_arguments, f"trainer.max_steps={STEPS}", "trainer.val_before_train=false"]
-    resumed = Run(output, [*arguments, checkpoint])
-    assert resumed.end() == 0, resumed.stderr
+    resumed = start_training(*arguments, checkpoint, f"trainer.save_checkpoint_path={output}")
+    assert resumed.returncode == 0, resumed.stderr
 
-    assert resumed.resumed_from() == SAVED
-    assert_ends_as_unbroken(
-        output, resumed.steps, {step: unbroken[step] for step in range(SAVED + 1, STEPS + 1)}
-    )
+    assert RESUMED.search(resumed.stderr)[1] == str(SAVED)
+    steps = [Logged(0.0, step, metrics) for step, metrics in read_metrics(output).items()]
+    assert_ends_as_unbroken(output, steps, {step: unbroken[step] for step in range(SAVED + 1, STEPS + 1)})
 
 
 def assert_ends_as_unbroken(output, steps, unbroken):
