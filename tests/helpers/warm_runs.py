@@ -18,14 +18,12 @@ from unittest.mock import patch
 import ray
 import torch.distributed as dist
 from ray.exceptions import RayError
-from ray.util import remove_placement_group
-from ray.util.placement_group import PlacementGroup
 
 from verl.api import restored_process
 from verl.single_controller.ray.cluster import connect
 from verl.single_controller.ray.environment import rank_environments
 from verl.single_controller.ray.processes import WorkerProcess, WorkerProcesses
-from verl.single_controller.ray.resource_pool import ResourcePool, actor_resources
+from verl.single_controller.ray.resource_pool import ResourcePool
 
 CPUS = 12  # of the cluster, on any machine
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
@@ -77,12 +75,7 @@ class Idle(NamedTuple):
     """A process between two runs, with its resources."""
 
     settings: tuple[tuple[str, str], ...]  # environment that it was started with
-    group: PlacementGroup
-    actor: Any
-
-    def end(self) -> None:
-        ray.kill(self.actor)
-        remove_placement_group(self.group)
+    process: WorkerProcesses  # of one rank
 
 
 class WarmProcesses(WorkerProcesses):
@@ -99,8 +92,8 @@ class WarmProcesses(WorkerProcesses):
         self.pool, self.handles = pool, []
         self.settings = tuple(sorted(env.items()))
         self.taken = [self._take(pool, env) for _ in range(pool.world_size)]
-        pool.group = self.taken[0].group
-        self.handles = [Handle(each.actor) for each in self.taken]
+        pool.group = self.taken[0].process.pool.group
+        self.handles = [Handle(each.process.handles[0]) for each in self.taken]
         for handle, environment in zip(self.handles, rank_environments(pool, pool.slots()), strict=True):
             handle.set_up.remote(environment | ONE_THREAD)
             if warm_up is not None:
@@ -118,27 +111,20 @@ class WarmProcesses(WorkerProcesses):
             ray.get([handle.reset for handle in handles])
         except RayError:
             for each in self.taken:
-                each.end()
+                each.process.kill()
             return
         self.idle.extend(self.taken)
         while len(self.idle) > MOST_IDLE:
-            self.idle.pop(0).end()
+            self.idle.pop(0).process.kill()
 
     def _take(self, pool: ResourcePool, env: Mapping[str, str]) -> Idle:
         found = next((each for each in self.idle if each.settings == self.settings), None)
         if found is not None:
             self.idle.remove(found)
             return found
-        alone = ResourcePool(1, 1, pool.device)
-        alone.acquire()
-        assert alone.group is not None, "acquired"
-        [environment] = rank_environments(alone, alone.slots())
-        options = ray.remote(max_restarts=0)(WarmProcess).options(
-            **actor_resources(alone.per_process()),
-            scheduling_strategy=alone.bundle(0),
-            runtime_env={"env_vars": {**environment, **env, **ONE_THREAD}},
-        )
-        return Idle(self.settings, alone.group, options.remote())
+        with patch(f"{WorkerProcesses.__module__}.WorkerProcess", WarmProcess):
+            alone = WorkerProcesses(ResourcePool(1, 1, pool.device), {**env, **ONE_THREAD})
+        return Idle(self.settings, alone)
 
 
 @contextmanager

@@ -81,7 +81,7 @@ def prepare_run(
     Args:
         describe: `planned_ppo` or `planned_sft`.
         wait_s: Seconds to wait for a cluster that is too small or unreachable.
-        check: Called when the models are checked; raises for what else it finds wrong with the run.
+        check: Called after the checks of the models; raises if anything else is wrong with the run.
         warm_up: A function of a module that imports what the workers need.
     """
     with phase("Ray and libraries"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a worker knows of a model of its own."""
+"""The operations that a worker counts for the models it trains."""
 
 import pytest
 import torch
