@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A tiny model, questions, and one Ray cluster for all runs inside this process."""
 
-import os
-
 import pytest
 import yaml
 
@@ -15,9 +13,10 @@ from tests.helpers.warm_runs import warm_processes
 @pytest.fixture(scope="package")
 def ray_session():
     """A cluster that this process has joined before any run does; the next package finds none."""
-    os.environ.setdefault("RAY_ADDRESS", "local")
-    with warm_processes():
-        yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_ADDRESS", "local")
+        with warm_processes():
+            yield
 
 
 @pytest.fixture(scope="session")

@@ -438,7 +438,7 @@ def test_processes_beyond_the_cores_are_named_before_the_batches_that_they_do_no
     minimal, monkeypatch
 ):
     monkeypatch.setattr("os.cpu_count", lambda: 2)
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_ADDRESS", "local")
     eight = ["trainer.n_gpus_per_node=8", "trainer.device=cpu"]
     dividing = ["worker.actor.global_batch_size=8", "worker.actor.micro_batch_size_per_device_for_update=1"]
 

@@ -75,6 +75,7 @@ class Idle(NamedTuple):
     """A process between two runs, with its resources."""
 
     settings: tuple[tuple[str, str], ...]  # environment that it was started with
+    rank: int  # the same in every run: torch caches shards by the ranks of a mesh, without the own one
     process: WorkerProcesses  # of one rank
 
 
@@ -91,7 +92,7 @@ class WarmProcesses(WorkerProcesses):
     ) -> None:
         self.pool, self.handles = pool, []
         self.settings = tuple(sorted(env.items()))
-        self.taken = [self._take(pool, env) for _ in range(pool.world_size)]
+        self.taken = [self._take(pool, env, rank) for rank in range(pool.world_size)]
         pool.group = self.taken[0].process.pool.group
         self.handles = [Handle(each.process.handles[0]) for each in self.taken]
         for handle, environment in zip(self.handles, rank_environments(pool, pool.slots()), strict=True):
@@ -117,14 +118,15 @@ class WarmProcesses(WorkerProcesses):
         while len(self.idle) > MOST_IDLE:
             self.idle.pop(0).process.kill()
 
-    def _take(self, pool: ResourcePool, env: Mapping[str, str]) -> Idle:
-        found = next((each for each in self.idle if each.settings == self.settings), None)
+    def _take(self, pool: ResourcePool, env: Mapping[str, str], rank: int) -> Idle:
+        wanted = (self.settings, rank)
+        found = next((each for each in self.idle if (each.settings, each.rank) == wanted), None)
         if found is not None:
             self.idle.remove(found)
             return found
         with patch(f"{WorkerProcesses.__module__}.WorkerProcess", WarmProcess):
             alone = WorkerProcesses(ResourcePool(1, 1, pool.device), {**env, **ONE_THREAD})
-        return Idle(self.settings, alone)
+        return Idle(self.settings, rank, alone)
 
 
 @contextmanager

@@ -53,7 +53,8 @@ def taught_by(folders, model, *options):
     return [*given, *(f"{teacher}.fsdp.{each}" for each in options)]
 
 
-def test_a_teachers_experts_have_the_rules_of_all_and_its_own_option_in_messages(folders):
+def test_a_teachers_experts_have_the_rules_of_all_and_its_own_option_in_messages(folders, monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
     size = "`distillation.teacher_models.big.fsdp.expert_parallel_size`"
 
     check(folders, "dense", *taught_by(folders, "mixture", "expert_parallel_size=2"))

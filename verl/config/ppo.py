@@ -117,7 +117,8 @@ class PPOConfig(RunTree):
 
     def _cores(self) -> Iterator[str]:
         # A cluster may have more cores than this machine.
-        problem = None if os.environ.get("RAY_ADDRESS") else self.trainer.core_problem(self.num_serving)
+        is_here = os.environ.get("RAY_ADDRESS") in (None, "", "local")
+        problem = self.trainer.core_problem(self.num_serving) if is_here else None
         if problem and self.trainer.device == "cpu" and any(WORLD in size for size in self._sizes()):
             yield problem
 
