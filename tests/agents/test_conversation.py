@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.helpers.conversations import CALL, PROMPT, begin, encode, rules_of, say
-from verl.agents.interface import Observation, ToolCall, Turn
+from verl.agents.interface import Observation, StopReason, ToolCall, Turn
 
 END = "<|im_end|>"
 ANSWERED = "\n<|im_start|>user\n<tool_response>\n5\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
@@ -122,8 +122,7 @@ def test_no_call_is_made_if_no_answer_can_follow_it(more, calls):
     conversation = begin(rules_of(max_tokens=len(encode(rules_of(), turn)) + more))
 
     assert say(conversation, turn) == calls
-    assert conversation.is_done == (calls == [])
-    assert conversation.finish_reason == "length"
+    assert conversation.stop_reason == (None if calls else "length")
 
 
 @pytest.mark.parametrize(("limit", "allowed"), [(5, 5), (1000, 1000), (1001, 1000), (None, 1000)])
@@ -223,11 +222,11 @@ def test_rewards_of_a_turn_are_added():
 
     conversation.observe([Observation("a", reward=0.5), Observation("b"), Observation("c", reward=-2.0)])
 
-    conversation.end("tool_error", is_masked=True)
+    conversation.end(StopReason.FAILED, is_masked=True)
     finished = conversation.finish()
     assert finished.trajectory.turns[0].reward == -1.5
     assert finished.trajectory.is_masked
-    assert (finished.finish_reason, finished.stop_reason) == ("length", "tool_error")
+    assert (finished.finish_reason, finished.stop_reason) == ("length", "tool")
 
 
 def test_special_tokens_in_an_answer_are_text():
@@ -378,7 +377,7 @@ def test_a_context_that_leaves_no_room_for_a_token_is_not_begun(more, is_done):
     assert (conversation.is_done, conversation.stop_reason) == (is_done, "length" if is_done else None)
     if not is_done:
         assert conversation.request().max_tokens == 1
-    conversation.end("seconds")  # before the context has a turn
+    conversation.end(StopReason.SECONDS)  # before the context has a turn
     finished = conversation.finish()
     assert finished.token_ids == turn and finished.trajectory.context_starts == ()
 

@@ -4,7 +4,15 @@
 import torch
 from PIL import Image
 
-from verl.agents.interface import ContextRecord, Observation, OwnPrompt, ToolCall, Trajectory, Turn
+from verl.agents.interface import (
+    ContextRecord,
+    Observation,
+    OwnPrompt,
+    StopReason,
+    ToolCall,
+    Trajectory,
+    Turn,
+)
 from verl.agents.stored import from_plain, to_plain
 from verl.utils.plain_data import decode, encode
 
@@ -25,7 +33,7 @@ def test_a_conversation_is_the_same_after_storing_without_the_messages_of_observ
         messages=ASKED,
         media={"images": [PICTURE]},
         position_ids=torch.arange(9),
-        stop_reason="done",
+        stop_reason=StopReason.DONE,
         prompt=OwnPrompt([5, 6], torch.arange(2), ASKED, "Look.", {"images": []}),
         context_starts=(3,),
         contexts=(ContextRecord(ASKED, 1, 1), ContextRecord(ASKED, 1, 1, num_images=1)),

@@ -32,6 +32,7 @@ from verl.agents.interface import (
     Message,
     Observation,
     Reference,
+    StopReason,
     ToolCall,
     Trajectory,
     Turn,
@@ -142,7 +143,7 @@ class AgentConversation:
             self._contexts.remove(call.context)
 
     def finish(
-        self, result: AgentResult, reason: str = "stop", is_masked: bool = False
+        self, result: AgentResult, reason: StopReason = StopReason.STOP, is_masked: bool = False
     ) -> FinishedConversation:
         """Return the response: the first context after its prompt, and every later one as a whole.
 
@@ -159,7 +160,7 @@ class AgentConversation:
         self._give_rewards(contexts, result)
         contexts.sort(key=lambda context: context is not first)
         latest = max(contexts, key=lambda context: context.calls[-1].number)
-        finish_reason = "length" if self._is_cut or reason != "stop" else "stop"
+        finish_reason = "length" if self._is_cut else reason.finish_reason
         messages = _plain_messages(latest.chat)
         return joined_response(contexts, messages, reason, finish_reason, is_masked=is_masked)
 
@@ -304,7 +305,7 @@ class AgentConversation:
     def _can_be_first(self, context: AgentContext) -> bool:
         return len(context.row.expanded_prompt) <= self.rules.max_prompt_tokens
 
-    def _empty(self, result: AgentResult, reason: str) -> FinishedConversation:
+    def _empty(self, result: AgentResult, reason: StopReason) -> FinishedConversation:
         """Return the response of an agent without a turn of the policy: a token that does not count.
 
         It takes the place of the turn, which what failed follows.
@@ -317,9 +318,7 @@ class AgentConversation:
         trajectory = Trajectory(
             [False], (turn,), given, is_masked=True, stop_reason=reason, contexts=(context,)
         )
-        return FinishedConversation(
-            [token], [0.0], "length" if reason != "stop" else reason, reason, trajectory, [0]
-        )
+        return FinishedConversation([token], [0.0], reason.finish_reason, reason, trajectory, [0])
 
 
 def _called(context: AgentContext, new: Sequence[ChatMessage]) -> list[ToolCall]:

@@ -14,7 +14,7 @@ import torch
 
 from verl.agents.endpoint.chat_messages import ChatMessage
 from verl.agents.endpoint.requests import ChatRequest
-from verl.agents.interface import ContextRecord, Message, Trajectory, Turn
+from verl.agents.interface import ContextRecord, Message, StopReason, Trajectory, Turn
 from verl.agents.media import as_lists, join_media
 from verl.agents.row import Piece, Row
 from verl.data.media.references import MediaData
@@ -120,7 +120,7 @@ class FinishedConversation(NamedTuple):
     token_ids: list[int]  # with the tokens of media
     log_probs: list[float]  # 0 for tokens that were not sampled
     finish_reason: str  # "stop", or "length" if a limit cut it off
-    stop_reason: str
+    stop_reason: StopReason
     trajectory: Trajectory
     versions: list[int]  # of the weights that sampled each token; 0 for tokens that were not sampled
     routes: torch.Tensor | None = None  # (tokens, L, k) experts of the prompt and the response
@@ -129,7 +129,7 @@ class FinishedConversation(NamedTuple):
 def joined_response(
     contexts: Sequence[Context],
     messages: tuple[Message, ...],
-    stop_reason: str,
+    stop_reason: StopReason,
     finish_reason: str,
     *,
     is_masked: bool,

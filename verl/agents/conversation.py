@@ -12,7 +12,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from verl.agents.contexts import Context, FinishedConversation, joined_response
-from verl.agents.interface import Message, Observation, ToolCall, Turn
+from verl.agents.interface import Message, Observation, StopReason, ToolCall, Turn
 from verl.agents.media import join_media, join_shapes
 from verl.agents.parsers.interface import THOUGHT, without_thought
 from verl.agents.readable import Readable, readable
@@ -21,10 +21,6 @@ from verl.agents.row import Piece, Row
 from verl.agents.rules import ConversationRules
 from verl.agents.tools.call_check import call_problem
 from verl.data.media.references import MediaData
-
-# Reasons for which the policy or a tool ended the conversation; any other one cut it off.
-COMPLETE = ("stop", "done")
-FAILED = "tool"  # the reason for which a conversation ends whose environment or tool failed
 
 
 class TurnRequest(NamedTuple):
@@ -57,7 +53,7 @@ class Conversation:
     def __init__(self, rules: ConversationRules, row: Row) -> None:
         self.rules = rules
         self._contexts = [_begun(row, is_first=True)]
-        self.stop_reason: str | None = None
+        self.stop_reason: StopReason | None = None
         self.is_waiting = False  # for observations
         self._is_masked = False
         self._failure: Observation | None = None  # of an environment that could not begin
@@ -72,10 +68,6 @@ class Conversation:
     def messages(self) -> Sequence[Message]:
         """Messages that the policy reads, with its turns."""
         return self._context.messages
-
-    @property
-    def finish_reason(self) -> str:
-        return "stop" if self.stop_reason in COMPLETE else "length"
 
     def request(self) -> TurnRequest:
         """Return the next turn to sample."""
@@ -111,7 +103,7 @@ class Conversation:
         self._turns[-1] = replace(self._turns[-1], calls=tuple(calls))
         if self._failure is not None:
             self._turns[-1] = replace(self._turns[-1], calls=(), observations=(self._failure,))
-            self.end(FAILED, is_masked=True)
+            self.end(StopReason.FAILED, is_masked=True)
             return []
         reason = self._end_after_turn(is_whole, bool(calls), at)
         if reason is not None:
@@ -155,9 +147,9 @@ class Conversation:
         turns = next(context.turns for context in reversed(self._contexts) if context.turns)
         turns[-1] = replace(turns[-1], observations=(failure,))
         self.is_waiting = False
-        self.end(FAILED, is_masked=True)
+        self.end(StopReason.FAILED, is_masked=True)
 
-    def end(self, reason: str, is_masked: bool = False) -> None:
+    def end(self, reason: StopReason, is_masked: bool = False) -> None:
         """End the conversation; a masked one takes no part in training."""
         self.stop_reason, self._is_masked = reason, is_masked
 
@@ -167,9 +159,8 @@ class Conversation:
         first, *others = self._contexts
         contexts = [first, *(context for context in others if context.turns)]
         messages = tuple(contexts[-1].messages)
-        return joined_response(
-            contexts, messages, self.stop_reason, self.finish_reason, is_masked=self._is_masked
-        )
+        reason = self.stop_reason
+        return joined_response(contexts, messages, reason, reason.finish_reason, is_masked=self._is_masked)
 
     # --- turns
 
@@ -208,38 +199,38 @@ class Conversation:
 
     # --- limits
 
-    def _end_after_turn(self, is_whole: bool, has_calls: bool, at: float) -> str | None:
+    def _end_after_turn(self, is_whole: bool, has_calls: bool, at: float) -> StopReason | None:
         if not is_whole:
-            return "length"
+            return StopReason.LENGTH
         if self.rules.has_environment:
             return None  # each whole turn is a step, which may have a reward
-        return self._end_by_limit(at) if has_calls else "stop"
+        return self._end_by_limit(at) if has_calls else StopReason.STOP
 
-    def _end_after_answers(self, answers: Sequence[Observation], at: float) -> str | None:
+    def _end_after_answers(self, answers: Sequence[Observation], at: float) -> StopReason | None:
         ending = [answer for answer in answers if answer.done]
         if ending:
-            return FAILED if any(answer.failed for answer in ending) else "done"
+            return StopReason.FAILED if any(answer.failed for answer in ending) else StopReason.DONE
         return self._end_by_limit(at)
 
-    def _end_by_limit(self, at: float) -> str | None:
+    def _end_by_limit(self, at: float) -> StopReason | None:
         """Return the limit that the next turn, or the observation before it, would exceed."""
         options, turns = self.rules.options, self._num_turns
         if options.max_assistant_turns is not None and turns >= options.max_assistant_turns:
-            return "turns"
+            return StopReason.TURNS
         if options.max_user_turns is not None and turns > options.max_user_turns:
-            return "turns"
+            return StopReason.TURNS
         if self._room < 2:  # a token of an observation and one of the next turn
-            return "length"
-        return "seconds" if self._is_overdue(at) else None
+            return StopReason.LENGTH
+        return StopReason.SECONDS if self._is_overdue(at) else None
 
-    def _end_before(self, token_ids: Sequence[int], media: MediaData) -> str | None:
+    def _end_before(self, token_ids: Sequence[int], media: MediaData) -> StopReason | None:
         """Return the limit that tokens with these media would exceed."""
         read = [media, *(context.row.media for context in self._contexts)]
         new, *seen = (len((each or {}).get("images") or ()) for each in read)
         limit = self.rules.options.max_images
         if limit is not None and new and new + sum(seen) > limit:
-            return "images"
-        return "length" if len(token_ids) >= self._room else None
+            return StopReason.IMAGES
+        return StopReason.LENGTH if len(token_ids) >= self._room else None
 
     def _is_overdue(self, at: float) -> bool:
         limit = self.rules.options.max_seconds
@@ -247,7 +238,7 @@ class Conversation:
 
     # --- observations
 
-    def _show(self, answers: Sequence[Readable]) -> str | None:
+    def _show(self, answers: Sequence[Readable]) -> StopReason | None:
         """Have the policy read answers, or return the limit that they would exceed."""
         row = next((answer.row for answer in answers if answer.row is not None), None)
         if row is not None:

@@ -6,6 +6,7 @@ Token in, token out: a turn keeps the tokens that the engine sampled; its text i
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any, Protocol
 
 Reference = Any  # of an image or video: a path, bytes, or a dictionary with one of them, as in a row
@@ -20,6 +21,23 @@ def is_too_deep(value: Any, limit: int = MAX_DEPTH) -> bool:
         containers = [one for one in level if isinstance(one, Mapping | list | tuple)]
         level = [part for one in containers for part in (one.values() if isinstance(one, Mapping) else one)]
     return bool(containers)
+
+
+class StopReason(StrEnum):
+    """Why a conversation ended."""
+
+    STOP = "stop"  # the policy made no call, or its agent returned
+    DONE = "done"  # a tool or the environment said so
+    FAILED = "tool"  # a tool or the environment failed
+    LENGTH = "length"  # this limit and the others cut it off
+    TURNS = "turns"
+    SECONDS = "seconds"
+    IMAGES = "images"
+
+    @property
+    def finish_reason(self) -> str:
+        """That of the response: "stop", or "length" if the conversation was cut off."""
+        return "stop" if self in (StopReason.STOP, StopReason.DONE) else "length"
 
 
 @dataclass(frozen=True)
@@ -103,7 +121,7 @@ class Trajectory:
     )  # `images` and `videos` of observations
     position_ids: Any = None  # (R,) or (4, R) int64 for its R tokens; None counts on from the prompt's last
     is_masked: bool = False  # it takes no part in training: a tool failed, and `on_tool_error` says so
-    stop_reason: str = "stop"  # of the conversation: "stop", "done", or the limit that cut it off
+    stop_reason: StopReason = StopReason.STOP
     prompt: OwnPrompt | None = None  # None: that of the row
     # where the policy reads a new context and nothing before it, among the tokens of the response: such a
     # context is given there as a whole, as tokens that were not sampled

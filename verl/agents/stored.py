@@ -5,7 +5,15 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
-from verl.agents.interface import ContextRecord, Observation, OwnPrompt, ToolCall, Trajectory, Turn
+from verl.agents.interface import (
+    ContextRecord,
+    Observation,
+    OwnPrompt,
+    StopReason,
+    ToolCall,
+    Trajectory,
+    Turn,
+)
 
 
 def to_plain(trajectory: Trajectory) -> dict[str, Any]:
@@ -17,7 +25,7 @@ def to_plain(trajectory: Trajectory) -> dict[str, Any]:
         replace(turn, observations=tuple(replace(one, messages=None) for one in turn.observations))
         for turn in trajectory.turns
     )
-    return asdict(replace(trajectory, turns=turns))
+    return asdict(replace(trajectory, turns=turns)) | {"stop_reason": trajectory.stop_reason.value}
 
 
 def from_plain(plain: Mapping[str, Any]) -> Trajectory:
@@ -34,4 +42,5 @@ def from_plain(plain: Mapping[str, Any]) -> Trajectory:
     )
     prompt = plain["prompt"] and OwnPrompt(**plain["prompt"])
     contexts = tuple(ContextRecord(**one) for one in plain["contexts"])
-    return Trajectory(**{**plain, "turns": turns, "prompt": prompt, "contexts": contexts})
+    read = {"turns": turns, "prompt": prompt, "contexts": contexts}
+    return Trajectory(**{**plain, **read, "stop_reason": StopReason(plain["stop_reason"])})

@@ -143,5 +143,5 @@ def join_conversations(
         "context_starts": objects([one.context_starts if one else () for one in trajectories]),
         "turns": objects([one.plain_turns() if one else [] for one in trajectories]),
         "contexts": objects([one.plain_contexts() if one else [] for one in trajectories]),
-        "stop_reason": objects([one.stop_reason if one else None for one in trajectories]),
+        "stop_reason": objects([one.stop_reason.value if one else None for one in trajectories]),
     }

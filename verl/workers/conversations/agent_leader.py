@@ -11,7 +11,7 @@ from verl.agents.contexts import OpenCall
 from verl.agents.endpoint.errors import ApiError
 from verl.agents.endpoint.server import MODEL, Endpoint, IncomingCall
 from verl.agents.harnesses.loading import AGENT
-from verl.agents.interface import AgentResult, Observation, ToolCall
+from verl.agents.interface import AgentResult, Observation, StopReason, ToolCall
 from verl.agents.rules import ConversationRules
 from verl.agents.tools.tool_pool import ToolPool
 from verl.data.media.references import MediaData
@@ -142,7 +142,7 @@ class AgentLeader:
             if run.result is not None:
                 self._end(key, run.result, step)
             elif limit_s is not None and _at(run) >= limit_s:
-                self._end(key, AgentResult(), step, "seconds")
+                self._end(key, AgentResult(), step, StopReason.SECONDS)
         for key, run in self._runs.items():
             self._begin_calls(key, run, step)
             self._set_clock(key, run)
@@ -214,11 +214,11 @@ class AgentLeader:
             return observation
         return AgentResult(observation.text, failed=True)
 
-    def _end(self, key: Any, result: AgentResult, step: Step, reason: str = "stop") -> None:
+    def _end(self, key: Any, result: AgentResult, step: Step, reason: StopReason = StopReason.STOP) -> None:
         run = self._runs.pop(key)
         step.aborted += [CallId(key, number) for number in run.calls]
         self._close(key, run)
-        if reason == "stop":
+        if reason is StopReason.STOP:
             result = self._checked(run.conversation, result)
         if result.failed:
             result = replace(result, seconds=_at(run) - run.conversation.turn_ended_at)

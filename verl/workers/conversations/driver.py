@@ -1,19 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversations next to a rollout engine: each continues at its own pace while the tools of others work.
 
-Turns and answers arrive in any order. With tensor parallelism the first rank of an engine runs the tools and
-tells the others what came and when, so that all make the same calls of the engine.
+A coroutine leads each conversation. What it waits for, turns and answers, arrives in any order. With tensor
+parallelism the first rank of an engine runs the tools and tells the others what came and when, so that all
+make the same calls of the engine.
 """
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
+from types import coroutine
 from typing import Any
 
-from verl.agents.conversation import FAILED, Conversation
-from verl.agents.interface import Observation, ToolCall
+from verl.agents.conversation import Conversation, TurnRequest
+from verl.agents.interface import Observation, StopReason, ToolCall
 from verl.agents.row import Prompt, Row
 from verl.agents.rules import ConversationRules
 from verl.agents.tools.tool_pool import ToolPool
@@ -47,19 +50,53 @@ logger = get_logger(__name__, all_ranks=True)
 
 @dataclass(eq=False)
 class _Open:
-    """A conversation on its way."""
+    """A conversation on its way, and what it waits for."""
 
     row: Columns
     started: float  # by the driver's clock, without the time that it was parked
+    leader: Coroutine[None, Any, None] | None = None  # of the conversation; None when it has ended
     conversation: Conversation | None = None  # None until its environment has begun
-    is_calling: bool = False  # its calls are not answered
-    begun: FinishedResponse | None = None  # its turn, if that was interrupted
+    request: TurnRequest | None = None  # of the turn that it waits for; None if it waits for answers
+    begun: FinishedResponse | None = None  # the turn, if it was interrupted
     answer: list[Observation] | None = None  # that came while it was parked
     drafts: Drafts | None = None  # of its turns
 
     @property
     def is_done(self) -> bool:
-        return self.conversation is not None and self.conversation.is_done
+        return self.leader is None
+
+    @property
+    def is_calling(self) -> bool:
+        """Whether it waits for answers."""
+        return self.request is None and not self.is_done
+
+    async def turn(self, request: TurnRequest) -> FinishedResponse:
+        """Wait until the engine has sampled a turn."""
+        self.request = request
+        turn = await _resumed()
+        self.request = None
+        self.drafts = join_drafts(self.drafts, turn.drafts)
+        return turn
+
+    async def answers(self) -> list[Observation]:
+        """Wait for the answers to all calls of a turn, or for the one of an environment."""
+        answers = await _resumed()
+        self.answer = None
+        return answers
+
+    def resume(self, value: FinishedResponse | list[Observation] | None = None) -> None:
+        """Lead the conversation on to where it waits again, with what it waited for."""
+        assert self.leader is not None, "nothing comes after the end"
+        try:
+            self.leader.send(value)
+        except StopIteration:
+            self.leader = None
+
+
+@coroutine
+def _resumed() -> Generator[None, Any, Any]:
+    """Suspend the conversation until it is resumed, and return with what."""
+    return (yield)
 
 
 class ConversationDriver:
@@ -134,10 +171,11 @@ class ConversationDriver:
         while self._open and at_most > 0 and not ended:
             num_steps = min(at_most, STEPS) if self._num_calling else at_most
             at_most -= num_steps
-            touched = {self._take(turn): None for turn in self.sampling.step(num_steps)}
-            for key, observations in self._answers():
-                self._observe(key, observations)
-                touched[key] = None  # in order; an answer may follow its turn at once
+            touched: dict[Key, None] = {}  # in order; an answer may follow its turn at once
+            turns = [(_key_of(turn), turn) for turn in self.sampling.step(num_steps)]
+            for key, value in chain(turns, self._answers()):
+                self._open[key].resume(value)
+                touched[key] = None
             self._submit(list(touched))
             ended = [self._finish(key) for key in touched if self._open[key].is_done]
         return ended
@@ -163,18 +201,76 @@ class ConversationDriver:
         if self.pool is not None:
             self.pool.close()
 
+    # --- one conversation
+
+    async def _lead(self, key: Key, opened: _Open) -> None:
+        """Lead a conversation from its prompt to its end."""
+        conversation = opened.conversation = await self._begin(key, opened)
+        while not conversation.is_done:
+            turn = await opened.turn(conversation.request())
+            calls = self._add(conversation, turn, self._now - opened.started)
+            if conversation.is_waiting:
+                self._call(key, conversation, calls)
+                answers = await opened.answers()
+                self._observe(conversation, answers, self._now - opened.started)
+
+    async def _begin(self, key: Key, opened: _Open) -> Conversation:
+        if not self.rules.has_environment:
+            return Conversation(self.rules, self._row_of_prompt(opened.row))
+        if self.pool is not None:
+            self.pool.reset(key)
+        [opening] = await opened.answers()
+        self._stop_if_failed([opening])
+        if opening.messages is not None:
+            return Conversation(self.rules, self.rules.row_of_opening(opening))
+        conversation = Conversation(self.rules, self._row_of_prompt(opened.row))
+        if opening.failed:
+            conversation.fail(opening)
+        return conversation
+
+    def _add(self, conversation: Conversation, turn: FinishedResponse, at: float) -> list[ToolCall]:
+        """Append a sampled turn, and return its calls."""
+        with _breaking_off(conversation):
+            tokens = turn.token_ids, turn.log_probs
+            return conversation.add_turn(*tokens, turn.finish_reason, at, turn.versions, turn.routes)
+        return []
+
+    def _call(self, key: Key, conversation: Conversation, calls: list[ToolCall]) -> None:
+        """Have the tools work on the calls of a turn, or the environment on the turn."""
+        if self.pool is None:
+            return
+        if self.rules.has_environment:
+            self.pool.step(key, conversation.messages[-1]["content"], calls)
+        else:
+            self.pool.submit(key, calls)
+
+    def _observe(self, conversation: Conversation, answers: list[Observation], at: float) -> None:
+        """Have the policy read answers."""
+        shown: Sequence[Observation] = ()
+        with _breaking_off(conversation):
+            shown = conversation.observe(answers, at)
+        self._stop_if_failed(shown)
+        if self.on_tool_error == "end" and any(one.failed for one in shown):
+            conversation.end(StopReason.FAILED, is_masked=True)
+
+    def _stop_if_failed(self, observations: Sequence[Observation]) -> None:
+        failed = [one.text for one in observations if one.failed]
+        if failed and self.on_tool_error == "stop":
+            what = "the environment" if self.rules.has_environment else "a tool"
+            raise RuntimeError(stop_problem(what, failed[0]))
+
+    def _row_of_prompt(self, row: Columns) -> Row:
+        prompt = Prompt(row["raw_prompt_ids"], row["prompt_messages"], row["multi_modal_data"])
+        return Row(prompt, self.rules.media)
+
     # --- beginning and end
 
     def _start(self, key: Key, row: Columns, seed: int | None) -> None:
         if self.pool is not None:
             self.pool.start(key, columns_of(self.rules, key, row, seed))
         opened = self._open[key] = _Open(row, self._now)
-        if not self.rules.has_environment:
-            opened.conversation = Conversation(self.rules, self._row_of_prompt(row))
-            return
-        opened.is_calling = True
-        if self.pool is not None:
-            self.pool.reset(key)
+        opened.leader = self._lead(key, opened)
+        opened.resume()
 
     def _continue(self, keys: Sequence[Key]) -> None:
         for key in keys:
@@ -194,56 +290,15 @@ class ConversationDriver:
                 self.pool.end(key)
         conversations.clear()
 
-    # --- turns
+    # --- turns and answers
 
     def _submit(self, keys: Sequence[Key]) -> None:
         """Have the next turns of conversations sampled, or what is left of them."""
-        ready = [key for key in keys if not self._open[key].is_calling and not self._open[key].is_done]
+        ready = [key for key in keys if self._open[key].request is not None]
         begun = {key: {0: turn} for key in ready if (turn := self._open[key].begun) is not None}
         self.sampling.submit([self._request(key, key) for key in ready], self._options, begun)
         for key in ready:
             self._open[key].begun = None
-
-    def _take(self, turn: FinishedResponse) -> Key:
-        key = _key_of(turn)
-        opened = self._open[key]
-        conversation = opened.conversation
-        assert conversation is not None, "a turn follows a request"
-        opened.drafts = join_drafts(opened.drafts, turn.drafts)
-        at = self._now - opened.started
-        tokens = turn.token_ids, turn.log_probs
-        calls: list[ToolCall] = []
-        with _breaking_off(conversation):
-            calls = conversation.add_turn(*tokens, turn.finish_reason, at, turn.versions, turn.routes)
-        if conversation.is_waiting:
-            opened.is_calling = True
-            if self.pool is None:
-                return key
-            if self.rules.has_environment:
-                self.pool.step(key, conversation.messages[-1]["content"], calls)
-            else:
-                self.pool.submit(key, calls)
-        return key
-
-    def _observe(self, key: Key, observations: list[Observation]) -> None:
-        opened = self._open[key]
-        opened.is_calling, opened.answer = False, None
-        if opened.conversation is None:
-            self._stop_if_failed(observations)
-            opened.conversation = self._begun(opened.row, observations[0])
-            return
-        answers: Sequence[Observation] = ()
-        with _breaking_off(opened.conversation):
-            answers = opened.conversation.observe(observations, self._now - opened.started)
-        self._stop_if_failed(answers)
-        if self.on_tool_error == "end" and any(one.failed for one in answers):
-            opened.conversation.end(FAILED, is_masked=True)
-
-    def _stop_if_failed(self, observations: Sequence[Observation]) -> None:
-        failed = [one.text for one in observations if one.failed]
-        if failed and self.on_tool_error == "stop":
-            what = "the environment" if self.rules.has_environment else "a tool"
-            raise RuntimeError(stop_problem(what, failed[0]))
 
     @property
     def _num_calling(self) -> int:
@@ -277,25 +332,11 @@ class ConversationDriver:
         return answers
 
     def _request(self, key: Key, uid: Any) -> RolloutRequest:
-        conversation = self._open[key].conversation
-        assert conversation is not None, "a conversation that has begun asks for turns"
-        turn = conversation.request()
+        turn = self._open[key].request
+        assert turn is not None, "the conversation waits for a turn"
         media = self.decode_media(turn.media)
         offset = seed_offset(key, turn.number)
         return RolloutRequest(uid, turn.token_ids, media, max_tokens=turn.max_tokens, seed_offset=offset)
-
-    def _begun(self, row: Columns, opening: Observation) -> Conversation:
-        """Return the conversation of an environment that has answered `reset`."""
-        if opening.messages is not None:
-            return Conversation(self.rules, self.rules.row_of_opening(opening))
-        conversation = Conversation(self.rules, self._row_of_prompt(row))
-        if opening.failed:
-            conversation.fail(opening)
-        return conversation
-
-    def _row_of_prompt(self, row: Columns) -> Row:
-        prompt = Prompt(row["raw_prompt_ids"], row["prompt_messages"], row["multi_modal_data"])
-        return Row(prompt, self.rules.media)
 
 
 @contextmanager
