@@ -124,10 +124,9 @@ def substitute() -> None:
     from verl.models.hub_names import meta_model
     from verl.models.mixture import experts
     from verl.models.vila.processor import VilaProcessor
-    from verl.workers import model_builder
+    from verl.workers import engine_host, model_builder
     from verl.workers.base_worker import ModelWorker
     from verl.workers.packing.vision_features import FrozenTower, TrainedTower
-    from verl.workers.rollout import engine_host
 
     def read_model(model: Any, config: Any, dtype: Any, trainable: bool, option: str) -> tuple[Any, None]:
         source = meta_model(config, dtype)

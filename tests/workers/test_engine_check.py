@@ -30,8 +30,8 @@ from verl.workers.engine_check import (
     refusing_engine,
     sample,
 )
+from verl.workers.engine_host import EngineHost
 from verl.workers.fsdp_worker import FSDPWorker
-from verl.workers.rollout.engine_host import EngineHost
 from verl.workers.rollout.engines import build_rollout_engine
 
 ROOM = 1000

@@ -11,7 +11,7 @@ from typing import Any
 from verl.checkpoint.sharded import Restored
 from verl.protocol import DataProto
 from verl.single_controller.dispatch import Dispatch, register
-from verl.workers.rollout.engine_host import EngineHost, EnginePlace
+from verl.workers.engine_host import EngineHost, EnginePlace
 from verl.workers.sampling_worker import SamplingWorker
 from verl.workers.sharded_model import ShardedModel
 from verl.workers.training_worker import TrainingWorker

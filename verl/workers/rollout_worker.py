@@ -10,8 +10,8 @@ from verl.config.worker import WorkerConfig
 from verl.single_controller.dispatch import Dispatch, register
 from verl.single_controller.ray.published_weights import PublishedWeights
 from verl.workers.engine_check import SampledRow
+from verl.workers.engine_host import EngineHost, EnginePlace
 from verl.workers.model_builder import load_model_config
-from verl.workers.rollout.engine_host import EngineHost, EnginePlace
 from verl.workers.rollout.interface import EngineAdapter
 from verl.workers.run_options import RunOptions
 from verl.workers.sampling_worker import SamplingWorker

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from verl.protocol import DataProto
 from verl.single_controller.dispatch import Dispatch, register
 from verl.workers.base_worker import DeviceWorker
-from verl.workers.rollout.engine_host import EngineHost, EnginePlace
+from verl.workers.engine_host import EngineHost, EnginePlace
 from verl.workers.rollout.interface import FinishedResponse, SamplingOptions
 
 
