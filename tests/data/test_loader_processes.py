@@ -5,8 +5,8 @@ import itertools
 import os
 import signal
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import psutil
 import pytest
@@ -24,8 +24,13 @@ def model(tmp_path_factory):
 def kill(readers):
     for reader in readers:
         os.kill(reader.pid, signal.SIGKILL)
-    while any(reader.status() != psutil.STATUS_ZOMBIE for reader in readers):  # their server buries them
-        time.sleep(0.01)
+    wait_until(lambda: not any(map(is_running, readers)))
+
+
+def is_running(process):
+    with suppress(psutil.NoSuchProcess):  # their server buries them
+        return process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def test_readers_that_are_killed_are_replaced_and_no_row_is_lost_or_read_twice(model, tmp_path):

@@ -2,6 +2,7 @@
 """Streams and partial rollouts with scripted engines: nothing is lost or too old, and they resume."""
 
 import time
+from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 
@@ -28,6 +29,7 @@ PROMPTS, N, LAST = 4, 2, 6
 BOTH = pytest.mark.parametrize("kind", [Stream, PartialRollouts])
 LIMIT = 6  # tokens of a response
 COLUMNS = "uid", "raw_prompt_ids"
+started = []  # schedules of the test, with their engines
 
 
 class ScriptedEngine:
@@ -165,7 +167,20 @@ def start(
     scripted = engines if isinstance(engines, OwnEngines) else make_engines(engines)[0]
     prompts = islice(numbered_prompts(PROMPTS), consumed, None)
     collector = make_collector(config, scripted, reward_manager, prompts)
-    return kind(scripted, collector, AsyncConfig(**options), LAST, at_once), scripted
+    started.append((kind(scripted, collector, AsyncConfig(**options), LAST, at_once), scripted))
+    return started[-1]
+
+
+@pytest.fixture(autouse=True)
+def ended():
+    """End what a test started, or its engines sample on beside all later tests."""
+    yield
+    while started:
+        schedule, engines = started.pop()
+        for engine in engines.groups.values():
+            engine.error = RuntimeError("the test has ended")
+        with suppress(Exception):
+            schedule.settle()
 
 
 def versions_of(batch):
