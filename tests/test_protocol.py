@@ -238,19 +238,6 @@ def test_rename_renames_tensors():
         make().rename("nothing", "else")
 
 
-def test_the_iterator_yields_every_row_once_per_epoch():
-    batches = list(make().make_iterator(2, epochs=2))
-    assert [content(batch) for batch in batches[:3]] == [([1, 2], "ab"), ([3, 4], "cd"), ([5, 6], "ef")]
-    assert len(batches) == 6
-
-    shuffled = [
-        list(make().make_iterator(2, 1, seed=7, dataloader_kwargs={"shuffle": True})) for _ in range(2)
-    ]
-    rows = [content(DataProto.concat(batches))[0] for batches in shuffled]
-    assert rows[0] == rows[1]
-    assert sorted(rows[0]) == [1, 2, 3, 4, 5, 6]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
 def test_pickling_keeps_every_dtype_and_shape(dtype):
     tensors = {

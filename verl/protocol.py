@@ -6,8 +6,7 @@ modify the batch in place; all others return new batches, which share tensors wh
 """
 
 import copy
-import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, overload
@@ -16,12 +15,9 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from verl.batch_keys import BatchError, check_columns
 from verl.utils.plain_data import decode, encode, objects, same
-
-logger = logging.getLogger(__name__)
 
 Index = slice | list | np.ndarray | Tensor
 DISK_FORMAT = "verl.DataProto.v1"
@@ -201,25 +197,6 @@ class DataProto:
         length = sum(len(part) for part in data)
         return DataProto(TensorDict(tensors, batch_size=(length,)), arrays, dict(first.meta_info))
 
-    def make_iterator(
-        self,
-        mini_batch_size: int,
-        epochs: int,
-        seed: int | None = None,
-        dataloader_kwargs: dict[str, Any] | None = None,
-    ) -> Iterator["DataProto"]:
-        """Yield mini batches over `epochs` passes through a torch `DataLoader`."""
-        if len(self) % mini_batch_size:
-            raise BatchError(
-                f"a batch of {len(self)} rows cannot be split into mini batches of {mini_batch_size} rows"
-            )
-        options = {**(dataloader_kwargs or {}), "batch_size": mini_batch_size, "collate_fn": self.__getitem__}
-        if seed is not None:
-            options["generator"] = torch.Generator().manual_seed(seed)
-        loader = DataLoader(range(len(self)), **options)  # pyright: ignore[reportArgumentType] - any sequence
-        for _ in range(epochs):
-            yield from loader
-
     def pop(
         self,
         batch_keys: Iterable[str] | None = None,
@@ -300,13 +277,6 @@ class DataProto:
         """Check rows, and for keys in `BATCH_KEYS` also shapes, dtypes, masks and finite values."""
         self.check_consistency()
         check_columns({**_tensors(self), **self.non_tensor_batch}, len(self))
-
-    def print_size(self, prefix: str = "") -> None:
-        """Log the memory used by the batch."""
-        tensors = sum(value.nbytes for value in _tensors(self).values()) / 2**30
-        arrays = sum(value.nbytes for value in self.non_tensor_batch.values()) / 2**30
-        text = "%s batch: rows=%d tensors_gb=%.3f object_arrays_gb=%.3f"
-        logger.info(text, prefix, len(self), tensors, arrays)
 
     def _require_tensor(self, key: str) -> Tensor:
         if key not in self.batch:

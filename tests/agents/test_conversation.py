@@ -36,7 +36,7 @@ def test_a_conversation_of_one_turn_is_the_prompt_and_the_sampled_tokens_unchang
     finished = conversation.finish()
     assert finished.token_ids == sampled
     assert finished.log_probs == [-0.5] * len(sampled)
-    assert (finished.finish_reason, finished.stop_reason) == ("stop", "stop")
+    assert (finished.finish_reason, finished.trajectory.stop_reason) == ("stop", "stop")
     assert finished.trajectory.is_sampled == [True] * len(sampled)
     assert finished.trajectory.turns == (Turn(0, len(sampled)),)
     assert finished.trajectory.position_ids is None and finished.trajectory.media == {}
@@ -111,7 +111,7 @@ def test_an_observation_that_leaves_no_room_for_a_token_ends_the_conversation_be
         return
     finished = conversation.finish()
     assert finished.token_ids == encode(conversation.rules, turn)
-    assert (finished.finish_reason, finished.stop_reason) == ("length", "length")
+    assert (finished.finish_reason, finished.trajectory.stop_reason) == ("length", "length")
     assert finished.trajectory.turns[0].reward == 1.0
     assert [message["role"] for message in finished.trajectory.messages] == ["user", "assistant"]
 
@@ -136,7 +136,7 @@ def test_a_turn_that_was_cut_off_ends_the_conversation_without_calls():
     assert say(conversation, f"{CALL} and", reason="length") == []
 
     finished = conversation.finish()
-    assert (finished.finish_reason, finished.stop_reason) == ("length", "length")
+    assert (finished.finish_reason, finished.trajectory.stop_reason) == ("length", "length")
     assert finished.trajectory.turns == (Turn(0, len(finished.token_ids)),)
 
 
@@ -149,7 +149,7 @@ def test_the_last_allowed_turn_makes_no_calls():
     assert say(conversation, f"{CALL}{END}") == []
 
     finished = conversation.finish()
-    assert (finished.finish_reason, finished.stop_reason) == ("length", "turns")
+    assert (finished.finish_reason, finished.trajectory.stop_reason) == ("length", "turns")
     assert [turn.calls for turn in finished.trajectory.turns] == [(ADD,), (ADD,)]
 
 
@@ -211,7 +211,7 @@ def test_an_observation_may_end_the_conversation():
     conversation.observe([Observation("you won", reward=1.0, done=True)])
 
     finished = conversation.finish()
-    assert (finished.finish_reason, finished.stop_reason) == ("stop", "done")
+    assert (finished.finish_reason, finished.trajectory.stop_reason) == ("stop", "done")
     assert finished.token_ids == encode(conversation.rules, f"{CALL}{END}")
     assert finished.trajectory.turns[0].observations == (Observation("you won", reward=1.0, done=True),)
 
@@ -226,7 +226,7 @@ def test_rewards_of_a_turn_are_added():
     finished = conversation.finish()
     assert finished.trajectory.turns[0].reward == -1.5
     assert finished.trajectory.is_masked
-    assert (finished.finish_reason, finished.stop_reason) == ("length", "tool")
+    assert (finished.finish_reason, finished.trajectory.stop_reason) == ("length", "tool")
 
 
 def test_special_tokens_in_an_answer_are_text():
@@ -361,7 +361,7 @@ def test_messages_of_an_environment_begin_a_context_that_holds_nothing_before_th
         (*PROMPT, {"role": "assistant", "content": "It is 5."}),
         (*SECOND, {"role": "assistant", "content": "8"}),
     ]
-    assert finished.stop_reason == "done" and not trajectory.plain_turns()[0]["is_shown"]
+    assert finished.trajectory.stop_reason == "done" and not trajectory.plain_turns()[0]["is_shown"]
 
 
 @pytest.mark.parametrize(("more", "is_done"), [(0, True), (1, False)])

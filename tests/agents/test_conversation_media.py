@@ -83,7 +83,7 @@ def test_pieces_are_expanded_as_the_whole_is(kind, template):
 
     finished = conversation.finish()
     whole, media, shape = whole_of(rules, conversation, conversation._row.prompt, finished)
-    assert finished.stop_reason == "stop" and len(media["images"]) == 4
+    assert finished.trajectory.stop_reason == "stop" and len(media["images"]) == 4
     prompt = len(whole) - len(finished.token_ids)
     assert finished.token_ids == whole[prompt:]
     assert len(finished.trajectory.is_sampled) == len(finished.log_probs) == len(finished.token_ids)
@@ -284,7 +284,7 @@ def test_images_beyond_the_limit_end_the_conversation_before_they_are_added(limi
         say(conversation, f"5{END}")
 
     finished = conversation.finish()
-    assert (finished.stop_reason, finished.finish_reason) == (
+    assert (finished.trajectory.stop_reason, finished.finish_reason) == (
         reason,
         "stop" if reason == "stop" else "length",
     )
@@ -304,7 +304,7 @@ def test_images_of_all_contexts_count(limit, reason):
         conversation.observe([Observation("Good.", done=True)])
 
     finished = conversation.finish()
-    assert finished.stop_reason == reason
+    assert finished.trajectory.stop_reason == reason
     assert [one.num_images for one in finished.trajectory.contexts] == [1] * limit
     assert len(finished.trajectory.media.get("images", ())) == limit - 1
 

@@ -318,7 +318,7 @@ class AgentConversation:
         trajectory = Trajectory(
             [False], (turn,), given, is_masked=True, stop_reason=reason, contexts=(context,)
         )
-        return FinishedConversation([token], [0.0], reason.finish_reason, reason, trajectory, [0])
+        return FinishedConversation([token], [0.0], reason.finish_reason, trajectory, [0])
 
 
 def _called(context: AgentContext, new: Sequence[ChatMessage]) -> list[ToolCall]:

@@ -120,7 +120,6 @@ class FinishedConversation(NamedTuple):
     token_ids: list[int]  # with the tokens of media
     log_probs: list[float]  # 0 for tokens that were not sampled
     finish_reason: str  # "stop", or "length" if a limit cut it off
-    stop_reason: StopReason
     trajectory: Trajectory
     versions: list[int]  # of the weights that sampled each token; 0 for tokens that were not sampled
     routes: torch.Tensor | None = None  # (tokens, L, k) experts of the prompt and the response
@@ -166,7 +165,6 @@ def joined_response(
         _joined(row.response, parts, lambda part: part.response, None),
         _joined(row.log_probs, parts, lambda part: part.log_probs, 0.0),
         finish_reason,
-        stop_reason,
         trajectory,
         _joined(row.versions, parts, lambda part: part.versions, 0),
         _routes(parts),

@@ -33,19 +33,7 @@ class TurnRequest(NamedTuple):
 
 
 class Conversation:
-    """The state of one conversation.
-
-    Example::
-
-        conversation = Conversation(rules, Row(prompt, rules.media))
-        while not conversation.is_done:
-            request = conversation.request()
-            ...  # the engine samples
-            calls = conversation.add_turn(token_ids, log_probs, finish_reason)
-            if conversation.is_waiting:
-                ...  # tools run, or the environment makes a step
-                conversation.observe(observations)
-        response = conversation.finish()
+    """The state of one conversation, which `ConversationDriver` leads.
 
     `at` is in seconds since the conversation started, by a clock that all ranks of its engine share.
     """

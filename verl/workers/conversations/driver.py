@@ -10,11 +10,12 @@ import sys
 import time
 from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from types import coroutine
 from typing import Any
 
+from verl.agents.contexts import FinishedConversation
 from verl.agents.conversation import Conversation, TurnRequest
 from verl.agents.interface import Observation, StopReason, ToolCall
 from verl.agents.row import Prompt, Row
@@ -54,21 +55,16 @@ class _Open:
 
     row: Columns
     started: float  # by the driver's clock, without the time that it was parked
-    leader: Coroutine[None, Any, None] | None = None  # of the conversation; None when it has ended
-    conversation: Conversation | None = None  # None until its environment has begun
+    leader: Coroutine[None, Any, FinishedConversation] = field(init=False)
+    finished: FinishedConversation | None = None
     request: TurnRequest | None = None  # of the turn that it waits for; None if it waits for answers
     begun: FinishedResponse | None = None  # the turn, if it was interrupted
     answer: list[Observation] | None = None  # that came while it was parked
     drafts: Drafts | None = None  # of its turns
 
     @property
-    def is_done(self) -> bool:
-        return self.leader is None
-
-    @property
     def is_calling(self) -> bool:
-        """Whether it waits for answers."""
-        return self.request is None and not self.is_done
+        return self.request is None and self.finished is None
 
     async def turn(self, request: TurnRequest) -> FinishedResponse:
         """Wait until the engine has sampled a turn."""
@@ -86,11 +82,10 @@ class _Open:
 
     def resume(self, value: FinishedResponse | list[Observation] | None = None) -> None:
         """Lead the conversation on to where it waits again, with what it waited for."""
-        assert self.leader is not None, "nothing comes after the end"
         try:
             self.leader.send(value)
-        except StopIteration:
-            self.leader = None
+        except StopIteration as end:
+            self.finished = end.value
 
 
 @coroutine
@@ -177,7 +172,7 @@ class ConversationDriver:
                 self._open[key].resume(value)
                 touched[key] = None
             self._submit(list(touched))
-            ended = [self._finish(key) for key in touched if self._open[key].is_done]
+            ended = [self._finish(key) for key in touched if self._open[key].finished is not None]
         return ended
 
     def interrupt(self) -> list[FinishedResponse]:
@@ -203,9 +198,9 @@ class ConversationDriver:
 
     # --- one conversation
 
-    async def _lead(self, key: Key, opened: _Open) -> None:
+    async def _lead(self, key: Key, opened: _Open) -> FinishedConversation:
         """Lead a conversation from its prompt to its end."""
-        conversation = opened.conversation = await self._begin(key, opened)
+        conversation = await self._begin(key, opened)
         while not conversation.is_done:
             turn = await opened.turn(conversation.request())
             calls = self._add(conversation, turn, self._now - opened.started)
@@ -213,6 +208,7 @@ class ConversationDriver:
                 self._call(key, conversation, calls)
                 answers = await opened.answers()
                 self._observe(conversation, answers, self._now - opened.started)
+        return conversation.finish()
 
     async def _begin(self, key: Key, opened: _Open) -> Conversation:
         if not self.rules.has_environment:
@@ -237,11 +233,9 @@ class ConversationDriver:
 
     def _call(self, key: Key, conversation: Conversation, calls: list[ToolCall]) -> None:
         """Have the tools work on the calls of a turn, or the environment on the turn."""
-        if self.pool is None:
-            return
-        if self.rules.has_environment:
+        if self.pool is not None and self.rules.has_environment:
             self.pool.step(key, conversation.messages[-1]["content"], calls)
-        else:
+        elif self.pool is not None:
             self.pool.submit(key, calls)
 
     def _observe(self, conversation: Conversation, answers: list[Observation], at: float) -> None:
@@ -279,10 +273,10 @@ class ConversationDriver:
 
     def _finish(self, key: Key) -> FinishedResponse:
         opened = self._open.pop(key)
-        assert opened.conversation is not None, "a conversation that has ended has begun"
+        assert opened.finished is not None, "it has ended"
         if self.pool is not None:
             self.pool.end(key)
-        return finished_response(key, opened.conversation.finish(), opened.drafts)
+        return finished_response(key, opened.finished, opened.drafts)
 
     def _end(self, conversations: dict[Key, _Open]) -> None:
         if self.pool is not None:

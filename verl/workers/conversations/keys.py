@@ -35,17 +35,8 @@ def placed(response: FinishedResponse, sampling: SamplingOptions) -> FinishedRes
 
 
 def finished_response(key: Key, done: FinishedConversation, drafts: Drafts | None) -> FinishedResponse:
-    return FinishedResponse(
-        key.uid,
-        key.sample,
-        done.token_ids,
-        done.log_probs,
-        done.finish_reason,
-        done.trajectory,
-        done.versions,
-        done.routes,
-        drafts,
-    )
+    sampled = done.token_ids, done.log_probs, done.finish_reason
+    return FinishedResponse(*key, *sampled, done.trajectory, done.versions, done.routes, drafts)
 
 
 def stop_problem(what: str, reason: str) -> str:
