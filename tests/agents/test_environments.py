@@ -132,7 +132,12 @@ KEPT = {
 }
 
 
-@pytest.mark.parametrize("kind", LOST)
+def marked(kinds, *nightly):
+    """Leave some kinds to the night."""
+    return [pytest.param(kind, marks=pytest.mark.nightly) if kind in nightly else kind for kind in kinds]
+
+
+@pytest.mark.parametrize("kind", marked(LOST, "spin", "stop"))
 def test_a_step_that_hangs_or_dies_ends_with_the_reason(make_pool, kind):
     pool = make_pool(tool_timeout_s=4.0)
     begin(pool)
@@ -184,7 +189,7 @@ BAD_OPENINGS = {
 }
 
 
-@pytest.mark.parametrize("kind", BAD_OPENINGS)
+@pytest.mark.parametrize("kind", marked(BAD_OPENINGS, "hang", "spin", "fill_memory", "large_image", "long"))
 def test_a_reset_that_fails_says_why_and_leaves_nothing(make_pool, kind, tmp_path):
     log = tmp_path / "log"
     pool = make_pool(tool_timeout_s=4.0, environment_kwargs={"start": 10, "log": str(log)})

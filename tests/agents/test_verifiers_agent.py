@@ -93,6 +93,7 @@ def results(tmp_path, monkeypatch):
     endpoint.close()
 
 
+@pytest.mark.nightly
 def test_an_episode_is_led_by_its_own_harness_and_scored_by_its_own_reward(results):
     found, calls = results({"index": 0}, {"index": 1}, {"prompt": "Guess.", "number": 4}, {"index": 7})
 

@@ -124,7 +124,11 @@ def test_every_make_target_that_is_named_exists(path):
     assert set(MAKE_TARGET.findall(path.read_text())) - targets == set()
 
 
-@pytest.mark.parametrize("path", DOCS, ids=name_of)
+@pytest.mark.parametrize(
+    "path",
+    [README, *(pytest.param(path, marks=pytest.mark.nightly("docs", "verl/config")) for path in DOCS[1:])],
+    ids=name_of,
+)
 def test_example_commands_pass_a_dry_run(path, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     commands = [

@@ -216,6 +216,7 @@ def test_others_may_read_the_weights_of_a_tiny_model_as_its_config(models):
         assert len({(folder / name).stat().st_mode for name in ("model.safetensors", "config.json")}) == 1
 
 
+@pytest.mark.nightly
 def test_the_command_writes_the_requested_dtype_to_weights_and_config(checkpoints):
     command = [
         sys.executable,

@@ -207,6 +207,7 @@ def test_help_imports_little():
     assert "--max-tokens" in run_light(code, most_modules=600).stdout
 
 
+@pytest.mark.nightly
 def test_a_terminal_gets_a_prompt_and_ends_with_ctrl_d(models):
     ours, theirs = pty.openpty()
     process = subprocess.Popen(

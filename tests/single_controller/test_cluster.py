@@ -102,10 +102,12 @@ def test_two_raylets_form_one_group_of_two_nodes(two_nodes):
     assert "NODES 2" in two_nodes
 
 
+@pytest.mark.nightly
 def test_free_devices_of_two_nodes_do_not_count_for_one_node_of_a_pool(two_nodes):
     assert "FREE [2, 1, 0]" in two_nodes  # of 1 x 1, 2 x 1 and 1 x 2 processes
 
 
+@pytest.mark.nightly
 def test_too_few_nodes_is_an_error_with_found_needed_and_remedy(two_nodes):
     assert (
         "ERROR `trainer.nnodes` (2) x `trainer.n_gpus_per_node` (1) on cpu needs 2 nodes with 1 CPUs each,"
@@ -114,6 +116,7 @@ def test_too_few_nodes_is_an_error_with_found_needed_and_remedy(two_nodes):
     assert "join nodes with `ray start --address=<head node>:6379`" in two_nodes
 
 
+@pytest.mark.nightly
 def test_a_busy_cluster_is_an_error_after_the_timeout(two_nodes):
     assert "only 0 CPUs are free in all of it after 1 seconds: end other runs on it" in two_nodes
 

@@ -87,6 +87,7 @@ def test_a_killed_rank_inside_a_stream_ends_the_run(joined):
     assert (error.rank, error.phase, error.died) == (0, "rollout", True)
 
 
+@pytest.mark.nightly
 def test_an_exception_in_a_constructor_is_shown_while_the_other_rank_waits_for_it(make_group, tmp_path):
     with pytest.raises(WorkerError) as caught:
         make_group(BrokenWorker, 1, str(tmp_path / "clock"))
@@ -143,6 +144,7 @@ def test_stacks_are_whole_however_slowly_a_worker_writes_them():
     assert first == second == '  File "a.py", line 1 in barrier\n  File "a.py", line 1 in <module>\n'
 
 
+@pytest.mark.nightly
 def test_a_stopped_rank_is_ended_even_without_a_timeout(joined):
     pids = [info.pid for info in joined.infos]
     call = joined.start("hang_while_others_wait", 0)

@@ -240,6 +240,7 @@ def test_shutdown_closes_workers_and_leaves_no_process_and_no_reserved_resource(
         group.nothing()
 
 
+@pytest.mark.nightly
 def test_workers_are_not_closed_by_a_failure(ray_session, tmp_path):
     group = RayWorkerGroup(ResourcePool(1, 1, "cpu"), ClosingWorker, tmp_path)
     group.nothing()
@@ -249,6 +250,7 @@ def test_workers_are_not_closed_by_a_failure(ray_session, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.nightly
 def test_processes_that_start_ahead_become_the_workers_with_their_own_environment(ray_session):
     pool = ResourcePool(1, 2, "cpu")
     processes = WorkerProcesses(pool, {"COLOUR": "green"}, import_shelve)
@@ -259,6 +261,7 @@ def test_processes_that_start_ahead_become_the_workers_with_their_own_environmen
         assert group.has_imported("shelve") == [True, True]
 
 
+@pytest.mark.nightly
 def test_a_warm_up_that_fails_leaves_the_error_to_the_worker(ray_session):
     pool = ResourcePool(1, 1, "cpu")
 

@@ -124,6 +124,7 @@ def test_a_run_whose_teacher_sees_more_frames_than_the_policy_keeps_its_prompts_
     assert metrics[2]["distillation/kl"] > 0
 
 
+@pytest.mark.nightly("verl/workers", "verl/algorithms")
 def test_fine_tuning_on_a_teachers_distributions_lowers_the_kl(folder):
     for name in ("train", "val"):
         write_conversations(folder, name, 32, 3)

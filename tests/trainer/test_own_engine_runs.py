@@ -81,6 +81,7 @@ def check_equal(folder, metrics, expected, expected_folder):
     assert all(one[key].equal(other[key]) for key in other) and len(other) > 20
 
 
+@pytest.mark.nightly("verl/workers", "verl/single_controller")
 def test_a_stream_of_another_process_has_the_trainers_log_probs_of_every_step(arguments, tmp_path):
     metrics = train(tmp_path, *arguments, *STREAM, FRESH)
 

@@ -28,9 +28,9 @@ pytestmark = pytest.mark.heavy
 PRINTED = "printed.txt"  # in a run's folder
 
 
-def fine_tune(output, *arguments, apart=False):
+def fine_tune(output, *arguments):
     """Run the command into a folder and return the metrics of each step."""
-    finished = start_training(*arguments, f"trainer.save_checkpoint_path={output}", apart=apart, main=main)
+    finished = start_training(*arguments, f"trainer.save_checkpoint_path={output}", main=main)
     assert finished.returncode == 0, finished.stderr[-6000:]
     (output / PRINTED).write_text(finished.stdout)
     return read_metrics(output)
@@ -52,7 +52,7 @@ def folder(tmp_path_factory):
 def unbroken(folder):
     """Metrics by step of a run that was never stopped."""
     arguments = arguments_for(folder, "trainer.max_steps=8", "trainer.save_freq=4")
-    return fine_tune(folder / "unbroken", *arguments, "trainer.logger=[console,file]", apart=True)
+    return fine_tune(folder / "unbroken", *arguments, "trainer.logger=[console,file]")
 
 
 def test_the_loss_of_a_run_falls_in_training_and_on_held_out_rows(unbroken):

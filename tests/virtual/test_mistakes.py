@@ -59,6 +59,7 @@ def test_a_collective_that_only_some_ranks_issue_is_named(cluster):
     assert re.match(r"old: (collective|one rank issues 6 collectives)", different_order(first, second) or "")
 
 
+@pytest.mark.nightly("verl/workers", "verl/models")
 def test_heads_that_do_not_divide_are_named(cluster):
     with pytest.raises(VirtualClusterError, match=r"`ulysses_size` \(3\) must divide the 4 attention heads"):
         cluster.measure("tiny", Setup(ulysses=3), 9)

@@ -27,7 +27,10 @@ QUICK = ("all roles", "images")  # the others are slow
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in STEPS]
+    "name",
+    ["all roles"]
+    + [pytest.param("images", marks=pytest.mark.nightly("verl/workers"))]
+    + [pytest.param(name, marks=pytest.mark.slow) for name in STEPS if name not in QUICK],
 )
 def test_a_step_runs_on_a_gpu_without_waiting_for_it(cluster, name):
     shape, setup, ranks = STEPS[name]

@@ -34,7 +34,7 @@ TEMPERATURE, LENGTH, LIKELY = 1.0, 3, 8
 PROMPT = [40, 41, 42, 42, 42, 42]
 HAS_SUFFIX = importlib.util.find_spec("arctic_inference") is not None
 METHODS = [
-    "ngram",
+    pytest.param("ngram", marks=pytest.mark.nightly),
     pytest.param("suffix", marks=pytest.mark.skipif(not HAS_SUFFIX, reason="needs arctic-inference")),
 ]
 

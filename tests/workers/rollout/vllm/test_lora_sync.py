@@ -103,6 +103,7 @@ def test_a_response_continues_with_other_adapters(served):
     assert largest_difference_by_version(found, text_references(models, text_requests())) < 1e-4
 
 
+@pytest.mark.nightly
 def test_an_engine_with_folded_weights_has_the_same_log_probs(tmp_path, single_process):
     path = save_tiny_model(tmp_path / "model", "qwen2")
     engine = build_rollout_engine(rollout_config(), setup_of(path))
@@ -170,6 +171,7 @@ def test_on_cpu_adapters_are_folded_unless_requested(tmp_path):
     assert engine_adapter(model, CONFIG, rollout_config(lora_sync="adapter"), "cpu") is not None
 
 
+@pytest.mark.nightly
 def test_on_cpu_adapters_cannot_be_served_with_joint_experts(tmp_path):
     model = adapted(save_tiny_model(tmp_path / "model", "qwen3_moe"))
     asked = rollout_config(lora_sync="adapter")

@@ -99,6 +99,7 @@ def test_two_independent_engines_sample_differently_and_agree_with_the_model(res
     assert [threads for *_, threads, _ in results[0]] == [1, 1]
 
 
+@pytest.mark.nightly("verl/distributed")
 def test_tensor_parallel_ranks_sample_the_same_and_leave_no_shared_memory(results):
     (first, *_), (second, *_) = results[1]
 

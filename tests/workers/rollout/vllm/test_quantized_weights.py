@@ -58,7 +58,9 @@ def quantized(model):
     return model
 
 
-@pytest.fixture(scope="module", params=["qwen2", pytest.param("qwen3", marks=pytest.mark.nightly)])
+@pytest.fixture(
+    scope="module", params=[pytest.param(each, marks=pytest.mark.nightly) for each in ("qwen2", "qwen3")]
+)
 def engine_and_path(request, tmp_path_factory, single_process):
     import_vllm("cpu")
     online = importlib.import_module("vllm.model_executor.layers.quantization.online.fp8")

@@ -267,6 +267,7 @@ def test_the_head_of_gpus_gives_float32_logits_of_bfloat16_weights(tmp_path, sin
     torch.testing.assert_close(logits, exact, atol=1e-4, rtol=1e-5)
 
 
+@pytest.mark.nightly
 def test_prompts_in_parts_have_the_log_probs_of_whole_ones(tmp_path, single_process):
     path = save_tiny_model(tmp_path, "qwen2")
     model = load_model(path)
