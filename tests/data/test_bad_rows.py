@@ -58,7 +58,7 @@ def test_a_row_whose_process_was_killed_for_others_sake_is_read_by_the_next(medi
     assert (tmp_path / "0.png.seen").exists() and not isinstance(item, BadRow)
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_a_picture_whose_header_ends_the_process_is_found_when_rows_are_measured(
     workers, media_model, tmp_path, monkeypatch
 ):

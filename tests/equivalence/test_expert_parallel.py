@@ -150,7 +150,13 @@ def compare_all(rank, world_size, cases, folders):
     return [compare(case, folders, rank, world_size) for case in cases]
 
 
-@pytest.mark.parametrize(("world_size", "cases"), [(2, TWO), (4, FOUR)], ids=["two ranks", "four ranks"])
+@pytest.mark.parametrize(
+    ("world_size", "cases"),
+    [
+        pytest.param(2, TWO, id="two ranks"),
+        pytest.param(4, FOUR, id="four ranks", marks=pytest.mark.nightly("verl/models", "verl/workers")),
+    ],
+)
 def test_divided_experts_compute_and_learn_as_those_of_one_process(folders, world_size, cases):
     for found in run_distributed(compare_all, world_size, cases, folders):
         for case, each in zip(cases, found, strict=True):

@@ -98,7 +98,9 @@ def test_a_failure_may_mask_its_response_and_no_other(reward_file, way):
     assert again == {"overall": [3.0] * 5, "accuracy": [1.0] * 5}
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=[pytest.mark.nightly] * (way == "hangs")) for way in WAYS]
+)
 def test_a_failure_may_get_a_score_and_no_other_value(reward_file, way):
     options = {"on_failure": "score", "failure_score": -0.5, "timeout_s": timeout_of(way)}
     with make_manager(reward_file(FAILS), **options) as manager:
@@ -123,7 +125,12 @@ FAILS_AT_FIRST = """
 
 @pytest.mark.parametrize(
     ("statement", "on_failure"),
-    [("1 / 0", "error"), ("1 / 0", "mask"), ("time.sleep(1000)", "mask"), ("os.abort()", "mask")],
+    [
+        ("1 / 0", "error"),
+        ("1 / 0", "mask"),
+        pytest.param("time.sleep(1000)", "mask", marks=pytest.mark.nightly),
+        ("os.abort()", "mask"),
+    ],
 )
 def test_a_call_that_succeeds_when_it_is_repeated_did_not_fail(reward_file, statement, on_failure):
     path = reward_file(FAILS_AT_FIRST.format(statement=statement, failures=2))

@@ -116,6 +116,7 @@ def test_another_program_on_the_port_is_an_error_after_the_time_limit(monkeypatc
     assert not [child for child in psutil.Process().children() if listener in " ".join(child.cmdline())]
 
 
+@pytest.mark.nightly
 def test_the_right_token_joins(cluster):
     assert "NEW False" in join(cluster[1])
 

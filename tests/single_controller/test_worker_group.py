@@ -59,6 +59,7 @@ def test_model_parallel_ranks_get_the_same_part_and_count_once(four):
     assert sorted(items) == [(0, 0), (0, 1), (2, 2), (2, 3)]
 
 
+@pytest.mark.nightly
 def test_a_death_in_a_part_names_its_rank_and_ends_the_whole(make_group):
     group = make_group(EchoWorker)
     _, second = group.parts("rollout")

@@ -39,20 +39,34 @@ def arguments_of(folder, name, *more):
     ]  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    """The arguments of a run of two steps, its folder, and its metrics by step."""
+    folder = tmp_path_factory.mktemp("sd3")
+    options = "worker.rollout.train_timestep_fraction=0.7", "worker.rollout.val_num_steps=7"
+    arguments = arguments_of(folder, "sd3", *options, "trainer.max_steps=2", "trainer.save_limit=-1")
+    return arguments, folder / "unbroken", train(folder / "unbroken", *arguments)
+
+
 @pytest.mark.heavy
-def test_a_run_that_is_resumed_learns_bit_for_bit_what_the_unbroken_one_does(tmp_path):
-    arguments = arguments_of(
-        tmp_path, "sd3", "worker.rollout.train_timestep_fraction=0.7", "worker.rollout.val_num_steps=7"
-    )
+def test_a_run_learns_measures_and_saves_in_each_step(unbroken):
+    _, folder, metrics = unbroken
 
-    arguments += ["trainer.max_steps=2", "trainer.save_limit=-1"]
-    checkpoint = f"trainer.load_checkpoint_path={tmp_path / 'unbroken' / 'global_step_1'}"
+    for step in (1, 2):
+        assert metrics[step]["actor/grad_norm"] > 0 and "val/reward_score" in metrics[step]
+        assert (folder / f"global_step_{step}" / "actor").is_dir()
+    assert metrics[2]["actor/kl_loss"] > 0
 
-    unbroken = train(tmp_path / "unbroken", *arguments)
+
+@pytest.mark.nightly("verl/diffusion", "verl/workers")
+@pytest.mark.heavy
+def test_a_run_that_is_resumed_learns_bit_for_bit_what_the_unbroken_one_does(unbroken, tmp_path):
+    arguments, folder, metrics = unbroken
+    checkpoint = f"trainer.load_checkpoint_path={folder / 'global_step_1'}"
+
     resumed = train(tmp_path / "resumed", *arguments, checkpoint, "trainer.val_before_train=true")
 
-    assert unbroken[2]["actor/grad_norm"] > 0 and unbroken[2]["actor/kl_loss"] > 0
-    assert learned(resumed[2]) == learned(unbroken[2])
+    assert learned(resumed[2]) == learned(metrics[2])
 
 
 @pytest.mark.slow

@@ -65,6 +65,7 @@ def test_heads_that_do_not_divide_are_named(cluster):
         cluster.measure("tiny", Setup(ulysses=3), 9)
 
 
+@pytest.mark.nightly("verl/workers")
 def test_ranks_that_do_not_divide_into_shards_are_named(cluster):
     with pytest.raises(
         VirtualClusterError, match=r"`fsdp.fsdp_size` \(3\) must divide the number of processes"

@@ -26,6 +26,7 @@ from verl.workers.rollout.engines import build_rollout_engine
 SETTINGS = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
 
 
+@pytest.mark.nightly("verl/workers/rollout")
 @pytest.mark.heavy
 def test_the_language_model_in_vllm_has_the_models_log_probs_after_prompts_as_embeddings(single_process):
     tiny, rng = load_tiny("vila"), np.random.default_rng(0)

@@ -79,6 +79,7 @@ def test_an_engine_returns_the_routes_of_all_tokens_but_the_last(engine_and_mode
         assert same_experts(response.routes, expected[:-1])
 
 
+@pytest.mark.nightly("verl/models/mixture")
 def test_an_interrupted_response_has_its_routes_and_continues_them(engine_and_model):
     engine, model = engine_and_model
     choices, sampling = ExpertChoices(model), ContinuedSampling(engine)
