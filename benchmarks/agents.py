@@ -81,12 +81,10 @@ class TurnByTurn(ConversationDriver):
     def step(self, at_most: int) -> list[FinishedResponse]:
         """Sample all turns, wait for all answers, and return the conversations that ended."""
         while self.sampling.num_unfinished:
-            for turn in self.sampling.step(at_most):
-                self._take(turn)
+            self._resume(self._turns(at_most))
         while self._num_calling:
-            for key, observations in self._answers():
-                self._observe(key, observations)
-        ended = [self._finish(key) for key in list(self._open) if self._open[key].is_done]
+            self._resume(self._answers())
+        ended = [self._finish(key) for key in list(self._open) if self._open[key].finished is not None]
         self._submit(list(self._open))
         return ended
 

@@ -86,3 +86,50 @@ def test_an_answer_that_no_reader_can_read_ends_its_conversation_masked_with_the
     assert (bad.stop_reason, bad.is_masked, len(bad.turns)) == ("tool", True, 1)
     assert bad.turns[0].observations[0].failed
     assert found["bad"].token_ids == encode(rules, CALL + "<|im_end|>")
+
+
+class PromptPool:
+    """Tools that have answered when they are asked."""
+
+    def __init__(self):
+        self.called = []
+
+    def start(self, key, row):
+        pass
+
+    def submit(self, key, calls):
+        self.called.append(key)
+
+    def ready(self, timeout_s):
+        called, self.called = self.called, []
+        return [(key, [Observation("5")], None) for key in called]
+
+    def end(self, key):
+        pass
+
+
+class FirstRank(ScriptedEngine):
+    """Makes no step while a call is not answered."""
+
+    def step(self, at_most):
+        assert not self.pool.called
+        return super().step(at_most)
+
+    def agree(self, value):
+        return value
+
+
+def test_in_lockstep_an_answer_follows_its_turn_before_the_next_step_of_the_engine():
+    rules, pool = rules_of(schemas=[{"type": "function", "function": ADD}]), PromptPool()
+    text = template_of(rules.tokenizer)(PROMPT, True, "the prompt")
+    row = {"raw_prompt_ids": encode(rules, text), "prompt_messages": PROMPT, "multi_modal_data": None}
+    engine = FirstRank(rules, {"calls": [CALL, "Five"], "talks": ["Four"]}, {})
+    engine.pool = pool
+    sampling = ContinuedSampling(engine)
+    driver = ConversationDriver(sampling, pool, rules, lambda media: None, in_lockstep=True)
+    driver.submit([row | {"uid": name} for name in engine.turns], SamplingOptions(n=1))
+
+    first, second = driver.step(8), driver.step(8)
+
+    assert [one.uid for one in (*first, *second)] == ["talks", "calls"]
+    assert len(second[0].trajectory.turns) == 2

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from types import coroutine
 from typing import Any
 
@@ -67,7 +66,6 @@ class _Open:
         return self.request is None and self.finished is None
 
     async def turn(self, request: TurnRequest) -> FinishedResponse:
-        """Wait until the engine has sampled a turn."""
         self.request = request
         turn = await _resumed()
         self.request = None
@@ -75,7 +73,6 @@ class _Open:
         return turn
 
     async def answers(self) -> list[Observation]:
-        """Wait for the answers to all calls of a turn, or for the one of an environment."""
         answers = await _resumed()
         self.answer = None
         return answers
@@ -166,11 +163,8 @@ class ConversationDriver:
         while self._open and at_most > 0 and not ended:
             num_steps = min(at_most, STEPS) if self._num_calling else at_most
             at_most -= num_steps
-            touched: dict[Key, None] = {}  # in order; an answer may follow its turn at once
-            turns = [(_key_of(turn), turn) for turn in self.sampling.step(num_steps)]
-            for key, value in chain(turns, self._answers()):
-                self._open[key].resume(value)
-                touched[key] = None
+            touched = self._resume(self._turns(num_steps))
+            touched |= self._resume(self._answers())  # an answer may follow its turn at once
             self._submit(list(touched))
             ended = [self._finish(key) for key in touched if self._open[key].finished is not None]
         return ended
@@ -225,21 +219,18 @@ class ConversationDriver:
         return conversation
 
     def _add(self, conversation: Conversation, turn: FinishedResponse, at: float) -> list[ToolCall]:
-        """Append a sampled turn, and return its calls."""
         with _breaking_off(conversation):
             tokens = turn.token_ids, turn.log_probs
             return conversation.add_turn(*tokens, turn.finish_reason, at, turn.versions, turn.routes)
         return []
 
     def _call(self, key: Key, conversation: Conversation, calls: list[ToolCall]) -> None:
-        """Have the tools work on the calls of a turn, or the environment on the turn."""
         if self.pool is not None and self.rules.has_environment:
             self.pool.step(key, conversation.messages[-1]["content"], calls)
         elif self.pool is not None:
             self.pool.submit(key, calls)
 
     def _observe(self, conversation: Conversation, answers: list[Observation], at: float) -> None:
-        """Have the policy read answers."""
         shown: Sequence[Observation] = ()
         with _breaking_off(conversation):
             shown = conversation.observe(answers, at)
@@ -258,6 +249,12 @@ class ConversationDriver:
         return Row(prompt, self.rules.media)
 
     # --- beginning and end
+
+    def _resume(self, arrived: Sequence[tuple[Key, Any]]) -> dict[Key, None]:
+        """Lead conversations on with what they waited for; return them in this order."""
+        for key, value in arrived:
+            self._open[key].resume(value)
+        return {key: None for key, _ in arrived}
 
     def _start(self, key: Key, row: Columns, seed: int | None) -> None:
         if self.pool is not None:
@@ -293,6 +290,9 @@ class ConversationDriver:
         self.sampling.submit([self._request(key, key) for key in ready], self._options, begun)
         for key in ready:
             self._open[key].begun = None
+
+    def _turns(self, at_most: int) -> list[tuple[Key, FinishedResponse]]:
+        return [(_key_of(turn), turn) for turn in self.sampling.step(at_most)]
 
     @property
     def _num_calling(self) -> int:
