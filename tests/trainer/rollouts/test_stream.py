@@ -173,7 +173,7 @@ def start(
 
 @pytest.fixture(autouse=True)
 def ended():
-    """End what a test started, or its engines sample on beside all later tests."""
+    """End what the test started: its engines would keep sampling during all later tests."""
     yield
     while started:
         schedule, engines = started.pop()

@@ -46,14 +46,19 @@ class ScriptedEngine:
         pass
 
 
-def lead(rules, turns, answers=()):
-    """Lead a conversation for each row; returns the responses by row."""
+def rows_of(rules, names):
     text = template_of(rules.tokenizer)(PROMPT, True, "the prompt")
     row = {"raw_prompt_ids": encode(rules, text), "prompt_messages": PROMPT, "multi_modal_data": None}
+    return [row | {"uid": name} for name in names]
+
+
+def lead(rules, turns, answers=()):
+    """Lead a conversation for each row; returns the responses by row."""
     engine = ScriptedEngine(rules, {name: list(texts) for name, texts in turns.items()}, dict(answers))
     driver = ConversationDriver(ContinuedSampling(engine), None, rules, lambda media: None)
-    rows = [row | {"uid": name} for name in turns]
-    return {one.uid: one for found in driver.run(rows, SamplingOptions(n=1)) for one in found}
+    return {
+        one.uid: one for found in driver.run(rows_of(rules, turns), SamplingOptions(n=1)) for one in found
+    }
 
 
 def test_a_turn_that_no_reader_can_read_ends_its_conversation_masked_with_the_reason():
@@ -88,7 +93,7 @@ def test_an_answer_that_no_reader_can_read_ends_its_conversation_masked_with_the
     assert found["bad"].token_ids == encode(rules, CALL + "<|im_end|>")
 
 
-class PromptPool:
+class ReadyPool:
     """Tools that have answered when they are asked."""
 
     def __init__(self):
@@ -120,14 +125,12 @@ class FirstRank(ScriptedEngine):
 
 
 def test_in_lockstep_an_answer_follows_its_turn_before_the_next_step_of_the_engine():
-    rules, pool = rules_of(schemas=[{"type": "function", "function": ADD}]), PromptPool()
-    text = template_of(rules.tokenizer)(PROMPT, True, "the prompt")
-    row = {"raw_prompt_ids": encode(rules, text), "prompt_messages": PROMPT, "multi_modal_data": None}
+    rules, pool = rules_of(schemas=[{"type": "function", "function": ADD}]), ReadyPool()
     engine = FirstRank(rules, {"calls": [CALL, "Five"], "talks": ["Four"]}, {})
     engine.pool = pool
     sampling = ContinuedSampling(engine)
     driver = ConversationDriver(sampling, pool, rules, lambda media: None, in_lockstep=True)
-    driver.submit([row | {"uid": name} for name in engine.turns], SamplingOptions(n=1))
+    driver.submit(rows_of(rules, engine.turns), SamplingOptions(n=1))
 
     first, second = driver.step(8), driver.step(8)
 

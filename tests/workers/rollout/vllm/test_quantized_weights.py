@@ -58,9 +58,7 @@ def quantized(model):
     return model
 
 
-@pytest.fixture(
-    scope="module", params=[pytest.param(each, marks=pytest.mark.nightly) for each in ("qwen2", "qwen3")]
-)
+@pytest.fixture(scope="module", params=["qwen2", "qwen3"])
 def engine_and_path(request, tmp_path_factory, single_process):
     import_vllm("cpu")
     online = importlib.import_module("vllm.model_executor.layers.quantization.online.fp8")
@@ -76,6 +74,7 @@ def engine_and_path(request, tmp_path_factory, single_process):
     engine.close()
 
 
+@pytest.mark.nightly
 @pytest.mark.heavy
 def test_each_sync_samples_from_the_weights_rounded_to_fp8(engine_and_path):
     engine, path = engine_and_path
@@ -98,6 +97,7 @@ def test_each_sync_samples_from_the_weights_rounded_to_fp8(engine_and_path):
     assert {layer.weight.dtype for layer in layers} == {torch.float8_e4m3fn}
 
 
+@pytest.mark.nightly
 @pytest.mark.heavy
 def test_a_sync_that_leaves_a_layer_out_is_an_error(engine_and_path):
     engine, path = engine_and_path
