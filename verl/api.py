@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from verl.trainer.training_loop import TrainingLoop
 
 Kind = Literal["rl", "sft"]
+AnyConfig = Source | PPOConfig | SFTConfig
+ConfigReader = Callable[[Mapping[str, Any]], PPOConfig]
 RESTARTS = (
     "`trainer.max_restarts` must be 0 for a run in this process, got {}: a restart needs one of its own,"
     " which the commands `verl-train` and `verl-sft` start"
@@ -80,7 +82,7 @@ class TrainingResult:
 
 
 def train(
-    config: Source | PPOConfig | SFTConfig,
+    config: AnyConfig,
     overrides: Mapping[str, Any] = NO_OVERRIDES,
     /,
     *,
@@ -140,7 +142,7 @@ def build(
 
 @overload
 def build(
-    config: Source | PPOConfig | SFTConfig,
+    config: AnyConfig,
     overrides: Mapping[str, Any] = ...,
     /,
     *,
@@ -150,7 +152,7 @@ def build(
 
 
 def build(
-    config: Source | PPOConfig | SFTConfig,
+    config: AnyConfig,
     overrides: Mapping[str, Any] = NO_OVERRIDES,
     /,
     *,
@@ -222,7 +224,7 @@ def evaluate(
 
 
 def evaluate_model(
-    read: Callable[[Mapping[str, Any]], PPOConfig],
+    read: ConfigReader,
     question: Question,
     out: str | os.PathLike[str] | None = None,
 ) -> Evaluation:
@@ -282,7 +284,7 @@ def result_of(trainer: "TrainingLoop") -> TrainingResult:
 
 
 def read_config(
-    config: Source | PPOConfig | SFTConfig,
+    config: AnyConfig,
     overrides: Mapping[str, Any],
     sections: Mapping[str, Any],
     kind: Kind = "rl",

@@ -172,7 +172,7 @@ def test_every_failure_costs_its_own_call_only(make_pool):
         assert len(observation.text) < 1200
     assert (count_of(counted)[0], added.text) == (2, "2")
     for observation, reason in zip([*failed, counted, added], [*REASONS.values(), "", ""], strict=True):
-        assert observation.seconds > 0 and (observation.seconds >= 4.0) == ("did not answer" in reason)
+        assert observation.seconds >= (4.0 if "did not answer" in reason else 0.0)
 
 
 @pytest.mark.parametrize("kind", ["hang", "leave", "kill_guardian"])

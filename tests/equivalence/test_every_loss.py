@@ -48,6 +48,10 @@ OPTIONS = {  # where bounds are met by some tokens and not by others
 }
 DEFAULTS = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.3, "clip_ratio_dual": 2.0}
 CASES = [(loss, mode) for loss in POLICY_LOSSES.names() for mode in AGGREGATIONS.names()]
+GRIDS = {
+    "by day": [(loss, mode) for loss, mode in CASES if loss == "default" or mode == "token"],
+    "at night": [(loss, mode) for loss, mode in CASES if loss != "default" and mode != "token"],
+}
 
 
 def options_of(loss):
@@ -188,7 +192,7 @@ def reference_gradients(model, batch, folder):
 # The same by the real parts, on gloo ranks.
 
 
-def update_on_ranks(rank, world_size, root, settings):
+def update_on_ranks(rank, world_size, root, cases):
     """For each case: the loss, its statistics, and the parameter whose gradient is furthest off."""
     import torch.distributed as dist
 
@@ -201,8 +205,8 @@ def update_on_ranks(rank, world_size, root, settings):
     expected = torch.load(root / "reference.pt")
     forward = build_forward("text", root / "model", False, world_size)
     results = {}
-    for loss, mode in CASES:
-        for setting in settings:
+    for loss, mode in cases:
+        for setting in MICRO_BATCHES:
             optimizer = RecordingOptimizer(forward.model)
             scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
             config = ActorConfig(
@@ -246,14 +250,29 @@ def root(tmp_path_factory):
     return root
 
 
-@pytest.fixture(
-    scope="module", params=[pytest.param(1, marks=pytest.mark.slow), 2], ids=["1 rank", "2 ranks"]
-)
+@pytest.fixture(scope="module")
 def results(request, root):
-    return run_distributed(update_on_ranks, request.param, root, list(MICRO_BATCHES))
+    world_size, grid = request.param
+    return run_distributed(update_on_ranks, world_size, root, GRIDS[grid])
 
 
-@pytest.mark.parametrize(("loss", "mode"), CASES)
+BY_DAY = (2, "by day")
+
+
+def all_cases(run, mark=()):
+    return [pytest.param(run, *case, marks=mark) for case in GRIDS[run[1]]]
+
+
+@pytest.mark.parametrize(
+    ("results", "loss", "mode"),
+    [
+        *all_cases(BY_DAY),
+        *all_cases((2, "at night"), pytest.mark.nightly("verl/workers/roles", "verl/algorithms")),
+        *(case for grid in GRIDS for case in all_cases((1, grid), pytest.mark.slow)),
+    ],
+    indirect=["results"],
+    scope="module",
+)
 def test_loss_and_gradient_of_every_parameter_equal_the_padded_reference(results, root, loss, mode):
     value, _ = torch.load(root / "reference.pt")[loss, mode]
 
@@ -264,6 +283,7 @@ def test_loss_and_gradient_of_every_parameter_equal_the_padded_reference(results
             assert metrics["actor/pg_loss"] == pytest.approx(value, rel=TOLERANCE, abs=1e-7), setting
 
 
+@pytest.mark.parametrize("results", [BY_DAY], indirect=True, scope="module")
 def test_the_batch_exercises_bounds_and_selections(results):
     for loss, name in [
         ("default", "pg_clipfrac_higher"), ("gspo", "pg_clipfrac_higher"), ("gspo", "pg_clipfrac_lower"),

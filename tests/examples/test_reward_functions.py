@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every shipped reward function on right, wrong, unformatted and garbage responses, worked out by hand."""
 
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.examples.shipped import REWARD_FUNCTIONS, scores_pictures
+from tests.helpers.growth import grows_with_length
 from verl.config.worker import RewardConfig
 from verl.rewards.function import load_reward_function
 from verl.rewards.manager import RewardManager
@@ -114,29 +114,31 @@ def test_choice_is_nine_tenths_the_letter_and_one_tenth_format(
     assert scores == pytest.approx(expected)
 
 
-# 130,000 characters, about 32,000 tokens.
+# A start, a part that is repeated, an end.
 ENDLESS = [
-    "<think>" + "</think>" * 16_000,
-    "<think>" + "</think> <answer>" * 8_000,
-    "<think></think>" + "\\boxed{" * 18_000,
-    "<think></think>" + "\\boxed{}" * 16_000 + "\n",
-    "<" + " " * 130_000,
-    "<think></think>" + " " * 130_000,
-    "</think>" + " " * 130_000 + "<answer" * 10,
-    "<think>" + "<answer>" * 16_000,
-    "<think>" + "< / think " * 13_000,
-    "a" * 130_000,
+    ("<think>", "</think>", ""),
+    ("<think>", "</think> <answer>", ""),
+    ("<think></think>", "\\boxed{", ""),
+    ("<think></think>", "\\boxed{}", "\n"),
+    ("<", " ", ""),
+    ("<think></think>", " ", ""),
+    ("</think>", " ", "<answer" * 10),
+    ("<think>", "<answer>", ""),
+    ("<think>", "< / think ", ""),
+    ("", "a", ""),
 ]
 
 
 @pytest.mark.parametrize("name", ["math", "r1v", "dapo", "choice"])
-def test_the_time_of_a_reward_grows_with_the_length_of_the_response_and_not_faster(name):
+@pytest.mark.parametrize(("start", "part", "end"), ENDLESS)
+def test_the_time_of_a_reward_grows_with_the_length_of_the_response_and_not_faster(name, start, part, end):
     kwargs = DAPO_KWARGS if name == "dapo" else {}
-    start = time.process_time()
-    for response in ENDLESS:
-        score(name, response, "B", **kwargs)
 
-    assert time.process_time() - start < 5.0  # 0.5 s on a quiet machine
+    assert grows_with_length(
+        lambda response: score(name, response, "B", **kwargs),
+        lambda length: start + part * (length // len(part)) + end,
+        32_000,  # and four times that: about 32,000 tokens
+    )
 
 
 @pytest.mark.parametrize(

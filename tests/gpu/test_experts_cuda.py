@@ -7,6 +7,8 @@ from transformers import AutoConfig
 
 from tests.gpu.alone import run_apart
 
+pytestmark = pytest.mark.nightly("verl/models/mixture", "verl/distributed")
+
 TOKENS, TOP_K = 40, 2
 DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16}
 TOLERANCE = {"cpu": 1e-6, "cuda": 2e-2}  # relative to the norm; bfloat16 keeps 8 bits
@@ -67,7 +69,6 @@ def found(device):
     return run_apart(differences, device, device=device)
 
 
-@pytest.mark.nightly("verl/models/mixture", "verl/distributed")
 def test_divided_experts_compute_and_learn_as_plain_ones(found, device):
     assert max(found[0]) < TOLERANCE[device]
 

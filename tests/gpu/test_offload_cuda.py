@@ -8,6 +8,8 @@ from benchmarks.gpu.part import token_log_probs
 from tests.gpu.alone import run_apart
 from verl.models.tiny import save_tiny_model
 
+pytestmark = pytest.mark.nightly("verl/distributed")
+
 
 def three_updates(folder, device, *, offload, cpu_offload=False):
     """Weights after three steps, and the bytes on the device between them."""

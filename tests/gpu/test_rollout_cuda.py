@@ -14,6 +14,7 @@ from verl.models.tiny import save_tiny_model
 
 pytestmark = [
     pytest.mark.heavy,
+    pytest.mark.nightly("verl/workers/rollout"),
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
 
@@ -105,7 +106,6 @@ def mean_difference(answers, by_policy):
     return sum(abs(ours - theirs) for ours, theirs in pairs) / len(pairs)
 
 
-@pytest.mark.nightly("verl/workers/rollout")
 def test_the_engine_says_the_same_after_sleep_sync_and_wake(engine_story):
     first, _, again, *_ = engine_story
 

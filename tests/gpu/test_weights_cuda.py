@@ -17,6 +17,7 @@ from verl.distributed.weights.server import WeightServer
 
 pytestmark = [
     pytest.mark.heavy,
+    pytest.mark.nightly("verl/distributed"),
     pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(2))]),
 ]
 
@@ -72,7 +73,6 @@ def test_an_engine_reads_what_was_published_and_not_what_training_made_of_it(dev
                 assert found[name].cpu().equal(tensor + version)
 
 
-@pytest.mark.nightly("verl/distributed")
 @pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGSTOP])
 def test_an_engine_learns_in_time_that_a_process_that_trains_is_lost(device, ending):
     with serving(device) as (pid, shares), reading(device) as reader:

@@ -264,6 +264,7 @@ def num_calls(path):
     return len(Path(path).with_suffix(".calls").read_text())
 
 
+@pytest.mark.nightly
 def test_a_run_that_fails_too_often_ends_before_every_call_has_hung(reward_file):
     path = reward_file(HANGS_EVERYWHERE)
     with (
@@ -314,6 +315,7 @@ def test_a_function_that_fails_for_every_response_ends_the_run_whatever_is_allow
         scored(manager, ["a"] * 10)
 
 
+@pytest.mark.nightly
 def test_calls_that_hang_beside_others_that_succeed_do_not_end_the_run(reward_file):
     options = {"max_failure_ratio": 1.0, "max_retries": 0, "timeout_s": 1.5, "num_cpus": 3}
     with make_manager(reward_file(FAILS), on_failure="mask", **options) as manager:

@@ -343,7 +343,13 @@ HANGS = {
 }
 
 
-@pytest.mark.parametrize("statement", [statement for statement, _ in HANGS.values()], ids=HANGS)
+@pytest.mark.parametrize(
+    "statement",
+    [
+        pytest.param(statement, marks=[pytest.mark.nightly] * (name == "in python"), id=name)
+        for name, (statement, _) in HANGS.items()
+    ],
+)
 def test_a_hanging_call_is_killed_and_its_line_and_row_are_named(reward_file, statement):
     path = reward_file(
         f"""

@@ -185,5 +185,6 @@ def test_the_heavy_packages_can_be_imported_here():
     assert check_imports().found == "torch, transformers, ray, vllm"
 
 
+@pytest.mark.nightly("verl/utils")
 def test_a_program_without_this_package_can_load_models_here():
     assert check_plain_transformers().level is Level.OK

@@ -102,6 +102,7 @@ def test_on_failure_decides_on_a_function_that_fails_for_an_empty_response(rewar
     assert "a run handles such failures by on_failure=mask: reward function" in caplog.text
 
 
+@pytest.mark.nightly("verl/trainer")
 def test_a_slow_function_delays_the_start_by_its_time_limit_at_most(reward, caplog, monkeypatch):
     monkeypatch.setattr(first_look, "MARGIN_S", 0.3)
     statement = "time.sleep(1000 if row['response'] == '' else 1); return {'overall': 1.0}"

@@ -121,6 +121,7 @@ def test_a_busy_cluster_is_an_error_after_the_timeout(two_nodes):
     assert "only 0 CPUs are free in all of it after 1 seconds: end other runs on it" in two_nodes
 
 
+@pytest.mark.nightly
 def test_ctrl_c_during_a_call_ends_the_workers(interrupted):
     pids = [int(pid) for pid in re.search("^PIDS (.*)$", interrupted, re.MULTILINE)[1].split()]
 

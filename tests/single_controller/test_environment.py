@@ -40,6 +40,7 @@ def test_a_cpu_rank_does_not_grow_with_new_shapes(make_group):
     assert growth < 60 * MIB
 
 
+@pytest.mark.nightly
 @pytest.mark.heavy
 def test_a_cache_size_set_by_the_user_is_kept(make_group, monkeypatch):
     name = next(iter(CPU_CACHES))

@@ -121,6 +121,7 @@ def test_the_right_token_joins(cluster):
     assert "NEW False" in join(cluster[1])
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "home, mode, remedy",
     [

@@ -324,7 +324,8 @@ def tell_slowly(connection):
 
     signal.signal(STACK_SIGNAL, tell)
     connection.send("begun")
-    time.sleep(1000)
+    while True:  # a handler waits for the end of a sleep that begins between the signal and its call
+        time.sleep(0.05)
 
 
 BOTTOM = '  File "<string>", line 1 in <module>\n'

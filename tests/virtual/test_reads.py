@@ -19,7 +19,7 @@ SETUPS = {
     "images, ulysses x ring": ("tiny-vl", IMAGES | SHARDED, 6, 8),
     "LoRA, without checkpointing": ("tiny", {"lora_rank": 8, "checkpointing": False}, 2, 4),
 }
-QUICK = ("images, ulysses x ring",)  # the others are slow
+QUICK = ("ulysses x ring",)  # the others are slow
 
 
 def assert_no_reads(phases):

@@ -55,8 +55,9 @@ PAIRS = {
 @pytest.mark.parametrize(
     "name",
     [
-        "images on one rank",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("text", "ulysses and ring")),
+        "ulysses and ring",
+        pytest.param("images on one rank", marks=pytest.mark.nightly("verl/workers")),
+        pytest.param("text", marks=pytest.mark.slow),
     ],
 )
 def test_ranks_with_other_rows_issue_the_same_collectives(cluster, name):

@@ -10,16 +10,18 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from verl.config.hints.renamed_keys import VERL_KEYS
+from verl.config.ppo import PPOConfig
 from verl.config.text import config_yaml
 from verl.config.trainer import RunTree
 from verl.planning.device_defaults import device_defaults
-from verl.trainer.command import make_parser, run_command
+from verl.trainer.command import make_parser, run_with_config
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser("verl-print-config", __doc__)
     parser.add_argument("--changed", action="store_true", help="only options that differ from their default")
-    return run_command(parser, arguments, _print)
+    return run_with_config(parser.parse_intermixed_args(arguments), PPOConfig, _print, VERL_KEYS)
 
 
 def _print(switches: argparse.Namespace, config: RunTree) -> int:

@@ -30,6 +30,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from verl.config.hints.renamed_keys import VERL_KEYS
 from verl.config.ppo import PPOConfig
 from verl.rewards.function import (
     OPTION,
@@ -41,7 +42,7 @@ from verl.rewards.function import (
     split_calls,
 )
 from verl.rewards.servers import specs_of
-from verl.trainer.command import at_least, make_parser, run_command
+from verl.trainer.command import at_least, make_parser, run_with_config
 from verl.trainer.reward_samples import Response, read_responses
 from verl.trainer.run.exit_status import BAD_INPUT, INTERRUPTED
 from verl.utils.cuda_builds import repair_cuda_builds
@@ -72,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--val", action="store_true", help="rows of data.val_files, not data.train_files")
     parser.add_argument("--pdb", action="store_true", help="debug the first call that raises where it did")
     try:
-        return run_command(parser, arguments, _check)
+        return run_with_config(parser.parse_intermixed_args(arguments), PPOConfig, _check, VERL_KEYS)
     except bdb.BdbQuit:  # the user left the debugger
         return INTERRUPTED
 

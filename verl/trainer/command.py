@@ -10,8 +10,7 @@ from typing import Generic, TypeVar
 from verl.checkpoint.tracker import checkpoint_to_resume
 from verl.config.files.model_files import weights_problem
 from verl.config.hints.arguments import dashless
-from verl.config.hints.renamed_keys import VERL_KEYS, RenamedKeys
-from verl.config.ppo import PPOConfig
+from verl.config.hints.renamed_keys import RenamedKeys
 from verl.config.schema import ConfigError, config_notes
 from verl.config.text import example_yaml, help_text, options_page
 from verl.config.trainer import RunConfig, RunTree
@@ -218,26 +217,17 @@ def make_parser(name: str, description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def run_command(
-    parser: argparse.ArgumentParser,
-    arguments: Sequence[str] | None,
-    run: Callable[[argparse.Namespace, PPOConfig], int],
-) -> int:
-    """Load the config and run a command with it, with errors on stderr.
-
-    Returns:
-        The exit status: that of `run`; 2 for bad input; 1 for an unsuitable machine; 130 after Ctrl-C.
-    """
-    return run_with_config(parser.parse_intermixed_args(arguments), PPOConfig, run, VERL_KEYS)
-
-
 def run_with_config(
     switches: argparse.Namespace,
     config_class: type[C],
     run: Callable[[argparse.Namespace, C], int],
     foreign_keys: RenamedKeys | None = None,
 ) -> int:
-    """Load the config from `switches.options` and run a command with it; see `run_command`."""
+    """Load the config from `switches.options` and run a command with it, with errors on stderr.
+
+    Returns:
+        The exit status: that of `run`; 2 for bad input; 1 for an unsuitable machine; 130 after Ctrl-C.
+    """
     outlive_readers()
     repair_cuda_builds()
     try:

@@ -454,6 +454,7 @@ async def run(row, policy):
 """
 
 
+@pytest.mark.nightly("verl/agents", "verl/workers/conversations")
 def test_calls_at_once_are_contexts_of_their_own(tiny, engine, lead):
     responses, _, _ = lead(PARALLEL, 2)
     narrow, _, _ = lead(PARALLEL, 2, max_tokens=6 * 80)

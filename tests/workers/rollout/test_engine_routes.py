@@ -67,6 +67,7 @@ def same_experts(a, b):
     return torch.equal(a.sort(-1).values, b.sort(-1).values)
 
 
+@pytest.mark.nightly("verl/models/mixture")
 def test_an_engine_returns_the_routes_of_all_tokens_but_the_last(engine_and_model):
     engine, model = engine_and_model
     choices = ExpertChoices(model)

@@ -284,6 +284,7 @@ def responses_on_two_ranks(rank, world_size, folder, path):
     return {(one.uid, one.sample): one.token_ids for one in responses}, difference
 
 
+@pytest.mark.nightly("verl/workers/conversations")
 def test_ranks_of_one_engine_lead_the_same_conversations(tiny, tmp_path):
     path = tmp_path / "env.py"
     path.write_text(ENVIRONMENT)

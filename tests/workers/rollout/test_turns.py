@@ -126,6 +126,7 @@ def test_both_turns_have_the_log_probs_of_the_whole_row(engine, qwen2_5_vl):
         assert max(differences) < 1e-4, (uid, differences)
 
 
+@pytest.mark.nightly
 def test_a_second_turn_reads_the_first_ones_tokens_from_the_prefix_cache(qwen2_5_vl, single_process):
     path, model, processor = qwen2_5_vl
     engine = build_rollout_engine(rollout_config(), setup_of(path))

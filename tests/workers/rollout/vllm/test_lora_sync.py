@@ -164,6 +164,7 @@ def test_adapters_that_an_engine_cannot_serve_are_folded_and_logged(
             engine_adapter(model, config, rollout_config(**options, lora_sync="adapter"), "cuda")
 
 
+@pytest.mark.nightly
 def test_on_cpu_adapters_are_folded_unless_requested(tmp_path):
     model = adapted(save_tiny_model(tmp_path / "model", "qwen2"))
 
