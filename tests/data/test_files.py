@@ -5,6 +5,7 @@ import csv
 import json
 import os
 import pickle
+import re
 import resource
 
 import datasets
@@ -17,6 +18,7 @@ from PIL import Image
 from tests.helpers.media import noise
 from verl.config.files.paths import data_source
 from verl.data.files import load_rows
+from verl.data.plain_files import first_rows
 
 ROWS = [{"problem": f"{n} + 1?", "answer": str(n + 1), "level": "easy"} for n in range(10)]
 
@@ -285,3 +287,82 @@ def test_a_pickle_is_opened_only_if_it_is_named(folder):
 
     assert not (folder / "sprung").exists()
     assert all_rows(write(data / "rows.pkl")) == ROWS
+
+
+CSV = "prompt,answer\n1 + 1?,2\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (
+            CSV + '"2 + 2?,4\n3 + 3?,6\n',
+            "the row that starts at line 3 is not CSV: a quote is opened and never",
+        ),
+        (CSV + '"2 + 2?,4\n3 + 3?,"6"\n', "the row that starts at line 3 is not CSV: text follows a closing"),
+        (CSV + '"2\n+\n2?",4\n5?\n', "line 6 has 1 fields, and the header has 2"),
+        (CSV + "2 + 2?,4,easy\n", "line 3 has 3 fields, and the header has 2"),
+        ("prompt,answer,prompt\n1,2,3\n", "it has more than one column 'prompt'"),
+        (
+            "prompt;answer\n1 + 1?;2\n",
+            "the header is one column, 'prompt;answer': separate the fields by commas",
+        ),
+    ],
+    ids=[
+        "open quote",
+        "open quote that closes later",
+        "short row",
+        "long row",
+        "doubled column",
+        "semicolons",
+    ],
+)
+def test_a_table_of_text_that_cannot_be_read_as_it_was_meant_is_refused_with_its_line(text, reason, folder):
+    (folder / "a.csv").write_text(text)
+
+    with pytest.raises(ValueError, match=re.escape(reason)):
+        all_rows(str(folder / "a.csv"))
+
+
+def test_quoted_fields_keep_commas_quotes_and_lines(folder):
+    (folder / "a.csv").write_text('\nprompt,answer\n"a, ""b""\nc",2\n\n')
+
+    assert all_rows(str(folder / "a.csv")) == [{"prompt": 'a, "b"\nc', "answer": "2"}]
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl"])
+def test_a_column_that_a_row_has_twice_is_refused_and_not_its_last(name, folder):
+    text = '{"prompt": "1 + 1?", "answer": "2", "answer": "3"}'
+    (folder / name).write_text(f"[{text}]" if name == "a.json" else text + "\n")
+
+    with pytest.raises(ValueError, match="more than one column 'answer'"):
+        all_rows(str(folder / name))
+
+
+def test_a_table_with_two_columns_of_a_name_is_refused(folder):
+    table = pa.table(
+        [pa.array(["1?"]), pa.array(["1"]), pa.array(["2"])], names=["prompt", "answer", "answer"]
+    )
+    pq.write_table(table, folder / "a.parquet")
+
+    with pytest.raises(ValueError, match="more than one column 'answer'"):
+        first_rows(folder / "a.parquet")
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (CSV.encode("utf-16"), "it is UTF-16: save the file as UTF-8"),
+        (
+            CSV.encode() + "é?,e\n".encode("latin-1"),
+            r"line 3 is not UTF-8 \(byte 0xe9\): save the file as UTF-8",
+        ),
+    ],
+    ids=["UTF-16", "Latin-1"],
+)
+@pytest.mark.parametrize("name", ["a.csv", "a.jsonl", "a.json"])
+def test_a_file_in_another_encoding_is_refused_with_the_line_and_the_remedy(content, reason, name, folder):
+    (folder / name).write_bytes(content)
+
+    with pytest.raises(ValueError, match=f"{name} cannot be read: {reason}"):
+        all_rows(str(folder / name))

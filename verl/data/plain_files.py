@@ -8,6 +8,7 @@ whole data sets with it.
 import csv
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import islice
@@ -40,6 +41,11 @@ JSON_FAULTS = {
     "Illegal trailing comma before end of object": "the last comma is too many",
     "Illegal trailing comma before end of array": "the last comma is too many",
 }
+CSV_FAULTS = {
+    "unexpected end of data": "a quote is opened and never closed",
+    "expected after": "text follows a closing quote: a quote inside a quoted field is written twice",
+}
+OTHER_DELIMITER = re.compile(r"[\w .-]+([;\t|])[\w .-]+(?:\1[\w .-]+)*")
 
 
 class Source:
@@ -59,6 +65,22 @@ class FirstRows(NamedTuple):
     are_all: bool  # the file has no more
 
 
+def _row_of(pairs: list[tuple[str, Any]]) -> Row:
+    row = dict(pairs)
+    if len(row) != len(pairs):
+        check_unique([name for name, _ in pairs])
+    return row
+
+
+JSON = json.JSONDecoder(object_pairs_hook=_row_of)
+
+
+def check_unique(columns: Iterable[str]) -> None:
+    """Raise a ValueError if a column would hide another of its name."""
+    if twice := [name for name, count in Counter(columns).items() if count > 1]:
+        raise ValueError(f"it has more than one column {twice[0]!r}")
+
+
 def json_fault(error: json.JSONDecodeError) -> str:
     """Say what is wrong with a text and at which column of its line."""
     reason = next((JSON_FAULTS[msg] for msg in JSON_FAULTS if error.msg.startswith(msg)), error.msg)
@@ -76,9 +98,11 @@ def parse_line(number: int, line: str) -> Row:
     """Parse one of the JSON lines that is not blank; a ValueError names it."""
     text = line.rstrip("\r\n")  # else the end of a broken line counts as the start of another
     try:
-        row = json.loads(text)
+        row = JSON.decode(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"line {number} is not JSON: {json_fault(error)}") from error
+    except ValueError as error:
+        raise ValueError(f"line {number}: {error}") from error
     if not isinstance(row, dict):
         raise ValueError(
             f'line {number} must be a row, such as {{"prompt": "2 + 3", "answer": "5"}}, got {text:.80}'
@@ -96,7 +120,7 @@ def read_json(path: Path) -> Source:
     """Read a list of rows, `{"data": [rows]}`, columns as lists, or one row per line."""
     text = path.read_text(encoding=TEXT)
     try:
-        return from_object(path, json.loads(text))
+        return from_object(path, JSON.decode(text))
     except json.JSONDecodeError as error:
         first = text.lstrip().partition("\n")[0].rstrip()
         if first[:1] + first[-1:] == "{}":  # a row, so the file has one in each line
@@ -111,13 +135,36 @@ def read_csv(path: Path) -> Source:
 def _read_csv(path: Path, limit: int | None) -> FirstRows:
     csv.field_size_limit(2**31 - 1)
     with path.open(encoding=TEXT, newline="") as lines:
-        reader = csv.DictReader(lines)
-        rows = list(islice(reader, limit))
-        are_all = limit is None or next(reader, None) is None
-    for number, row in enumerate(rows):
-        if None in row:
-            raise ValueError(f"row {number} has more fields than the header")
-    return FirstRows(Source(str(path), rows, list(reader.fieldnames or [])), are_all)
+        records = _csv_records(lines)
+        columns = next(records, [])
+        _check_header(columns)
+        rows = [dict(zip(columns, fields, strict=True)) for fields in islice(records, limit)]
+        are_all = limit is None or next(records, None) is None
+    return FirstRows(Source(str(path), rows, columns), are_all)
+
+
+def _csv_records(lines: Iterable[str]) -> Iterator[list[str]]:
+    """Yield the fields of each record, the header's first; a ValueError names the line that one starts at."""
+    reader, width, start = csv.reader(lines, strict=True), None, 1
+    try:
+        for fields in reader:
+            width = width or len(fields)
+            if fields and len(fields) != width:
+                raise ValueError(f"line {start} has {len(fields)} fields, and the header has {width}")
+            if fields:
+                yield fields
+            start = reader.line_num + 1
+    except csv.Error as error:
+        reason = next((CSV_FAULTS[msg] for msg in CSV_FAULTS if msg in str(error)), str(error))
+        raise ValueError(f"the row that starts at line {start} is not CSV: {reason}") from error
+
+
+def _check_header(columns: list[str]) -> None:
+    check_unique(columns)
+    if len(columns) == 1 and (other := OTHER_DELIMITER.fullmatch(columns[0])):
+        raise ValueError(
+            f"the header is one column, {columns[0]!r}: separate the fields by commas, not by {other[1]!r}"
+        )
 
 
 def from_object(path: Path, content: Any) -> Source:
@@ -146,8 +193,22 @@ def check_listed(rows: Any) -> None:
 
 def unreadable(path: Path, error: Exception) -> ValueError:
     """Return the error of a file that cannot be read, with the reason said once."""
+    if isinstance(error, UnicodeDecodeError):
+        return ValueError(f"{path} cannot be read: {_encoding_fault(path)}: save the file as UTF-8")
     reason = f"{error}" if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
     return ValueError(f"{path} cannot be read: {reason}")
+
+
+def _encoding_fault(path: Path) -> str:
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.startswith((b"\xff\xfe", b"\xfe\xff")) and number == 1:
+                return "it is UTF-16"
+            try:
+                line.decode()
+            except UnicodeDecodeError as error:
+                return f"line {number} is not UTF-8 (byte 0x{line[error.start]:02x})"
+    return "it is not UTF-8"
 
 
 def first_rows(path: Path) -> FirstRows | None:
@@ -200,6 +261,7 @@ def _first_of_table(path: Path) -> FirstRows:
         columns, rows, are_all = calls(path)
     finally:
         calls.close()
+    check_unique(columns)
     return FirstRows(Source(str(path), rows, columns), are_all)
 
 
