@@ -21,14 +21,14 @@ def test_each_method_gets_its_own_arguments_of_vllm():
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["min_p", "logit_bias"])
-def test_sampling_that_drafts_would_not_follow_is_refused(name):
+@pytest.mark.parametrize(("name", "value"), [("min_p", 0.1), ("logit_bias", {5: 1.0})])
+def test_sampling_that_drafts_would_not_follow_is_refused(name, value):
     options = SpeculativeConfig("ngram")
 
-    [problem] = problems_of(speculative=options, val_override_config={name: {5: 1.0}})
+    [problem] = problems_of(speculative=options, val_override_config={name: value})
 
     assert f"`worker.rollout.val_override_config.{name}` must not be set" in problem
-    assert not problems_of(val_override_config={name: {5: 1.0}})
+    assert not problems_of(val_override_config={name: value})
 
 
 def test_only_vllm_checks_drafts():

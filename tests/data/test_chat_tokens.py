@@ -89,7 +89,7 @@ def test_spans_are_counted_in_characters_of_the_text():
 
     messages = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A1"}]
 
-    spans = learned_spans([*messages, *messages], as_role, ("!;",), "all")
+    spans = learned_spans([*messages, *messages], as_role, ("!;",), [1, 3])
 
     assert as_role([*messages, *messages], False) == "u:Q;a:A1!;u:Q;a:A1!;"
     assert spans == [range(6, 10), range(16, 20)]
@@ -124,3 +124,52 @@ def test_a_template_that_fails_is_a_bad_row(tokenizer):
     template = ChatTemplate(tokenizer, "{{ raise_exception('no system') }}")
     with pytest.raises(BadRowError, match=r"the chat template \(.*\) cannot render 5 messages .*: no system"):
         ConversationTokenizer(tokenizer, template, "all")(TWO_TURNS)
+
+
+CHATML = """{% for message in messages -%}
+<|im_start|>{{ message.role }}
+{{ message.content }}<|im_end|>
+{% endfor -%}
+{%- if add_generation_prompt -%}<|im_start|>assistant
+{% endif -%}
+"""
+FIRST_CALL = CHATML.replace(
+    "{{ message.content }}",
+    "{{ message.content }}{% if message.tool_calls %}{{ message.tool_calls[0].function.name }}{% endif %}",
+)
+NO_SYSTEM = CHATML.replace("{% for message in messages -%}", "{% for message in messages[1:] -%}")
+ADD, DRAW = ({"type": "function", "function": {"name": name, "arguments": {}}} for name in ("add", "draw"))
+ASKED = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1?"}]
+
+
+@pytest.mark.parametrize(
+    ("template", "answer", "part"),
+    [
+        (CHATML, {"tool_calls": [ADD], "content": ""}, "call of `add` of message 2, of the assistant"),
+        (FIRST_CALL, {"tool_calls": [ADD, DRAW], "content": ""}, "call of `draw` of message 2"),
+        (CHATML, {"reasoning_content": "Easy.", "content": "2"}, "`reasoning_content` of message 2"),
+        (NO_SYSTEM, {"content": "2"}, "content of message 0, of the system"),
+    ],
+    ids=["a call", "the second call", "reasoning", "a system prompt"],
+)
+def test_what_the_template_leaves_out_of_a_conversation_is_a_bad_row(tokenizer, template, answer, part):
+    tokenize = ConversationTokenizer(tokenizer, ChatTemplate(tokenizer, template), "all")
+
+    with pytest.raises(BadRowError, match=f"does not show the {part}.*data.override_chat_template"):
+        tokenize([*ASKED, {"role": "assistant", **answer}])
+
+
+def test_what_a_template_shows_in_another_form_is_shown(tokenizer):
+    upper = CHATML.replace("message.content }}", "message.content | upper }}")
+
+    assert texts(tokenizer, [*ASKED, {"role": "assistant", "content": "two"}], template=upper) == [
+        "TWO<|im_end|>"
+    ]
+
+
+def test_an_opening_of_the_assistant_is_context(tokenizer):
+    opening = {"role": "assistant", "content": "Ask me."}
+
+    assert texts(tokenizer, [opening, *TWO_TURNS[1:3]]) == ["one<|im_end|>"]
+    with pytest.raises(BadRowError, match="no message of the assistant follows another message"):
+        texts(tokenizer, [opening])

@@ -462,3 +462,12 @@ def test_a_row_with_both_kinds_names_their_order_where_features_depend_on_it(kin
     assert media.get("order") == order
     kinds = [medium.kind for medium in dataset.media.media(media)]
     assert kinds == (order or ["image", "video"])
+
+
+def test_a_prompt_of_which_the_template_leaves_out_a_call_is_a_bad_row(text_model, tmp_path):
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    told = [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    rows = [{"problem": [*told, {"role": "tool", "content": "1"}], "answer": "1"}]
+
+    with pytest.raises(ValueError, match="does not show the call of `add` of message 1, of the assistant"):
+        RLHFDataset(write(tmp_path, rows), load_tokenizer(text_model), None, make_config())

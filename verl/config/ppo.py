@@ -67,7 +67,8 @@ class PPOConfig(RunTree):
     @property
     def max_model_len(self) -> int:
         """Maximum tokens of a sequence in the rollout engine."""
-        return self.worker.rollout.max_model_len or self.max_sequence_length
+        data = self.data
+        return self.worker.rollout.longest_sequence(data.max_prompt_length, data.max_response_length)
 
     @property
     def models(self) -> list[str]:

@@ -2,6 +2,8 @@
 """Section `worker.rollout`: the engine that samples responses."""
 
 import difflib
+import math
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -11,16 +13,33 @@ from verl.config.model import TINY, dtype_option
 from verl.config.multi_turn import MultiTurnConfig
 from verl.config.schema import option
 
-SAMPLING_PARAMETERS = (  # vLLM's; used only to detect typos, because unknown names are passed on to vLLM
+SAMPLING_PARAMETERS = (  # vLLM's that change what is sampled
     *("n", "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "ignore_eos"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids"),
     *("stop", "stop_token_ids", "bad_words", "skip_special_tokens", "include_stop_str_in_output"),
+    *("structured_outputs", "extra_args", "thinking_token_budget", "repetition_detection", "detokenize"),
+    *("spaces_between_special_tokens", "watermarking"),
 )
+# Of some parameters: whether they are integers, least and largest value, and what else they may be.
+SAMPLING_RANGES: dict[str, tuple[bool, float, float, tuple[Any, ...]]] = {
+    "n": (True, 1, math.inf, ()),
+    "temperature": (False, 0, sys.float_info.max, ()),
+    "top_p": (False, TINY, 1, ()),
+    "top_k": (True, 1, math.inf, (-1, 0)),
+    "min_p": (False, 0, 1, ()),
+    "seed": (True, 0, math.inf, (None,)),
+    "max_tokens": (True, 1, math.inf, ()),
+    "min_tokens": (True, 0, math.inf, ()),
+    "presence_penalty": (False, -2, 2, ()),
+    "frequency_penalty": (False, -2, 2, ()),
+    "repetition_penalty": (False, TINY, sys.float_info.max, ()),
+}
 
 # Sequences at once, unless set. On a GPU each takes 8 to 12 bytes for each word of the vocabulary: float32
 # logits, and counts of sampled tokens.
 GPU_SEQUENCES, CPU_SEQUENCES = 512, 256
 
+ENGINES = ("vllm", "hf")
 FP8 = "fp8"
 OBJECT_STORE, COLLECTIVE = "object_store", "collective"  # ways of weights
 UNSUPPORTED_SAMPLING = ("min_p", "logit_bias")  # vLLM does not apply them to drafted tokens
@@ -97,7 +116,7 @@ class RolloutConfig:
     name: str = option(
         "vllm",
         "Rollout engine: vLLM, or transformers for reference.",
-        choices=("vllm", "hf"),
+        choices=ENGINES,
         extension="rollout engine",
     )
     n: int = option(1, "Responses per prompt, which form a group.", minimum=1, example=5)
@@ -218,15 +237,35 @@ class RolloutConfig:
         if self.quantization is not None:
             yield from self._quantization(path)
         yield from self.speculative.engine_problems(path, self.name, self.val_override_config)
-        for name in self.val_override_config:
-            nearest = difflib.get_close_matches(str(name), SAMPLING_PARAMETERS, n=1, cutoff=0.8)
-            if nearest and name not in SAMPLING_PARAMETERS:
-                key = f"{path}.val_override_config.{name}"
-                yield f"`{key}` is not a sampling parameter; did you mean `{nearest[0]}`?"
-        for name, minimum in (("n", 1), ("temperature", 0), ("max_tokens", 1)):
-            value = self.val_override_config.get(name, minimum)
-            if isinstance(value, bool) or not isinstance(value, int | float) or value < minimum:
-                yield f"`{path}.val_override_config.{name}` must be at least {minimum}, got {value!r}"
+        for name, value in self.val_override_config.items():
+            yield from self._sampling_problems(f"`{path}.val_override_config.{name}`", str(name), value)
+
+    def _sampling_problems(self, key: str, name: str, value: Any) -> Iterator[str]:
+        if name not in SAMPLING_PARAMETERS:
+            if self.name not in ENGINES:
+                return  # an engine of the user's takes what it likes
+            longer = [known for known in SAMPLING_PARAMETERS if known.startswith(name)]
+            found = longer or difflib.get_close_matches(name, SAMPLING_PARAMETERS, n=1, cutoff=0.7)
+            hint = f"; did you mean `{found[0]}`?" if found else ""
+            yield f"{key} is not a sampling parameter{hint or f': it must be one of {SAMPLING_PARAMETERS}'}"
+        elif name in SAMPLING_RANGES:
+            is_integer, low, high, others = SAMPLING_RANGES[name]
+            is_number = isinstance(value, int if is_integer else int | float) and not isinstance(value, bool)
+            if value not in others and not (is_number and low <= value <= high):
+                noun = "an integer" if is_integer else "a number"
+                bounds = f" of at least {low:g}" + (f" and at most {high:g}" if high <= 2 else "")
+                also = "".join(f", or {other!r}" for other in others)
+                yield f"{key} must be {noun}{bounds}{also}, got {value!r}"
+
+    @property
+    def validation_tokens(self) -> int:
+        """Maximum tokens of a response in validation; 0 if they are those of training."""
+        value = self.val_override_config.get("max_tokens")
+        return value if isinstance(value, int) else 0
+
+    def longest_sequence(self, prompt: int, response: int) -> int:
+        """Return the most tokens of a sequence in the engine, also in validation, from those of training."""
+        return self.max_model_len or prompt + max(response, self.validation_tokens)
 
     def _quantization(self, path: str) -> Iterator[str]:
         key, value = f"`{path}.quantization`", self.quantization

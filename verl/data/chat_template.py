@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Render conversations with the chat template of a model."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -13,6 +13,7 @@ from verl.data.prompt_template import MAX_RENDERED, RENDER_MEMORY, RENDER_TIMEOU
 from verl.utils.processes.child_process import limit_memory
 from verl.utils.processes.isolated_calls import IsolatedCalls
 
+REASONING = ("reasoning_content", "reasoning", "thinking")
 OTHER_TEMPLATE = "set another template with `data.override_chat_template`"
 
 
@@ -88,6 +89,49 @@ class ChatTemplate:
     def close(self) -> None:
         """End the process; the next call starts another."""
         self._render.close()
+
+
+def check_shown(
+    messages: Sequence[Message],
+    text: str,
+    render: Callable[[Sequence[Message]], str],
+    trained: Collection[int] = (),
+) -> None:
+    """Raise a BadRowError if the rendered text leaves out content, a call, or reasoning to train on.
+
+    A part that the text lacks word for word is shown if the text would differ without it.
+    """
+    for index, message in enumerate(messages):
+        for part, rest in _parts_to_show(message, text, index in trained):
+            try:
+                is_shown = render([*messages[:index], rest, *messages[index + 1 :]]) != text
+            except BadRowError:
+                continue  # the template needs it
+            if not is_shown:
+                raise BadRowError(
+                    f"the chat template does not show the {part} of message {index}, of the"
+                    f" {message['role']}: {OTHER_TEMPLATE}, or leave it out of the row"
+                )
+
+
+def _parts_to_show(message: Message, text: str, is_trained: bool) -> Iterator[tuple[str, Message]]:
+    """Yield the parts of a message to look for, each with the message without it."""
+    content = message["content"]
+    if isinstance(content, str):
+        if content.strip() not in text:
+            yield "content", message | {"content": ""}
+    else:
+        for place, part in enumerate(content):
+            if part.get("text", "").strip() not in text:
+                yield "content", message | {"content": [*content[:place], *content[place + 1 :]]}
+    calls = message.get("tool_calls", ())
+    for place, call in enumerate(calls):
+        rest = {key: value for key, value in message.items() if key != "tool_calls"}
+        others = [*calls[:place], *calls[place + 1 :]]
+        yield f"call of `{call['function']['name']}`", rest | ({"tool_calls": others} if others else {})
+    for key in REASONING if is_trained else ():
+        if message.get(key):
+            yield f"`{key}`", {name: value for name, value in message.items() if name != key}
 
 
 def _render(

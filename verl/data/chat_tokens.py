@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from verl.data.bad_rows import BadRowError
-from verl.data.chat_template import OTHER_TEMPLATE, ChatTemplate
+from verl.data.chat_template import OTHER_TEMPLATE, ChatTemplate, check_shown
 from verl.data.messages import Message, is_learned
 
 Render = Callable[[Sequence[Message], bool], str]  # messages, add_generation_prompt
@@ -38,7 +38,9 @@ class ConversationTokenizer:
         """Return text, tokens (one for each image and video), and for each token whether to train on it."""
         render = partial(self._render, tools)
         text = render(messages, False)
-        spans = learned_spans(messages, render, self._special, self.turns)
+        learned = learned_turns(messages, self.turns)
+        spans = learned_spans(messages, render, self._special, learned)
+        check_shown(messages, text, partial(render, add_generation_prompt=False), learned)
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         return text, encoded["input_ids"], tokens_inside(encoded["offset_mapping"], spans)
 
@@ -57,19 +59,26 @@ def check_offsets(tokenizer: Any) -> None:
         )
 
 
+def learned_turns(messages: Sequence[Message], turns: str) -> list[int]:
+    """Return the indices of the messages to train on; an opening of the assistant answers nothing."""
+    learned = [index for index, message in enumerate(messages) if index and is_learned(message)]
+    if not learned:
+        raise BadRowError("no message of the assistant follows another message: there is nothing to train on")
+    return learned if turns == "all" else learned[-1:]
+
+
 def learned_spans(
-    messages: Sequence[Message], render: Render, special_tokens: tuple[str, ...], turns: str
+    messages: Sequence[Message], render: Render, special_tokens: tuple[str, ...], learned: Sequence[int]
 ) -> list[range]:
     """Find the characters of the assistant turns to train on in the rendered conversation.
 
     The text must show what a model would sample for a turn, else a BadRowError is raised.
     """
     text = render(messages, False)
-    numbers = [number for number, message in enumerate(messages) if is_learned(message)]
     spans = []
-    for number in numbers if turns == "all" else numbers[-1:]:
-        asked, answered = render(messages[:number], True), render(messages[: number + 1], False).rstrip()
-        message = f"message {number}, of the assistant,"
+    for index in learned:
+        asked, answered = render(messages[:index], True), render(messages[: index + 1], False).rstrip()
+        message = f"message {index}, of the assistant,"
         if not text.startswith(answered):
             raise BadRowError(
                 f"the chat template renders {message} differently when other messages follow, so a longer"

@@ -5,12 +5,14 @@ An item of `RLHFDataset` is one prompt; `collate_fn` joins items into a batch.
 """
 
 from collections.abc import Container, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from verl.data.chat_template import check_shown
 from verl.data.columns import check_category_columns, check_prompt_columns
 from verl.data.dataset import Item, Rendered, RowDataset
 from verl.data.messages import media_of, prompt_of
@@ -58,7 +60,9 @@ class RLHFDataset(RowDataset):
     def render(self, row: Row) -> Rendered:
         messages = prompt_of(row, self.config, self.prompt_format, self.kinds)
         media = media_of(row, messages, self.config, self.kinds)
-        text = self.chat_template(messages, True, "the prompt")
+        render = partial(self.chat_template, add_generation_prompt=True, name="the prompt")
+        text = render(messages)
+        check_shown(messages, text, render)
         prompt_ids = self.tokenizer.encode(text, add_special_tokens=False)
         return Rendered(text, prompt_ids, self._with_order(media, prompt_ids), messages)
 

@@ -131,8 +131,7 @@ class EngineHost:
         """
         assert self.media is not None, "the model reads media"
         rollout = self.config.rollout
-        max_length = rollout.max_model_len or self.options.max_sequence_length
-        requests = check_requests(self.media, self.tokenizer, max_length, rollout.limit_images)
+        requests = check_requests(self.media, self.tokenizer, self._longest, rollout.limit_images)
         return sample(self.engine, requests, self.media, None if self.tower is None else self.tower.run)
 
     def _requests(self, prompts: DataProto) -> list[RolloutRequest]:
@@ -206,12 +205,17 @@ class EngineHost:
         services = None if pool is None else AgentServices(pool, endpoint_of(rules, on_call=pool.hold))
         return AgentDriver(self.continued, services, rules, self._media_of)
 
+    @property
+    def _longest(self) -> int:
+        most, response = self.options.max_sequence_length, self.options.max_response_length
+        return self.config.rollout.longest_sequence(most - response, response)
+
     def _setup(self, adapter: EngineAdapter | None) -> EngineSetup:
         model = self.config.actor.model
         assert model.model_path is not None, "required when the config was checked"
         return EngineSetup(
             model_path=model.model_path,
-            max_length=self.options.max_sequence_length,
+            max_length=self._longest,
             device=self.options.device,
             dp_rank=self.place.engine,
             tokenizer_path=model.tokenizer_path,

@@ -36,6 +36,18 @@ def test_sequences_come_in_the_order_of_their_prompts_in_whatever_order_they_fin
     assert progress == [(done, 6, "responses") for done in range(1, 7)]
 
 
+def test_a_batch_of_validation_is_as_wide_as_its_longest_response_may_be(reward_manager):
+    sampler = make_sampler(make_config(), Engine(lambda number: [1.0, 1.0]), reward_manager)
+    prompts = with_uids(next(numbered_prompts(3)), "val")
+    width = sampler.response_length
+
+    longer, _ = sampler.sample(prompts, sampler.options.override({"max_tokens": width + 3}))
+    shorter, _ = sampler.sample(prompts, sampler.options.override({"max_tokens": 1}))
+
+    assert longer.batch["responses"].shape[-1] == width + 3
+    assert shorter.batch["responses"].shape[-1] == width
+
+
 def test_positions_continue_from_the_prompt_and_padding_is_masked():
     prompts = DataProto.from_dict(
         {

@@ -93,8 +93,17 @@ def _separate(count: int, training: AsyncConfig) -> Iterator[str]:
 
 def length_problems(data: DataConfig, worker: WorkerConfig) -> Iterator[str]:
     """Yield lengths of sequences that the rollout engine would refuse."""
-    rollout, needed = worker.rollout, data.max_prompt_length + data.max_response_length
-    lengths = f"`data.max_prompt_length` + `data.max_response_length` ({needed})"
+    rollout, prompt, response = worker.rollout, data.max_prompt_length, data.max_response_length
+    option = "data.max_response_length"
+    if (longer := rollout.validation_tokens) > response:
+        response, option = longer, "worker.rollout.val_override_config.max_tokens"
+        if rollout.multi_turn.enable:
+            yield (
+                f"`{option}` ({longer}) must be at most `data.max_response_length` with"
+                " `worker.rollout.multi_turn.enable=true`, which limits whole conversations: raise that one"
+            )
+    needed = prompt + response
+    lengths = f"`data.max_prompt_length` + `{option}` ({needed})"
     if rollout.max_model_len is not None and rollout.max_model_len < needed:
         yield f"`worker.rollout.max_model_len` ({rollout.max_model_len}) must be at least {lengths}"
     if rollout.max_num_batched_tokens < needed and not rollout.enable_chunked_prefill:

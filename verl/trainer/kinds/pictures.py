@@ -90,8 +90,10 @@ class PictureSampler(Sampler):
         assert isinstance(response, FinishedPicture) and response.pixels is not None, "the engine makes them"
         return columns | picture_columns(torch.tensor(response.pixels).float() / 255)
 
-    def _join(self, prompts: DataProto, responses: Sequence[Any], job: Any) -> tuple[DataProto, Scoring]:
-        sequences, scoring = super()._join(prompts, list(responses), job)
+    def _join(
+        self, prompts: DataProto, responses: Sequence[Any], job: Any, max_tokens: int
+    ) -> tuple[DataProto, Scoring]:
+        sequences, scoring = super()._join(prompts, list(responses), job, max_tokens)
         pixels = {"pixels": objects([response.pixels for response in responses])}
         if responses[0].latents is None:  # of a validation
             return sequences.merge(pixels), scoring
@@ -106,5 +108,5 @@ class PictureSampler(Sampler):
             added["full_kl"] = torch.tensor([response.kl for response in responses])
         return sequences.merge(added, replace=["loss_mask"]), scoring
 
-    def _width(self, responses: Sequence[Any]) -> int:
+    def _width(self, responses: Sequence[Any], max_tokens: int) -> int:
         return len(responses[0].token_ids)  # another number in validation

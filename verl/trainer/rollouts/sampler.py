@@ -86,14 +86,14 @@ class Sampler:
                     self._score(job, group, [responses[index] for index in group], columns[row])
             self.report(total - sum(unfinished.values()), total, "responses")
         assert not any(unfinished.values()), f"the engine must finish every response, got {unfinished}"
-        return self._join(prompts, [responses[row] for row in range(total)], job)
+        return self._join(prompts, [responses[row] for row in range(total)], job, options.max_tokens)
 
     def join_group(self, prompt: DataProto, responses: list[FinishedResponse]) -> tuple[DataProto, Scoring]:
         """Join a prompt and its finished responses, in the order of samples, and have them scored."""
         job, rows = self.reward.start(), range(len(responses))
         [columns] = reward_columns(prompt)
         self._score(job, rows, responses, columns)
-        return self._join(prompt, responses, job)
+        return self._join(prompt, responses, job, self.response_length)
 
     def report(self, done: int, total: int, unit: str) -> None:
         """Show progress, if it is shown."""
@@ -109,18 +109,23 @@ class Sampler:
         return self.tokenizer.decode(token_ids, skip_special_tokens=self.skip_special_tokens)
 
     def _join(
-        self, prompts: DataProto, responses: list[FinishedResponse], job: RewardJob | TurnRewards
+        self,
+        prompts: DataProto,
+        responses: list[FinishedResponse],
+        job: RewardJob | TurnRewards,
+        max_tokens: int,
     ) -> tuple[DataProto, Scoring]:
         n, pad_token_id = len(responses) // len(prompts), self.tokenizer.pad_token_id
-        sequences = join_responses(prompts, responses, n, self._width(responses), pad_token_id)
+        width = self._width(responses, max_tokens)
+        sequences = join_responses(prompts, responses, n, width, pad_token_id)
         if self.counts_drafts:
             sequences = sequences.merge(draft_columns(responses))
         failed = [row for row, one in enumerate(responses) if one.trajectory and one.trajectory.is_masked]
         return sequences, Scoring([partial(unscored, job.result, failed)])
 
-    def _width(self, responses: Sequence[FinishedResponse]) -> int:
-        """Return the number of columns of a batch of responses."""
-        return self.response_length
+    def _width(self, responses: Sequence[FinishedResponse], max_tokens: int) -> int:
+        """Return the number of columns of a batch of responses: more where validation may sample more."""
+        return max(self.response_length, max_tokens)
 
     def _score(
         self,
