@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """From rows to prompts: markers, templates, chats, lengths, bad rows."""
 
+import csv
 import json
 import os
 import re
@@ -471,3 +472,18 @@ def test_a_prompt_of_which_the_template_leaves_out_a_call_is_a_bad_row(text_mode
 
     with pytest.raises(ValueError, match="does not show the call of `add` of message 1, of the assistant"):
         RLHFDataset(write(tmp_path, rows), load_tokenizer(text_model), None, make_config())
+
+
+@pytest.mark.parametrize("roles", [("role", "content"), ("from", "value")])
+def test_a_chat_as_json_is_a_chat_and_a_list_of_other_objects_is_text(roles, text_model, tmp_path):
+    role, content = roles
+    chat = [{role: "system", content: "Be brief."}, {role: "user", content: "1 + 1?"}]
+    table = '[{"price": 3}] Which price?'
+    with (tmp_path / "rows.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([["problem", "answer"], [json.dumps(chat), "2"], [table, "3"]])
+
+    dataset = RLHFDataset(str(tmp_path / "rows.csv"), load_tokenizer(text_model), None, make_config())
+
+    first, second = dataset[0]["prompt_messages"], dataset[1]["prompt_messages"]
+    assert first == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1?"}]
+    assert second == [{"role": "user", "content": table}]

@@ -136,7 +136,7 @@ def test_turns_after_further_media_stay_marked(tmp_path, folders):
             "all messages of the assistant have `weight` 0: there is nothing to train on",
         ),
         ({"messages": [{"role": "assistant", "tool_calls": "x"}]}, "`tool_calls` of message 0 must be JSON"),
-        ({"messages": []}, "must be a string or a list of chat messages"),
+        ({"messages": []}, "a conversation must be a list of chat messages"),
         ({"messages": [{"role": "user"}]}, "message 0 must have a `content`"),
         ({"messages": [{"from": ["gpt"], "value": "three"}]}, "message 0 must be a dictionary whose `role`"),
         (
@@ -252,3 +252,13 @@ def test_calls_and_schemas_of_a_row_are_shown_by_the_template(tmp_path, folders)
 def test_calls_and_schemas_that_cannot_be_shown_are_named(tmp_path, folders, row, reason):
     with pytest.raises(ValueError, match=reason):
         open_rows(tmp_path, folders["qwen2"], [row])
+
+
+def test_a_conversation_as_json_is_one_and_other_text_is_refused(tmp_path, folders):
+    as_json, plain = ({"messages": value} for value in (json.dumps(CHAT), CHAT))
+
+    dataset = open_rows(tmp_path, folders["qwen2"], [as_json, plain])
+
+    assert dataset[0]["input_ids"].equal(dataset[1]["input_ids"])
+    with pytest.raises(ValueError, match="a conversation must be a list of chat messages, or the JSON of"):
+        open_rows(tmp_path, folders["qwen2"], [{"messages": "1 + 1?"}])

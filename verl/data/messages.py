@@ -30,6 +30,7 @@ from verl.data.prompt_template import PromptFormat
 
 Message = dict[str, Any]
 MARKERS = {"<image>": "image", "<video>": "video", "<audio>": "audio"}
+CHAT_TEXT = re.compile(r"\s*\[\s*\{")
 PNG_MODES = ("1", "L", "LA", "I;16", "P", "RGB", "RGBA")
 ROLES = ("system", "user", "assistant", "tool", "developer")
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
@@ -44,7 +45,9 @@ def build_messages(
     content is a string or a list of parts (`{"type": "text", "text": ...}`, `{"type": "image"}`). Markers of
     other kinds of media than `kinds`, which the model reads, are plain text.
     """
-    messages = _check_messages([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
+    prompt = chat_of(prompt)
+    chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    messages = _check_messages(chat, "the prompt must be a string or a list of chat messages")
     if messages[-1]["role"] == "assistant":
         raise BadRowError("the last message is the assistant's: a prompt must end before the response")
     last_user = next((message for message in reversed(messages) if message["role"] == "user"), None)
@@ -57,12 +60,24 @@ def build_messages(
 
 def build_conversation(conversation: Any, kinds: Collection[str]) -> list[Message]:
     """Like `build_messages`, for a list of messages that includes the assistant's turns."""
-    messages = _check_messages(conversation)
+    messages = _check_messages(chat_of(conversation), "a conversation must be a list of chat messages")
     if all(message["role"] != "assistant" for message in messages):
         raise BadRowError("no message has the role `assistant`: there is nothing to train on")
     if not any(map(is_learned, messages)):
         raise BadRowError("all messages of the assistant have `weight` 0: there is nothing to train on")
     return [message | {"content": _parts(message["content"], kinds)} for message in messages]
+
+
+def chat_of(prompt: Any) -> Any:
+    """Return messages that are given as JSON, as CSV has to give them, and anything else as it is."""
+    if not isinstance(prompt, str) or not CHAT_TEXT.match(prompt):
+        return prompt
+    try:
+        messages = json.loads(prompt)
+    except ValueError:
+        return prompt
+    is_chat = all(isinstance(one, dict) and one.keys() & {"role", "from"} for one in messages)
+    return messages if is_chat else prompt
 
 
 def is_learned(message: Message) -> bool:
@@ -148,11 +163,9 @@ def media_columns(config: RowsConfig, kinds: Collection[str]) -> dict[str, str]:
     }
 
 
-def _check_messages(prompt: Any) -> list[Message]:
+def _check_messages(prompt: Any, rule: str) -> list[Message]:
     if not isinstance(prompt, list | tuple) or not prompt:
-        raise BadRowError(
-            f"the prompt must be a string or a list of chat messages, got {type(prompt).__name__}"
-        )
+        raise BadRowError(f"{rule}, or the JSON of such a list, got {prompt!r:.80}")
     messages = []
     for number, message in enumerate(map(_as_message, prompt)):
         if not isinstance(message, dict) or message.get("role") not in ROLES:
