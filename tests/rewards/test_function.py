@@ -195,6 +195,21 @@ def test_scalars_of_numpy_and_torch_are_numbers(reward_file):
     assert load_reward_function(path).score(ROWS[:1]) == [{"overall": 0.5, "b": 1.0, "t": 2.0, "i": 3.0}]
 
 
+def test_numbers_and_truth_values_of_any_library_are_numbers(reward_file):
+    path = reward_file(
+        """
+        import decimal, fractions, sympy
+        def main(inputs):
+            return [{"overall": decimal.Decimal("0.5"), "a": sympy.true, "b": sympy.Rational(1, 4),
+                     "c": sympy.false, "d": fractions.Fraction(1, 8)}]
+        """
+    )
+
+    [scores] = load_reward_function(path).score(ROWS[:1])
+
+    assert scores == {"overall": 0.5, "a": 1.0, "b": 0.25, "c": 0.0, "d": 0.125}
+
+
 @pytest.mark.parametrize(
     ("second", "message"),
     [
@@ -207,6 +222,12 @@ def test_scalars_of_numpy_and_torch_are_numbers(reward_file):
         ("{'overall': float('nan')}", "`overall` must be a finite number, got nan"),
         ("{'overall': 1.0, 'x': float('inf')}", "`x` must be a finite number, got inf"),
         ("{'overall': '1.0'}", "`overall` must be a finite number, got '1.0'"),
+        (
+            "{'overall': 1e39}",
+            r"`overall` must be a finite number of at most 3.403e\+38, as in float32, got 1e",
+        ),
+        ("{'overall': 10**400}", "`overall` must be a finite number, got 1000"),
+        ("{'overall': __import__('sympy').Symbol('x') > 1}", "`overall` must be a finite number, got x > 1"),
         ("{'overall': [1.0]}", "`overall` must be a finite number"),
     ],
 )

@@ -19,6 +19,7 @@ import inspect
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from itertools import groupby
 from numbers import Real
 from pathlib import Path
@@ -43,6 +44,7 @@ ARGUMENTS = {
     "dataproto": ("data", "all responses as columns"),
 }
 REWARD_TYPES = tuple(ARGUMENTS)
+MAX_FLOAT32 = (2 - 2**-23) * 2.0**127
 SHOWN_COLUMNS = ("prompt", "response", "ground_truth")  # what an error shows of a row
 
 Scores = dict[str, float]
@@ -200,9 +202,11 @@ class RewardFunction:
     def _as_float(self, key: str, value: Any, where: str) -> float:
         if getattr(value, "ndim", None) == 0:  # a scalar of numpy or torch
             value = value.item()
-        if not isinstance(value, Real) or not math.isfinite(number := _nearest_float(value)):
+        number = _nearest_float(value)
+        if not abs(number) <= MAX_FLOAT32:
+            bound = f" of at most {MAX_FLOAT32:.4g}, as in float32" if math.isfinite(number) else ""
             raise self._bad(
-                f": `{shorten(key)}` must be a finite number, got {shorten(repr(value))} for {where}"
+                f": `{shorten(key)}` must be a finite number{bound}, got {shorten(repr(value))} for {where}"
             )
         return number
 
@@ -355,9 +359,14 @@ def _as_list(value: Any) -> list[Any] | None:
     return list(value) if isinstance(value, list | tuple) else None
 
 
-def _nearest_float(value: Real) -> float:
+def _nearest_float(value: Any) -> float:
+    """Return a number, or a truth value of a library such as SymPy, as a float; NaN for anything else."""
     try:
-        return float(value)
+        if isinstance(value, Real | Decimal):
+            return float(value)
+        return float(bool(value)) if hasattr(value, "is_Boolean") and value.is_Boolean else math.nan
+    except TypeError:  # a relation of symbols is neither true nor false
+        return math.nan
     except OverflowError:  # an integer or fraction beyond the range of a float
         return math.inf
 

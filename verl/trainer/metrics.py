@@ -74,8 +74,10 @@ def compute_batch_metrics(batch: DataProto, step: int) -> Metrics:
     tensors = batch.batch
     mask, responses = tensors["loss_mask"].bool(), tensors["response_mask"].bool()  # (B, R)
     sampled = sampled_mask(batch)  # (B, R)
-    metrics = mean_max_min("critic/score", tensors["token_level_scores"].sum(-1))
-    metrics |= mean_max_min("critic/rewards", tensors["token_level_rewards"].sum(-1))
+    counted, metrics = mask.any(-1), Metrics()  # (B,): a masked response has no score
+    for name, key in (("score", "token_level_scores"), ("rewards", "token_level_rewards")):
+        if counted.any():
+            metrics |= mean_max_min(f"critic/{name}", tensors[key][counted].sum(-1))
     for key in ("advantages", "returns", "values"):
         if key in tensors and mask.any():
             metrics |= mean_max_min(f"critic/{key}", tensors[key][mask])
@@ -89,7 +91,7 @@ def compute_batch_metrics(batch: DataProto, step: int) -> Metrics:
     if staleness.any():
         metrics |= mean_max_min("training/off_policy/trajectory_staleness", staleness)
     # Carried responses were sampled by other weights, so they say nothing about the mismatch.
-    fresh = sampled & (staleness == 0).unsqueeze(-1)  # (B, R)
+    fresh = sampled & (counted & (staleness == 0)).unsqueeze(-1)  # (B, R)
     if fresh.any():
         metrics |= mismatch_metrics(tensors["rollout_log_probs"], tensors["old_log_probs"], fresh)
     if "route_matches" in tensors:
