@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """From rows to prompts: markers, templates, chats, lengths, bad rows."""
 
+import base64
 import csv
 import json
 import os
@@ -487,3 +488,24 @@ def test_a_chat_as_json_is_a_chat_and_a_list_of_other_objects_is_text(roles, tex
     first, second = dataset[0]["prompt_messages"], dataset[1]["prompt_messages"]
     assert first == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1?"}]
     assert second == [{"role": "user", "content": table}]
+
+
+def test_an_image_that_a_row_holds_as_base64_is_its_bytes(tmp_path):
+    save_image(tmp_path / "a.png", 60, 50)
+    content = (tmp_path / "a.png").read_bytes()
+    plain = base64.b64encode(content).decode()
+    lines = "\n".join(plain[start : start + 76] for start in range(0, len(plain), 76))
+
+    for given in (f"data:image/png;base64,{plain}", plain, lines, {"bytes": plain}, {"bytes": lines}):
+        assert references(given, "image", "/images") == [content]
+    assert references("data/" + "a" * 60, "image", "/images") == ["/images/data/" + "a" * 60]
+
+
+@pytest.mark.parametrize(
+    "given", ["data:image/png;base64,iVBORw0KGgo", "data:image/png,%89PNG", {"bytes": "iVBORw0KGg!"}]
+)
+def test_damaged_base64_is_a_short_reason(given):
+    with pytest.raises(BadRowError, match=r"the image of a row cannot be read: (its|a data URL)") as error:
+        references(given, "image", None)
+
+    assert len(str(error.value)) < 200

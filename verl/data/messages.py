@@ -9,7 +9,7 @@ import io
 import json
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from verl.data.bad_rows import BadRowError
 from verl.data.columns import media_column
 from verl.data.media.audio import wav_bytes
 from verl.data.media.item_options import read_item_options
-from verl.data.media.references import Reference, is_url, sound_of
+from verl.data.media.references import DATA_URL, Reference, decoded, inline_bytes, is_url, sound_of
 from verl.data.media.sizes import to_8_bits
 from verl.data.plain_files import Row
 from verl.data.prompt_template import PromptFormat
@@ -294,6 +294,13 @@ def references(value: Any, kind: str, folder: str | None, *, allow_urls: bool = 
     return references
 
 
+def _decoded(text: str, kind: str, decode: Callable[[str], bytes | None]) -> bytes | None:
+    try:
+        return decode(text)
+    except ValueError as error:
+        raise BadRowError(f"the {kind} of a row cannot be read: {error}") from error
+
+
 def _as_list(value: Any) -> list[Any]:
     if value is None:
         return []
@@ -307,7 +314,12 @@ def _reference(item: Any, kind: str, folder: str | None, allow_urls: bool) -> st
     if isinstance(item, dict) and kind == "audio" and item.get("array") is not None:  # of `datasets`
         return wav_bytes(np.asarray(item["array"], dtype=np.float32), int(item["sampling_rate"]))
     if isinstance(item, dict):
-        item = item.get("bytes") or item.get("path") or item.get(kind)
+        content = item.get("bytes")
+        item = content or item.get("path") or item.get(kind)
+        if isinstance(content, str) and content:
+            item = _decoded(content, kind, decoded if DATA_URL.match(content) is None else inline_bytes)
+    if isinstance(item, str) and (content := _decoded(item, kind, inline_bytes)) is not None:
+        return content
     if isinstance(item, str) and is_url(item):
         if not allow_urls:
             raise BadRowError(

@@ -5,11 +5,8 @@ SDKs send back what they were answered with fields added or dropped, other ids, 
 Two messages are the same if their role, texts, media and calls are.
 """
 
-import base64
-import binascii
 import hashlib
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,12 +14,12 @@ from typing import Any
 
 from verl.agents.endpoint.errors import ApiError
 from verl.agents.interface import MAX_DEPTH, Message, Reference, ToolCall, is_too_deep
+from verl.data.media.references import DATA_URL, inline_bytes
 from verl.models.families.interface import Kind
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal")  # all but the last hold a `text`
 MEDIA_PARTS: dict[str, Kind] = {"image_url": "image", "video_url": "video"}
-DATA_URL = re.compile(r"data:[^,;]*(;[^,;]*)*?(?P<base64>;base64)?,", re.IGNORECASE)
 LOCAL = "file://"
 
 ReadUrl = Callable[[str], Reference]  # of one that names a file on the web
@@ -144,13 +141,10 @@ def _reference(value: Any, where: str, read_url: ReadUrl) -> Reference:
     if not isinstance(url, str) or not url:
         raise ApiError(f"`{where}` must have a `url`", param=where)
     try:
-        data = DATA_URL.match(url)
-        if data is None:
+        if DATA_URL.match(url) is None:
             return {"path": url.removeprefix(LOCAL)} if url.startswith(LOCAL) else read_url(url)
-        if data["base64"] is None:
-            raise ValueError("a data URL must be base64")
-        return {"bytes": base64.b64decode(url[data.end() :], validate=True)}
-    except (ValueError, binascii.Error) as error:
+        return {"bytes": inline_bytes(url)}
+    except ValueError as error:
         raise ApiError(f"`{where}`: {error}", param=where) from error
 
 

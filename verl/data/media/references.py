@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """References to images and videos in rows (paths, URLs or bytes): open, identify, and name them in errors."""
 
+import base64
 import io
 import os
 import re
@@ -10,12 +11,36 @@ from typing import Any, TypeGuard
 
 Reference = str | bytes | dict[str, Any]
 MediaData = Mapping[str, Sequence[Reference]] | None  # of a row, by `images`, `videos` and `audios`
+DATA_URL = re.compile(r"data:[^,;]*(;[^,;]*)*?(?P<base64>;base64)?,", re.IGNORECASE)
+BASE64 = re.compile(r"[A-Za-z0-9+/\s]+={0,2}\s*")
+MAX_NAME = 255  # characters of a file's name: a longer text without a dot is no path
 URL = re.compile(r"(?!file:)[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 
 
 def is_url(source: str | bytes) -> TypeGuard[str]:
     """Return whether a reference is a URL; `file://` counts as a path."""
     return isinstance(source, str) and URL.match(source) is not None
+
+
+def inline_bytes(text: str) -> bytes | None:
+    """Return what a text holds as a data URL or in base64; None for a path or another URL.
+
+    Raises:
+        ValueError: It is a data URL in another encoding, or damaged.
+    """
+    if (url := DATA_URL.match(text)) is not None:
+        if url["base64"] is None:
+            raise ValueError("a data URL must be base64")
+        return decoded(text[url.end() :])
+    return decoded(text) if len(text) > MAX_NAME and BASE64.fullmatch(text) else None
+
+
+def decoded(text: str) -> bytes:
+    """Decode base64, which may have line breaks."""
+    try:
+        return base64.b64decode("".join(text.split()), validate=True)
+    except ValueError as error:
+        raise ValueError(f"its base64 is damaged ({error}): {text[:40]!r}...") from error
 
 
 @contextmanager
