@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from tests.agents.tool_files import GOOD
-from verl.agents.interface import ToolCall
+from verl.agents.interface import Observation, ToolCall
 from verl.agents.tools.tool_pool import ToolPool
 from verl.config.multi_turn import MultiTurnConfig
 
@@ -390,6 +390,46 @@ def test_an_image_arrives_as_png(make_pool, tool_file):
     with Image.open(io.BytesIO(reference["bytes"])) as image:
         assert (image.format, image.size, image.getpixel((0, 0))) == ("PNG", (3, 2), (255, 0, 0))
     assert observation.text == "red:"
+
+
+OWN_CLASS = """
+from collections import OrderedDict
+from dataclasses import dataclass
+from verl.agents.interface import Observation
+
+class Text(str):
+    def __str__(self):
+        return self
+
+class Content(bytes):
+    def __bytes__(self):
+        return self
+
+@dataclass(frozen=True)
+class Own(Observation):
+    more: object = None
+
+def own():
+    frame = Content(b"frames")
+    return Own(Text("text"), videos=[OrderedDict(bytes=frame), Text(__file__)], reward=True, more=OrderedDict)
+"""
+
+
+def test_an_answer_arrives_as_plain_values_whatever_class_the_tool_made_it_of(make_pool, tool_file):
+    tool_file.write_text(GOOD + OWN_CLASS)
+    pool = make_pool()
+    pool.start("a", {})
+
+    (observation,) = ask(pool, "a", ("fail", {"kind": "own"}))
+
+    plain = Observation(
+        "text", images=[], videos=[{"bytes": b"frames"}, {"path": str(tool_file)}], reward=1.0, seconds=1.0
+    )
+    assert type(observation) is Observation and observation == plain, observation.text
+    of_plain = {name: type(value) for name, value in vars(plain).items()}
+    assert {name: type(value) for name, value in vars(observation).items()} == of_plain
+    payloads = [value for video in observation.videos for value in video.values()]
+    assert [type(value) for value in (*payloads, observation.text)] == [bytes, str, str]
 
 
 def test_a_file_that_cannot_be_imported_is_named(make_pool, tool_file):

@@ -3,17 +3,18 @@
 
 import json
 import os
-from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
 from tests.data.test_rl_dataset import open_media, write
 from tests.helpers.endings import ENDINGS
-from tests.helpers.hostile_images import save_hostile
+from tests.helpers.hostile_images import know_format, save_hostile
 from tests.helpers.media import save_image
 from verl.data.bad_rows import BadRow, BadRowReport
 from verl.models.tiny import save_tiny_model
+from verl.utils.processes.fork_server import fork, shared_server
 
 
 @pytest.fixture(scope="module")
@@ -23,6 +24,7 @@ def media_model(tmp_path_factory):
 
 def hostile_rows(folder, stage, deeds):
     """Rows with a picture each; some end or hold up the process that reads them."""
+    fork(know_format).kill()  # so does the process that forks those
     rows = []
     for number, deed in enumerate(deeds):
         if deed is None:
@@ -78,6 +80,7 @@ def test_a_picture_whose_header_ends_the_process_is_found_when_rows_are_measured
 def test_media_are_read_in_another_process_that_starts_with_the_first_of_them(media_model, tmp_path):
     save_image(tmp_path / "a.png", 60, 50)
     rows = [{"problem": "1?", "answer": "1"}, {"problem": "<image>", "answer": "a", "images": ["a.png"]}]
+    shared_server(os.getpid()).start()  # forks for a process that has threads
     others = children()
     dataset = open_media(media_model, write(tmp_path, rows), image_dir=str(tmp_path))
 
@@ -89,7 +92,7 @@ def test_media_are_read_in_another_process_that_starts_with_the_first_of_them(me
 
 
 def children():
-    return set(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
+    return set(psutil.Process().children(recursive=True))
 
 
 def test_bad_rows_are_listed_in_the_report_once_whoever_opens_the_data(media_model, tmp_path):

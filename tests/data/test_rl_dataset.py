@@ -406,12 +406,13 @@ def test_rows_are_scanned_in_order_by_several_processes():
     assert scan_rows(squares, 1003, 4, rows_for_one=10) == [index * index for index in range(1003)]
 
 
-def test_a_scan_whose_process_dies_says_how_far_it_came():
-    def die_at(part):
-        if 500 in part:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return squares(part)
+def die_at(part):
+    if 500 in part:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return squares(part)
 
+
+def test_a_scan_whose_process_dies_says_how_far_it_came():
     with pytest.raises(RuntimeError, match=r"first row that was not checked is \d+ .*prompts_workers"):
         scan_rows(die_at, 1003, 2, rows_for_one=10)
 

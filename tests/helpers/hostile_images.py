@@ -44,6 +44,10 @@ class HostileImage(ImageFile.ImageFile):
 Image.register_open(HostileImage.format, HostileImage, lambda prefix: prefix.startswith(MARK))
 
 
+def know_format(connection):
+    """Do nothing: a process that can load this function has imported this module."""
+
+
 def save_hostile(path: Path, action: str, stage: str = "pixels") -> str:
     """Save an image that performs an action when its header or its pixels are read."""
     path.write_bytes(b" ".join([MARK, stage.encode(), action.encode()]))

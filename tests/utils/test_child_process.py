@@ -31,6 +31,9 @@ calls(1000)
 """
 
 
+forked = partial(IsolatedCalls, start=ChildProcess.fork)  # also what cannot be pickled
+
+
 def act(deed):
     """Do a deed, or return the id of this process."""
     if deed in ACTIONS:
@@ -90,7 +93,7 @@ def test_a_process_that_is_forked_while_another_one_starts_does_not_hold_it_up(m
 
 
 def test_calls_run_one_after_the_other_in_one_process_that_is_not_this_one():
-    calls = IsolatedCalls(lambda values: (values.sum(), os.getpid()), 10)
+    calls = forked(lambda values: (values.sum(), os.getpid()), 10)
 
     results = [calls(np.arange(n)) for n in (3, 4, 5)]
 
@@ -145,7 +148,7 @@ def test_errors_are_raised_here_and_leave_the_process_alive():
             return lambda: None  # cannot be pickled
         return os.getpid()
 
-    calls = IsolatedCalls(fail, 10)
+    calls = forked(fail, 10)
     pid = calls("nothing")
 
     for kind, error, message in (
@@ -169,7 +172,7 @@ def test_the_answer_to_an_interrupted_call_is_not_taken_for_the_next_ones():
             time.sleep(0.3)
         return number
 
-    calls = IsolatedCalls(slow, 60)
+    calls = forked(slow, 60)
     assert calls(0) == 0  # the process is there: what a signal raises in the middle of a fork is ignored
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
@@ -198,7 +201,7 @@ def test_what_ends_a_run_is_no_fault_of_a_call(number):
         os.kill(os.getpid(), number)  # as Ctrl-C and a scheduler send it to all processes
         return "heard"
 
-    assert IsolatedCalls(hear, 10)("") == "heard"
+    assert forked(hear, 10)("") == "heard"
 
 
 def test_the_process_ends_with_its_parent_even_during_a_call():
@@ -227,7 +230,7 @@ def test_the_process_ends_when_it_is_closed_or_garbage_collected():
 
 
 def test_a_forked_process_has_a_helper_of_its_own_and_leaves_its_parents_alone():
-    calls = IsolatedCalls(lambda number: (number, os.getpid()), 10)
+    calls = forked(lambda number: (number, os.getpid()), 10)
     ours = calls(0)[1]
     context = multiprocessing.get_context("fork")
     queue = context.SimpleQueue()
@@ -251,13 +254,13 @@ def test_a_forked_process_has_a_helper_of_its_own_and_leaves_its_parents_alone()
 
 def test_a_new_process_is_entered_before_its_first_call():
     state = []
-    calls = IsolatedCalls(lambda _: list(state), 10, enter=lambda: state.append(os.getpid()))
+    calls = forked(lambda _: list(state), 10, enter=lambda: state.append(os.getpid()))
 
     assert len(calls(0)) == len(calls(0)) == 1 and not state
 
 
 def test_many_failed_calls_leave_no_files_open_and_no_processes():
-    calls = IsolatedCalls(act, 10)
+    calls = forked(act, 10)
 
     def count():
         return len(os.listdir("/proc/self/fd"))
@@ -278,7 +281,7 @@ def test_many_failed_calls_leave_no_files_open_and_no_processes():
 
 
 def test_a_call_is_cheap():
-    calls = IsolatedCalls(lambda value: value, 10)
+    calls = forked(lambda value: value, 10)
 
     def seconds():
         start = time.perf_counter()

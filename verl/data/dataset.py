@@ -9,6 +9,7 @@ workers. Subclasses turn a row into a prompt (`rl_dataset.py`) or a conversation
 import hashlib
 import json
 import os
+import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -38,6 +39,7 @@ from verl.data.prompt_template import PromptFormat
 from verl.data.readers import PositionIds
 from verl.data.teachers import TeacherColumn, TeacherPrompts
 from verl.models.families.interface import MediaShape
+from verl.utils.processes.fork_server import ForkServer, fork
 from verl.utils.processes.isolated_calls import IsolatedCalls
 from verl.utils.rank_logger import get_logger
 
@@ -337,19 +339,18 @@ def _as_text(value: Any) -> str:
     return str(value) if isinstance(value, SIMPLE_TYPES) else type(value).__name__
 
 
-def scan_rows(
-    inspect: Callable[[range], list[Any]], num_rows: int, workers: int, rows_for_one: int
-) -> list[Any]:
+def scan_rows(inspect: Callable[[range], list[Any]], rows: int, workers: int, rows_for_one: int) -> list[Any]:
     """Call `inspect` on consecutive ranges of rows and join its lists of results in order.
 
     Fewer than `rows_for_one` rows, or a single worker (at most one for each core), stay in this process.
     """
     workers = min(workers, os.cpu_count() or 1)
-    if workers < 2 or num_rows < rows_for_one:
-        return inspect(range(num_rows))
-    size = -(-num_rows // (workers * PARTS_PER_PROCESS))
-    parts = [range(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
+    if workers < 2 or rows < rows_for_one:
+        return inspect(range(rows))
+    size = -(-rows // (workers * PARTS_PER_PROCESS))
+    parts = [range(start, min(start + size, rows)) for start in range(0, rows, size)]
     idle: SimpleQueue[IsolatedCalls[range, tuple[list[Any], Exception | None]]] = SimpleQueue()
+    dataset = getattr(inspect, "__self__", None)  # pickled once; its processes share it
 
     def inspect_elsewhere(part: range) -> list[Any]:
         process = idle.get()
@@ -362,14 +363,12 @@ def scan_rows(
         return results
 
     results: list[Any] = []
-    enter = partial(os.environ.update, TOKENIZERS_PARALLELISM="false")
     with ThreadPoolExecutor(workers) as threads, ExitStack() as processes:
+        server = processes.enter_context(closing(ForkServer(dataset, fork)))
         for _ in range(workers):
-            # Forked, they share the opened files and the tokenizer. They start here, before any thread does.
-            calls = IsolatedCalls(partial(_catch, inspect), None, enter)
-            process = processes.enter_context(closing(calls))
-            process.start()
-            idle.put(process)
+            calls = IsolatedCalls(partial(_catch, inspect), None, start=server.fork)
+            start_with(dataset, calls, "data.filter_overlong_prompts_workers", workers, 1)
+            idle.put(processes.enter_context(closing(calls)))
         try:
             for part in threads.map(inspect_elsewhere, parts):
                 results += part
@@ -382,7 +381,19 @@ def scan_rows(
     return results
 
 
+def start_with(data: object, calls: IsolatedCalls[Any, Any], option: str, number: int, alone: int) -> None:
+    """Start one of the `number` processes of an option; with `alone` of them the data set stays here."""
+    try:
+        calls.start()
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"`{option}` ({number}) needs a data set that can be pickled, and {type(data).__name__} cannot:"
+            f" {error}; set `{option}={alone}`, or give it a `__getstate__` without what cannot be pickled"
+        ) from error
+
+
 def _catch(function: Callable[[range], list[Any]], part: range) -> tuple[list[Any], Exception | None]:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     try:
         return function(part), None
     except Exception as error:  # noqa: BLE001 (raised again by the caller, of the same type)

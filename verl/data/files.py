@@ -35,7 +35,7 @@ from verl.data.plain_files import (
     split_name,
     unreadable,
 )
-from verl.models.modelscope import use_modelscope_hub_if_asked
+from verl.models.auto import use_modelscope_hub_if_asked
 from verl.utils.processes.child_process import ChildEndedError, limit_memory
 from verl.utils.processes.isolated_calls import IsolatedCalls
 

@@ -18,10 +18,9 @@ from verl.data.media.cache import MediaCache
 from verl.data.media.loader import MediaLoader
 from verl.data.media.sizes import MediaOptions
 from verl.data.prompt_template import read_chat_template
-from verl.models.auto import AutoProcessor, AutoTokenizer
+from verl.models.auto import AutoProcessor, AutoTokenizer, use_modelscope_hub_if_asked
 from verl.models.families.interface import MediaFamily, MediaShape
 from verl.models.families.registry import family_of, load_config, register_family
-from verl.models.modelscope import use_modelscope_hub_if_asked
 
 PLAIN = "{% for message in messages %}{{ message.content }}{% endfor %}"  # text encoders read no roles
 PositionIds = Callable[[Tensor, MediaShape], Tensor | None]  # (L,) to (L,) or (4, L); None counts from 0

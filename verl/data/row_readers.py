@@ -2,7 +2,6 @@
 """Reading rows of a data set in processes, ahead of their use."""
 
 import os
-import pickle
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 
 from verl.data.bad_rows import BadRow
-from verl.data.dataset import RowDataset
+from verl.data.dataset import RowDataset, start_with
 from verl.utils.background import in_background
 from verl.utils.processes.child_process import ChildEndedError, name_process
 from verl.utils.processes.fork_server import ForkServer, fork
@@ -70,14 +69,7 @@ class RowReaders:
 
     def _start(self) -> IsolatedCalls[int, Item]:
         process = IsolatedCalls(self._read, None, _enter, start=self._server.fork)
-        try:
-            process.start()
-        except (pickle.PicklingError, TypeError, AttributeError) as error:
-            raise ValueError(
-                f"`data.num_workers` ({self.num_workers}) needs a data set that can be pickled, and"
-                f" {type(self.dataset).__name__} cannot: {error}; set `data.num_workers=0`, or give it a"
-                " `__getstate__` without what cannot be pickled"
-            ) from error
+        start_with(self.dataset, process, "data.num_workers", self.num_workers, 0)
         return process
 
 

@@ -1,23 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """A pool of reward processes, each of which can be killed and replaced.
 
-One thread runs an event loop, in which each process has a coroutine (`_keep_process`) that starts it, hands
-it calls, and starts the next one when it ends. The thread lives as long as the pool, because Linux kills a
-child when the *thread* that started it ends: no process outlives a controller that was killed.
+Each process has a coroutine (`_keep_process`) that starts it, hands it calls, and starts the next one when it
+ends.
 """
 
 import asyncio
 import os
-import pickle
 import threading
 from collections import deque
-from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count, takewhile
-from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from types import MappingProxyType
 from typing import Any
@@ -25,17 +20,20 @@ from typing import Any
 from verl.config.worker import RewardConfig
 from verl.rewards.function import OPTION, TRACEBACK_HEADING, Scores, describe, split_spec, timeout_message
 from verl.rewards.servers import Specs
-from verl.rewards.worker_process import Answer, Failure, Ready, serve
-from verl.utils.processes.child_channel import BadMessageError, ChildChannel, run_together
-from verl.utils.processes.child_process import ChildProcess, describe_exit, frames_of
+from verl.rewards.worker_process import Failure, Ready, serve
+from verl.utils.processes.child_process import ChildProcess, Serve, frames_of
+from verl.utils.processes.serving import (
+    PoolBrokenError,
+    ProcessEndedError,
+    ServingProcess,
+    ServingThread,
+    run_together,
+)
 from verl.utils.rank_logger import get_logger
 
 LOAD_TIMEOUT_S = 120.0  # at least this long to import the user's file: it may import torch on a busy machine
 LATE_GRACE_S = 2.0  # an `async def` call times out inside its process first, where the reason is known
-EXIT_WAIT_S = 1.0  # between the end of its connection and that of a process
-EXIT_POLL_S = 0.01
 HOPELESS = 5  # calls of a batch that hang or die, none having succeeded, that end the run
-MAX_ANSWER = 64 << 20  # bytes; the scores of 100,000 responses have some 10 MiB
 
 logger = get_logger(__name__)
 
@@ -82,14 +80,9 @@ class RewardPool:
         self._hopeless: list[Call] = []  # hung or died since the last success, in batches without scores
         self._order = count()
         self._ready: Future[Ready] = Future()
-        self._broken: Failure | None = None  # the pool's end, and the reason
-        self._lock = threading.Lock()  # guards `_open`, `_broken` and the end of the loop
-        self._loop = asyncio.new_event_loop()
         self._queue: asyncio.PriorityQueue[tuple[int, int, Call]] = asyncio.PriorityQueue()
         keepers = [self._keep_process() for _ in range(config.num_cpus)]
-        self._main = self._loop.create_task(run_together(*keepers))
-        self._thread = threading.Thread(target=self._run_loop, name="reward-pool", daemon=True)
-        self._thread.start()
+        self._thread = ServingThread("the reward pool", run_together(*keepers), self._fail_open_calls)
 
     def wait_until_loaded(self, timeout_s: float | None = None) -> Ready:
         """Wait for the first process to import the user's file; raises the reason if it could not.
@@ -102,45 +95,25 @@ class RewardPool:
         return self._ready.result()
 
     def submit(self, calls: list[Call]) -> None:
-        with self._lock:
-            if self._broken is not None:
-                raise self._broken.kind(self._broken.message)
-            self._open.update(calls)
-            self._loop.call_soon_threadsafe(self._enqueue, calls)
+        self._open.update(calls)
+        self._thread.call(self._enqueue, calls)
 
     def pids(self) -> list[int]:
         return [process.pid for process in list(self._processes)]
 
     def close(self) -> None:
         """Kill every process and fail the open calls. Safe to call twice."""
-        with self._lock:
-            if not self._loop.is_closed():
-                self._loop.call_soon_threadsafe(self._main.cancel)
-        self._thread.join()
+        self._thread.close()
 
     # Everything below runs on the pool's own thread.
 
-    def _run_loop(self) -> None:
-        failure = Failure(RuntimeError, "the reward pool was closed")
-        try:
-            self._loop.run_until_complete(self._main)
-        except asyncio.CancelledError:
-            pass
-        except PoolBrokenError as error:
-            failure = error.failure
-        except BaseException as error:
-            failure = Failure(RuntimeError, f"the reward pool stopped: {error!r}")
-            raise
-        finally:
-            with self._lock:
-                self._broken = failure
-                self._loop.close()
-            for call in list(self._open):
-                call.is_broken = True
-                call.failures.append(failure)
-                self._finish(call)
-            if not self._ready.done():
-                self._ready.set_exception(failure.kind(failure.message))
+    def _fail_open_calls(self, reason: Exception) -> None:
+        for call in list(self._open):
+            call.is_broken = True
+            call.failures.append(Failure(type(reason), str(reason)))
+            self._finish(call)
+        if not self._ready.done():
+            self._ready.set_exception(reason)
 
     async def _keep_process(self) -> None:
         """Start a process, hand it calls until it ends, and start the next one."""
@@ -167,13 +140,13 @@ class RewardPool:
         limit_s = max(LOAD_TIMEOUT_S, self.config.timeout_s)
         try:
             async with asyncio.timeout(limit_s):
-                message = await process.loaded
+                message = await process.ready()
         except TimeoutError:
             where = _where_it_hangs(await process.child.stacks(), self.path)
             why = f"`{OPTION}`: importing {self.path} took over {limit_s:g} s: {where}"
             message = Failure(TimeoutError, why)
         if isinstance(message, Failure):
-            raise PoolBrokenError(message)
+            raise PoolBrokenError(message.kind(message.message))
         process.is_loaded, process.pid = True, message.pid
         process.grace_s = LATE_GRACE_S if message.is_async else 0.0
         if not self._ready.done():
@@ -190,15 +163,17 @@ class RewardPool:
             self._open.discard(call)
             return
         timeout_s = self.config.timeout_s
+        process.calls.append(call)
         try:
             async with asyncio.timeout(timeout_s + process.grace_s):
-                answer = await process.ask(call)
+                answer = await process.ask(call.payload)
         except TimeoutError:
             where = _where_it_hangs(await process.child.stacks(), self.path)
-            raise ProcessEndedError(timeout_message(self.function, timeout_s, where), TimeoutError) from None
+            raise HungError(timeout_message(self.function, timeout_s, where)) from None
+        process.num_answers += 1
         if answer.is_memory_full and (len(process.calls) > 1 or process.num_answers > 1):
-            raise ProcessEndedError("is short of memory", None)  # other calls may have filled it
-        del process.calls[answer.call_number]
+            raise ShortOfMemoryError("is short of memory")  # other calls may have filled it
+        process.calls.remove(call)
         if answer.failure is None:
             call.scores = answer.scores
             call.batch.has_scores = True
@@ -207,25 +182,29 @@ class RewardPool:
         else:
             self._fail(process, call, answer.failure)
         if answer.is_memory_full:
-            raise ProcessEndedError("is short of memory", None)
+            raise ShortOfMemoryError("is short of memory")
 
-    def _settle(self, process: "RewardProcess", end: "ProcessEndedError") -> None:
+    def _settle(self, process: "RewardProcess", end: ProcessEndedError) -> None:
         """Decide what becomes of the calls of a process that ended."""
+        how, report = str(end), f"\n{end.report}" if end.report else ""
+        if end.exit_code is not None and end.exit_code >= 0:
+            how += " (did the function call `exit`?)"
         if not process.is_loaded:
-            message = f"`{OPTION}`: the process that imports {self.path} {end.how}{end.report}"
-            raise PoolBrokenError(Failure(RuntimeError, message))
-        calls = list(process.calls.values())
-        if end.kind is None or len(calls) > 1:
+            message = f"`{OPTION}`: the process that imports {self.path} {how}{report}"
+            raise PoolBrokenError(RuntimeError(message))
+        calls = process.calls
+        if isinstance(end, ShortOfMemoryError) or len(calls) > 1:
             for call in calls:
                 call.is_suspect = True
             process.suspects.extendleft(reversed(calls))
         elif not calls:
-            logger.warning("an idle reward process %s and is replaced: pid=%d", end.how, process.pid)
+            logger.warning("an idle reward process %s and is replaced: pid=%d", how, process.pid)
         else:
-            what = describe(calls[0].rows, calls[0].inputs)
-            message = f"the process of reward function {self.function} {end.how} while it scored"
-            how = end.how if end.kind is TimeoutError else message
-            self._fail(process, calls[0], Failure(end.kind, f"{how} {what}{end.report}"))
+            what, kind = describe(calls[0].rows, calls[0].inputs), TimeoutError
+            if not isinstance(end, HungError):
+                how = f"the process of reward function {self.function} {how} while it scored"
+                kind = RuntimeError
+            self._fail(process, calls[0], Failure(kind, f"{how} {what}{report}"))
 
     def _fail(self, process: "RewardProcess", call: Call, failure: Failure) -> None:
         """Repeat a call that failed, or give it up."""
@@ -259,7 +238,7 @@ class RewardPool:
             " succeeded: `worker.reward.on_failure` and `worker.reward.max_failure_ratio` are for single"
             f" failures. The last one: {failure.message}"
         )
-        raise PoolBrokenError(Failure(RuntimeError, message))
+        raise PoolBrokenError(RuntimeError(message))
 
     def _finish(self, call: Call) -> None:
         self._open.discard(call)
@@ -270,79 +249,25 @@ class RewardPool:
             self._queue.put_nowait((priority, next(self._order), call))
 
 
-class RewardProcess:
+class RewardProcess(ServingProcess):
     """A reward process, from its start to its end."""
 
-    def __init__(self, serve: Callable[[Connection], object], suspects: deque[Call]) -> None:
-        self._loop = asyncio.get_running_loop()
-        self.child = ChildProcess.start(serve)
+    def __init__(self, serve: Serve, suspects: deque[Call]) -> None:
+        super().__init__(ChildProcess.start(serve))
         self.pid = self.child.pid  # of its guardian until the function is loaded
-        self.loaded: asyncio.Future[Ready | Failure] = self._loop.create_future()  # its first message
-        self.calls: dict[int, Call] = {}  # not answered yet
+        self.calls: list[Call] = []  # not answered yet
         self.suspects = suspects  # calls to repeat one at a time, before any other
         self.num_answers = 0
         self.is_loaded = False
         self.grace_s = 0.0  # that a call may take beyond its time limit
-        self._answers: dict[int, asyncio.Future[Answer]] = {}
-        self._numbers = count()
-        self._channel = ChildChannel(self.child.connection.fileno(), MAX_ANSWER)
-
-    async def ask(self, call: Call) -> Answer:
-        number = next(self._numbers)
-        answer = self._answers[number] = self._loop.create_future()
-        self.calls[number] = call
-        await self._channel.send(pickle.dumps((number, call.payload)))
-        return await answer  # if it has died, `watch` raises the reason
-
-    async def watch(self) -> None:
-        """Receive messages, and raise when the process ends."""
-        try:
-            with suppress(EOFError, OSError):
-                while True:
-                    self._take(await self._channel.receive())
-                    await asyncio.sleep(0)  # whoever waits for it has it before the end is seen
-        except BadMessageError as error:
-            raise ProcessEndedError(str(error)) from error
-        try:
-            async with asyncio.timeout(EXIT_WAIT_S):
-                while not self.child.has_ended():
-                    await asyncio.sleep(EXIT_POLL_S)
-        except TimeoutError:
-            raise ProcessEndedError("stopped answering") from None
-        report = self.child.crash_report()
-        exit_code = self.child.kill()
-        hint = " (did the function call `exit`?)" if exit_code >= 0 else ""
-        raise ProcessEndedError(describe_exit(exit_code) + hint, report=f"\n{report}" if report else "")
-
-    def close(self) -> int:
-        """Kill the process and return its exit code. Safe to call twice."""
-        self._channel.close()
-        return self.child.kill()
-
-    def _take(self, message: Any) -> None:
-        if isinstance(message, Answer):
-            self.num_answers += 1
-            answer = self._answers.pop(message.call_number, None)  # None: a fork of the process answered too
-            if answer is not None and not answer.done():  # else it came too late
-                answer.set_result(message)
-        elif isinstance(message, Ready | Failure) and not self.loaded.done():
-            self.loaded.set_result(message)
 
 
-@dataclass(eq=False)
-class ProcessEndedError(Exception):
-    """A reward process ended or must end."""
-
-    how: str
-    kind: type[Exception] | None = RuntimeError  # the error of its call; None if no call is to blame
-    report: str = ""
+class HungError(ProcessEndedError):
+    """A call took too long; the message says where it is."""
 
 
-@dataclass(eq=False)
-class PoolBrokenError(Exception):
-    """No process can load the function."""
-
-    failure: Failure
+class ShortOfMemoryError(ProcessEndedError):
+    """A process may have been filled by other calls than that which failed."""
 
 
 def _where_it_hangs(stacks: str, path: str) -> str:

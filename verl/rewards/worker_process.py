@@ -3,8 +3,9 @@
 
 It imports neither torch nor Ray, so it starts as fast as Python does. Messages on the connection:
 
-    in    (call number, pickled (rows, inputs)) for each call
-    out   Ready or Failure, once; then an Answer for each call, in any order if the function is `async def`
+    in    (number, pickled (rows, inputs)) for each call
+    out   (0, Ready or Failure), once; then (number, Answer) for each call, in any order if the function is
+          `async def`
 """
 
 import asyncio
@@ -53,7 +54,6 @@ class Failure(NamedTuple):
 class Answer(NamedTuple):
     """The result of a call: scores or a failure."""
 
-    call_number: int
     scores: list[Scores] | None
     failure: Failure | None
     is_memory_full: bool = False  # the process should be replaced
@@ -77,9 +77,9 @@ def serve(
         reward = load_reward_function(spec, kwargs, default_type, servers)
     except (ValueError, OSError) as error:
         memory.lift()
-        connection.send(Failure(type(error), f"{error}{memory.hint(error.__cause__)}"))
+        connection.send((0, Failure(type(error), f"{error}{memory.hint(error.__cause__)}")))
         return
-    connection.send(Ready(reward.name, reward.reward_type, reward.is_async, os.getpid()))
+    connection.send((0, Ready(reward.name, reward.reward_type, reward.is_async, os.getpid())))
     worker = RewardWorker(connection, reward, memory, timeout_s)
     if reward.is_async:
         asyncio.run(worker.serve_concurrently())
@@ -98,17 +98,17 @@ class RewardWorker:
     def serve(self) -> None:
         while True:
             try:
-                call_number, payload = self.connection.recv()
+                number, payload = self.connection.recv()
             except EOFError:
                 return
             rows, inputs = [], []
             try:
                 rows, inputs = pickle.loads(payload)
                 scores = self.reward.check(self.reward.call(inputs), rows, inputs)
-                answer = Answer(call_number, scores, None)
+                answer = Answer(scores, None)
             except (Exception, SystemExit) as error:  # noqa: BLE001 (a user's function raises anything)
-                answer = self._failed(call_number, error, rows, inputs)
-            self.connection.send(answer)
+                answer = self._failed(error, rows, inputs)
+            self.connection.send((number, answer))
 
     async def serve_concurrently(self) -> None:
         """Run every call that has arrived at the same time; the pool bounds their number."""
@@ -128,27 +128,27 @@ class RewardWorker:
             while True:
                 calls.create_task(self._answer_async(*await messages.get()))
 
-    async def _answer_async(self, call_number: int, payload: bytes) -> None:
+    async def _answer_async(self, number: int, payload: bytes) -> None:
         rows, inputs = [], []
         limit = asyncio.timeout(self.timeout_s)
         try:
             rows, inputs = pickle.loads(payload)
             async with limit:
                 returned = await self.reward.call_async(inputs)
-            answer = Answer(call_number, self.reward.check(returned, rows, inputs), None)
+            answer = Answer(self.reward.check(returned, rows, inputs), None)
         except (Exception, SystemExit) as error:  # noqa: BLE001 (a user's function raises anything)
             if limit.expired() and isinstance(error, TimeoutError):
                 place = describe_place(error.__cause__ or error, self.reward.path)
                 message = timeout_message(str(self.reward), self.timeout_s, f"it is{place}")
                 failure = Failure(TimeoutError, f"{message} {describe(rows, inputs)}")
-                answer = Answer(call_number, None, failure)
+                answer = Answer(None, failure)
             else:
-                answer = self._failed(call_number, error, rows, inputs)
-        self.connection.send(answer)
+                answer = self._failed(error, rows, inputs)
+        self.connection.send((number, answer))
 
-    def _failed(self, call_number: int, error: BaseException, rows: list[int], inputs: Inputs) -> Answer:
+    def _failed(self, error: BaseException, rows: list[int], inputs: Inputs) -> Answer:
         if isinstance(error, BadScoresError):
-            return Answer(call_number, None, Failure(ValueError, str(error)))
+            return Answer(None, Failure(ValueError, str(error)))
         is_full = self.memory.is_scarce(error)
         self.memory.lift()  # describing the error takes memory
         what = describe_error(error, self.reward.path) + self.memory.hint(error)
@@ -157,7 +157,7 @@ class RewardWorker:
             message = f"reward function {self.reward} raised {what}for {describe(rows, inputs)}"
         else:
             message = f"a reward process cannot read the inputs of {self.reward}: {what}"
-        return Answer(call_number, None, Failure(ValueError, message), is_full)
+        return Answer(None, Failure(ValueError, message), is_full)
 
 
 class MemoryLimit:

@@ -100,7 +100,7 @@ def _plain_message(number: int, message: Mapping[str, Any], media: dict[str, lis
     if is_too_deep(others):
         raise BadAnswerError(f"message {number} with over {MAX_DEPTH} levels of lists and objects")
     plain: Any = plain_text(content) if isinstance(content, str) else _plain_parts(number, content, media)
-    return {"role": str(message["role"]), "content": plain, **others}
+    return {"role": plain_text(message["role"]), "content": plain, **others}
 
 
 def _plain_parts(

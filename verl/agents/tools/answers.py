@@ -6,13 +6,13 @@ import json
 import math
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
 from PIL import Image
 
-from verl.agents.interface import Observation
+from verl.agents.interface import AgentResult, Observation
 from verl.config.multi_turn import MultiTurnConfig
 
 LONG_TOKEN = 32  # characters; few tokens are longer, so that the tokens decide what is cut of most texts
@@ -52,7 +52,8 @@ class AnswerLimits:
 def as_observation(returned: Any, limits: AnswerLimits) -> Observation:
     """Turn text, an image, a list of both, other JSON values or an `Observation` into plain values.
 
-    Images become {"bytes": ...}; they are encoded as PNG, except for files.
+    Images become {"bytes": ...}; they are encoded as PNG, except for files. A subclass becomes one of this
+    package: the engine would unpickle any other.
 
     Raises:
         BadAnswerError: It is none of these, or too large.
@@ -65,16 +66,17 @@ def as_observation(returned: Any, limits: AnswerLimits) -> Observation:
     size = sum(len(ref.get("bytes") or b"") for ref in (*images, *videos))
     if size > MAX_BYTES:
         raise BadAnswerError(f"images and videos of {size >> 20} MiB, at most {MAX_BYTES >> 20} MiB")
-    return replace(
-        observation,
+    plain = Observation(
         text=limits.cut(plain_text(observation.text)),
         images=images,
         videos=videos,
         reward=plain_reward(observation.reward),
         done=bool(observation.done),
         failed=bool(observation.failed),
-        seconds=None,
     )
+    if isinstance(observation, AgentResult):
+        return AgentResult(**vars(plain), turn_rewards=tuple(map(plain_reward, observation.turn_rewards)))
+    return plain
 
 
 def _gathered(returned: Any) -> Observation:
@@ -118,7 +120,7 @@ def _encoded(image: Any) -> dict[str, bytes]:
         if isinstance(source, bytes):
             with Image.open(io.BytesIO(source)) as opened:  # reads the header only
                 _check_size(opened.size)
-            return {"bytes": bytes(source)}
+            return {"bytes": bytes(memoryview(source))}
         if source is not None and hasattr(source, "__array_interface__") and not _is_picture(source):
             source = Image.fromarray(source)
     except (OSError, TypeError, ValueError, Image.DecompressionBombError) as error:
@@ -142,9 +144,9 @@ def _check_size(size: tuple[int, int]) -> None:
 def _plain_video(video: Any) -> dict[str, Any]:
     source = (video.get("bytes") or video.get("path")) if isinstance(video, dict) else video
     if isinstance(source, bytes):
-        return {"bytes": bytes(source)}
+        return {"bytes": bytes(memoryview(source))}
     if isinstance(source, str | os.PathLike) and os.path.isfile(source):
-        return {"path": os.path.abspath(source)}
+        return {"path": plain_text(os.path.abspath(source))}
     raise BadAnswerError(f"{type(video).__name__} as a video, not bytes or the path of a file")
 
 

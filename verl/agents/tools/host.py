@@ -2,25 +2,14 @@
 """Host process of the tools: imports them once, and forks for each conversation or call.
 
 A fork takes milliseconds and shares what was loaded, so that hundreds of conversations can have their own.
-Requests are records of a fixed size; a fork's comes with the files of its connection and of its stacks:
-
-    in    operation, index of the tool, number of the process
-    out   Loaded or LoadFailure, once; then (number, exit code) for each process that ended
 """
 
+import asyncio
 import os
-import selectors
-import signal
-import socket
-import struct
-import sys
-import traceback
-from collections.abc import Sequence
-from contextlib import suppress
+import resource
 from functools import partial
 from multiprocessing.connection import Connection
-from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from verl.agents.environments.loading import load_environments
 from verl.agents.harnesses.loading import load_agents
@@ -28,15 +17,19 @@ from verl.agents.tools.answers import AnswerLimits
 from verl.agents.tools.loading import LoadedTool, load_tools
 from verl.agents.tools.tool_server import EnvironmentServer, ToolServer
 from verl.config.multi_turn import MultiTurnConfig
-from verl.utils.processes.child_process import FIRST_TO_KILL, STACK_SIGNAL, become_child
+from verl.utils.processes.child_process import ChildEndedError, ChildProcess, Serve, frames_of
+from verl.utils.processes.fork_server import ForkServer
+from verl.utils.processes.serving import PoolBrokenError, ProcessEndedError, ServingProcess
 from verl.utils.registry import HEADING
 from verl.utils.user_file import describe_error
 
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}  # the pool is the parallelism
-REQUEST = struct.Struct("!cIQ")
 SERVERS = {"tool": ToolServer, "environment": EnvironmentServer, "agent": ToolServer}
-FORK, KILL, STACKS = b"F", b"K", b"S"
 GIB = 1 << 30
+LOAD_TIMEOUT_S = 300.0  # to import the files of the tools: they may load an index, or import torch
+WATCH_POLL_S = 0.1
+HOST_NAME = "the process that all tools have in common"
+MAX_FILES = 1 << 16  # open files: each process has three
+SHOWN_FRAMES = 5
 
 
 class ToolFacts(NamedTuple):
@@ -46,43 +39,129 @@ class ToolFacts(NamedTuple):
     is_stateful: bool
     path: str
     kind: str = "tool"  # or environment, or agent
+    index: int = 0
 
 
-class Loaded(NamedTuple):
-    """All tools are loaded."""
+class ToolHost:
+    """The process of the tools and its forks, as the pool's event loop sees them."""
 
-    tools: list[ToolFacts]
+    def __init__(self, options: MultiTurnConfig) -> None:
+        _raise_file_limit()
+        self._tools = LoadedTools(options)
+        self._forks = ForkServer(self._tools, ChildProcess.start, HOST_NAME, guarded=True)
+        self._child = self._forks.start()
+
+    async def load(self) -> list[ToolFacts]:
+        """Wait until the tools are loaded.
+
+        Raises:
+            PoolBrokenError: One of them cannot be loaded.
+        """
+        try:
+            async with asyncio.timeout(LOAD_TIMEOUT_S):
+                process = await self._fork(self._tools.tell)
+                loaded = await process.ready()
+                process.close()
+        except TimeoutError:
+            stacks = await self._child.stacks()
+            problem = f"importing the tools took over {LOAD_TIMEOUT_S:g} s\n{stacks}"
+            raise PoolBrokenError(RuntimeError(problem)) from None
+        except (ChildEndedError, ProcessEndedError):
+            how = self._child.describe_end()
+            problem = f"the process that imports the tools {how}\n{self._child.crash_report()}"
+            raise PoolBrokenError(RuntimeError(problem)) from None
+        if isinstance(loaded, str):
+            raise PoolBrokenError(RuntimeError(loaded))
+        return loaded
+
+    async def watch(self) -> None:
+        """Wait for the end of the process, and with it of all its forks."""
+        while not self._child.has_ended():
+            await asyncio.sleep(WATCH_POLL_S)
+
+    async def fork(self, tool: ToolFacts) -> "ToolProcess":
+        """Start a process for a tool."""
+        return await self._fork(self._tools.server_of(tool))
+
+    def close(self) -> None:
+        """Kill the process and all its forks."""
+        self._forks.close()
+
+    async def _fork(self, serve: Serve) -> "ToolProcess":
+        return ToolProcess(await asyncio.to_thread(self._forks.fork, serve))
 
 
-class LoadFailure(NamedTuple):
-    """A tool cannot be loaded."""
+class ToolProcess(ServingProcess):
+    """A process of one tool; it has one call at a time."""
 
-    message: str
+    def __init__(self, child: ChildProcess) -> None:
+        super().__init__(child)
+        self.num_calls = 0
+        self.limit = asyncio.timeout(None)  # of the call that is open
+        self.left_s: float | None = None  # of an agent's time when its clock was stopped
+
+    async def describe_place(self, path: str) -> str:
+        """Say which line of the user's file `path` it is at."""
+        frames = frames_of(await self.child.stacks())
+        own = next((frame for frame in frames if frame[0] == path), None)
+        if own is not None:
+            return "it is at {}:{}, in {}".format(*own)
+        shown = "\n".join(f"  {file}:{line}, in {name}" for file, line, name in frames[:SHOWN_FRAMES])
+        return f"it is outside of {path}, at\n{shown}"
 
 
-def host_tools(options: MultiTurnConfig, connection: Connection) -> None:
-    """Load the tools and fork their processes until the connection closes."""
-    os.environ.update({name: value for name, value in ENVIRONMENT.items() if name not in os.environ})
-    limits, memory_bytes = AnswerLimits.from_options(options), int(options.tool_memory_limit_gb * GIB)
-    try:
-        members = [*load_tools(options), *load_environments(options), *load_agents(options)]
-        servers = [
-            SERVERS[tool.kind](
-                tool.name,
-                _built(tool),
-                tool.path,
-                is_stateful=tool.is_stateful,
-                limits=limits,
-                memory_bytes=memory_bytes,
-            )
-            for tool in members
-        ]
-    except (ValueError, OSError) as error:
-        connection.send(LoadFailure(str(error)))
-        return
-    facts = [ToolFacts(tool.name, tool.is_stateful, str(tool.path), tool.kind) for tool in members]
-    connection.send(Loaded(facts))
-    _Host(connection, servers).run()
+def _raise_file_limit() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(MAX_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+# The rest is in the host, and in its forks.
+
+
+class LoadedTools:
+    """The tools of a config, loaded where this is unpickled: the state of a `ForkServer`."""
+
+    def __init__(self, options: MultiTurnConfig) -> None:
+        self.options = options
+
+    def __setstate__(self, values: dict[str, Any]) -> None:
+        vars(self).update(values)
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the pool is the parallelism
+        options = self.options
+        limits, memory_bytes = AnswerLimits.from_options(options), int(options.tool_memory_limit_gb * GIB)
+        try:
+            members = [*load_tools(options), *load_environments(options), *load_agents(options)]
+            self.servers = [
+                SERVERS[tool.kind](
+                    tool.name,
+                    _built(tool),
+                    tool.path,
+                    is_stateful=tool.is_stateful,
+                    limits=limits,
+                    memory_bytes=memory_bytes,
+                )
+                for tool in members
+            ]
+        except (ValueError, OSError) as error:
+            self.loaded: list[ToolFacts] | str = str(error)
+        else:
+            self.loaded = [
+                ToolFacts(tool.name, tool.is_stateful, str(tool.path), tool.kind, index)
+                for index, tool in enumerate(members)
+            ]
+
+    def server_of(self, tool: ToolFacts) -> Serve:
+        """Return what a fork of the host runs to answer the calls of a tool."""
+        return partial(self._serve, tool.index)
+
+    def tell(self, connection: Connection) -> None:
+        """Send the facts of all tools, or why they cannot be loaded."""
+        connection.send((0, self.loaded))
+
+    def _serve(self, index: int, connection: Connection) -> None:
+        self.servers[index].serve(connection)
 
 
 def _built(tool: LoadedTool) -> Any:
@@ -95,83 +174,3 @@ def _built(tool: LoadedTool) -> Any:
         raise ValueError(
             f"`{option}{name}`: making the {tool.kind} of {tool.path} failed: {reason}"
         ) from error
-
-
-class _Host:
-    def __init__(self, connection: Connection, servers: Sequence[ToolServer]) -> None:
-        self.connection, self.servers = connection, servers
-        self.socket = socket.socket(fileno=os.dup(connection.fileno()))
-        self.numbers: dict[int, int] = {}  # of the processes, by that of their guardian
-        self.pids: dict[int, int] = {}
-
-    def run(self) -> None:
-        wake, woken = socket.socketpair()
-        woken.setblocking(False)
-        self.wakers = (wake, woken)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.set_wakeup_fd(woken.fileno(), warn_on_full_buffer=False)
-        with selectors.DefaultSelector() as selector:
-            self.selector = selector
-            for file in (wake, self.socket):
-                selector.register(file, selectors.EVENT_READ)
-            with suppress(EOFError, ConnectionError):
-                while True:
-                    for key, _ in selector.select():
-                        if key.fileobj is wake:
-                            wake.recv(1 << 12)
-                            self._reap()
-                        else:
-                            self._take_request()
-
-    def _take_request(self) -> None:
-        record, files, _, _ = socket.recv_fds(self.socket, REQUEST.size, 2)
-        if len(record) < REQUEST.size:
-            raise EOFError
-        operation, index, number = REQUEST.unpack(record)
-        if operation == FORK:
-            self._fork(self.servers[index], number, *files)
-        elif number in self.pids:  # else it has ended
-            signals = [STACK_SIGNAL] if operation == STACKS else [signal.SIGTERM, signal.SIGCONT]
-            for each in signals:
-                os.kill(self.pids[number], each)
-
-    def _fork(self, server: ToolServer, number: int, connection: int, report: int) -> None:
-        parent = os.getpid()
-        pid = os.fork()
-        if pid == 0:
-            self._be_the_tool(server, connection, report, parent)
-        os.close(connection)
-        os.close(report)
-        self.numbers[pid], self.pids[number] = number, pid
-
-    def _be_the_tool(self, server: ToolServer, connection: int, report: int, parent: int) -> NoReturn:
-        status = 1
-        try:
-            signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            self.selector.close()
-            for file in (self.connection, self.socket, *self.wakers):
-                file.close()
-            own = become_child(connection, report, parent)
-            if sys.platform == "linux":
-                with suppress(OSError):  # some containers have no such file
-                    Path("/proc/self/oom_score_adj").write_text(FIRST_TO_KILL)
-            server.serve(own)
-            status = 0
-        except Exception:  # noqa: BLE001 (the host's loop must not see it)
-            traceback.print_exc()
-        finally:
-            os._exit(status)  # skip what this process does at its own exit
-
-    def _reap(self) -> None:
-        for pid in list(self.numbers):
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if ended:
-                number = self.numbers.pop(pid)
-                del self.pids[number]
-                self.connection.send((number, os.waitstatus_to_exitcode(status)))
-
-
-def host_of(options: MultiTurnConfig) -> partial[None]:
-    """Return what `ChildProcess.start` takes to host the tools of a config."""
-    return partial(host_tools, options)

@@ -16,9 +16,6 @@ stops the clock, and `release` starts it.
 A tool without a state runs on up to `tool_concurrency` processes. A tool with one has a process for each
 conversation that calls it, forked at its first call. A call that hangs is killed with its process, and
 all that it started: nothing but that state is lost. The next call of that conversation makes a new one.
-
-One thread runs an event loop. It lives as long as the pool, because Linux kills a child when the thread that
-started it ends.
 """
 
 import asyncio
@@ -33,10 +30,11 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from verl.agents.interface import Observation, ToolCall
-from verl.agents.tools.host import ToolFacts
-from verl.agents.tools.host_link import HostEndedError, ProcessEndedError, ToolHost, ToolProcess
+from verl.agents.tools.host import HOST_NAME, ToolFacts, ToolHost, ToolProcess
 from verl.agents.tools.tool_server import Answer
 from verl.config.multi_turn import MultiTurnConfig
+from verl.utils.processes.child_process import ChildEndedError
+from verl.utils.processes.serving import PoolBrokenError, ProcessEndedError, ServingThread
 from verl.utils.rank_logger import get_logger
 
 CLOSE_LIMIT_S = 10.0  # for a tool to release the state of a conversation
@@ -72,26 +70,20 @@ class ToolPool:
     def __init__(self, options: MultiTurnConfig) -> None:
         self.options = options
         self.tools: dict[str, ToolFacts] = {}
-        self._indices: dict[str, int] = {}
         self._conversations: dict[Hashable, _Conversation] = {}
         self._idle: dict[str, list[ToolProcess]] = defaultdict(list)
         # With None once the pool has ended.
         self._finished: SimpleQueue[tuple[_Conversation, Finished] | None] = SimpleQueue()
         self._reports: Counter[str] = Counter()
         self._ends: set[asyncio.Task[None]] = set()
-        self._problem: str | None = None
-        self._lock = threading.Lock()  # guards the end of the loop
         self._is_loaded = threading.Event()
         self._num_host_ends = 0
-        self._loop = asyncio.new_event_loop()
         self._is_up = asyncio.Event()
         self._slots = asyncio.Semaphore(options.tool_concurrency)
-        self._main = self._loop.create_task(self._keep_host())
-        self._thread = threading.Thread(target=self._run_loop, name="tool-pool", daemon=True)
-        self._thread.start()
+        self._thread = ServingThread("the pool of tools", self._keep_host(), self._note_end)
         self._is_loaded.wait()
-        if self._problem is not None:
-            raise ValueError(self._problem)
+        if self._thread.ended is not None:
+            raise ValueError(str(self._thread.ended))
 
     def __enter__(self) -> "ToolPool":
         return self
@@ -147,102 +139,67 @@ class ToolPool:
                 item = self._finished.get_nowait()
             self._finished.put(None)
             if not found:
-                raise RuntimeError(self._problem)
+                raise RuntimeError(str(self._thread.ended))
         return found
 
     def end(self, key: Hashable) -> None:
         """End a conversation: release its states and drop its open calls."""
-        self._do(self._end, self._conversations.pop(key))
+        self._thread.call(self._end, self._conversations.pop(key))
 
     def hold(self, key: Hashable) -> None:
         """Stop the clock of an agent that waits for the policy; it may have ended."""
         conversation = self._conversations.get(key)
         if conversation is not None:
-            self._do(self._hold, conversation)
+            self._thread.call(self._hold, conversation)
 
     def release(self, key: Hashable, *, has_turn: bool) -> None:
         """Start the clock of an agent again; it has all its time again only after a turn of the policy."""
-        self._do(self._release_clock, self._conversations[key], has_turn)
+        self._thread.call(self._release_clock, self._conversations[key], has_turn)
 
     def close(self) -> None:
         """Kill every process, once ended conversations have released their states. Safe to call twice."""
-        with self._lock:
-            if not self._loop.is_closed():
-                self._loop.call_soon_threadsafe(self._main.cancel)
-        self._thread.join()
+        self._thread.close()
 
     def _answer_soon(self, key: Hashable, answers: list[Answering]) -> None:
-        self._do(self._submit, key, self._conversations[key], answers)
-
-    def _do(self, function: Callable[..., None], *args: Any) -> None:
-        with self._lock:
-            if self._loop.is_closed():
-                raise RuntimeError(self._problem)
-            self._loop.call_soon_threadsafe(function, *args)
+        self._thread.call(self._submit, key, self._conversations[key], answers)
 
     # Everything below runs on the pool's own thread.
 
-    def _run_loop(self) -> None:
-        problem = "the pool of tools was closed"
-        try:
-            self._loop.run_until_complete(self._main)
-        except asyncio.CancelledError:
-            pass
-        except ValueError as error:
-            problem = str(error)
-        except BaseException as error:
-            problem = f"the pool of tools stopped: {error!r}"
-            raise
-        finally:
-            with self._lock:
-                self._problem = problem
-                self._loop.close()
-            self._finished.put(None)
-            self._is_loaded.set()
+    def _note_end(self, _: Exception) -> None:
+        self._finished.put(None)
+        self._is_loaded.set()
 
     async def _keep_host(self) -> None:
         """Start the host of the tools, and another one when it ends."""
-        try:
-            while True:
-                self._host = ToolHost(self.options)
-                try:
-                    facts = await self._host.load()
-                    self.tools = {tool.name: tool for tool in facts}
-                    self._indices = {tool.name: idx for idx, tool in enumerate(facts)}
-                    self._is_loaded.set()
-                    self._is_up.set()
-                    await self._host.watch()
-                except HostEndedError:
-                    self._note_host_end()
-                except asyncio.CancelledError:
-                    await self._cancel_all()  # while the host can still be asked
-                    raise
-                finally:
-                    self._is_up.clear()
-                    self._host.close()
-        finally:
-            await self._cancel_all()
+        while True:
+            self._host = ToolHost(self.options)
+            try:
+                self.tools = {tool.name: tool for tool in await self._host.load()}
+                self._is_loaded.set()
+                self._is_up.set()
+                await self._host.watch()
+                self._note_host_end()
+            except asyncio.CancelledError:
+                if self._ends:  # while the host is there
+                    await asyncio.wait(self._ends, timeout=CLOSE_LIMIT_S)
+                raise
+            finally:
+                self._is_up.clear()
+                self._host.close()
 
     def _note_host_end(self) -> None:
-        logger.warning("the process that all tools have in common ended; all their states are lost")
+        logger.warning("%s ended; all their states are lost", HOST_NAME)
         self._idle.clear()
         self._num_host_ends += 1
         if self._num_host_ends >= MAX_HOST_ENDS:
-            raise ValueError(
-                f"the process that all tools have in common ended {MAX_HOST_ENDS} times, and no call was"
-                " answered in between: is a tool killing processes that it did not start, or is memory full?"
+            problem = (
+                f"{HOST_NAME} ended {MAX_HOST_ENDS} times, and no call was answered in between: is a tool"
+                " killing processes that it did not start, or is memory full?"
             )
-
-    async def _cancel_all(self) -> None:
-        if self._ends:
-            await asyncio.wait(self._ends, timeout=CLOSE_LIMIT_S)
-        turns = [task for each in list(self._conversations.values()) for task in each.turns]
-        for task in (*turns, *self._ends):
-            task.cancel()
-        await asyncio.gather(*turns, *self._ends, return_exceptions=True)
+            raise PoolBrokenError(RuntimeError(problem))
 
     def _submit(self, key: Hashable, conversation: _Conversation, answers: list[Answering]) -> None:
-        turn = self._loop.create_task(self._answer_turn(key, conversation, answers))
+        turn = asyncio.create_task(self._answer_turn(key, conversation, answers))
         conversation.turns.add(turn)
         turn.add_done_callback(conversation.turns.discard)
 
@@ -250,7 +207,7 @@ class ToolPool:
         for turn in conversation.turns:
             turn.cancel()
         if conversation.turns or conversation.processes:
-            end = self._loop.create_task(self._release(conversation))
+            end = asyncio.create_task(self._release(conversation))
             self._ends.add(end)
             end.add_done_callback(self._ends.discard)
 
@@ -260,14 +217,14 @@ class ToolPool:
             with suppress(RuntimeError):  # its call has ended
                 process.limit.reschedule(None)
             if end is not None:
-                process.left_s = end - self._loop.time()
+                process.left_s = end - asyncio.get_running_loop().time()
 
     def _release_clock(self, conversation: _Conversation, has_turn: bool) -> None:
         for process in conversation.processes.values():
             left_s = self.options.tool_timeout_s if has_turn else process.left_s
             if left_s is not None:
                 with suppress(RuntimeError):  # its call has ended
-                    process.limit.reschedule(self._loop.time() + left_s)
+                    process.limit.reschedule(asyncio.get_running_loop().time() + left_s)
 
     async def _answer_turn(
         self, key: Hashable, conversation: _Conversation, answers: list[Answering]
@@ -290,11 +247,11 @@ class ToolPool:
         """Send messages to a process that is idle, or to a new one."""
         idle = self._idle[tool.name]
         while idle and idle[-1].has_ended():  # it was killed while it waited
-            await idle.pop().kill()
+            idle.pop().close()
         process = idle.pop() if idle else await self._fork(tool)
         answer = await self._ask(tool, process, messages)
         if answer.is_memory_full:
-            await process.kill()
+            process.close()
         if not process.is_closed:
             self._idle[tool.name].append(process)
         return answer.observation
@@ -320,7 +277,7 @@ class ToolPool:
             messages = [("create", dict(conversation.row)), *messages]
         answer = await self._ask(tool, process, messages)
         if answer.observation.failed and messages[0][0] == "create" and process.num_calls <= 1:
-            await process.kill()  # there is no state
+            process.close()  # there is no state
         if process.is_closed:
             conversation.processes.pop(tool.name, None)
         return answer.observation
@@ -332,7 +289,8 @@ class ToolPool:
         try:
             async with asyncio.timeout(limit_s) as process.limit:
                 for kind, payload in messages:
-                    answer = await process.ask(kind, payload)
+                    answer = await process.ask((kind, payload))
+                    process.num_calls += 1
                     self._num_host_ends = 0
                     if answer.observation.failed:
                         break
@@ -341,12 +299,12 @@ class ToolPool:
             is_agent = tool.kind == "agent"
             missed = "neither returned nor had a turn of the policy" if is_agent else "did not answer"
             answer = self._lost(tool, f"{missed} within {limit_s:g} s", f": {where}")
-            await process.kill()
+            process.close()
         except ProcessEndedError as error:
-            answer = self._lost(tool, str(error), f"\n{process.crash_report()}".rstrip())
-            await process.kill()
+            answer = self._lost(tool, str(error), f"\n{error.report}".rstrip())
+            process.close()
         except BaseException:
-            await process.kill()  # a late answer would be taken for that of the next call
+            process.close()  # a late answer would be taken for that of the next call
             raise
         if answer.report:
             self._log(tool.name, answer.report)
@@ -354,8 +312,14 @@ class ToolPool:
         return answer._replace(observation=replace(answer.observation, seconds=seconds))
 
     async def _fork(self, tool: ToolFacts) -> ToolProcess:
-        await self._is_up.wait()
-        return await self._host.fork(self._indices[tool.name])
+        while True:
+            await self._is_up.wait()
+            host = self._host
+            try:
+                return await host.fork(tool)
+            except ChildEndedError:  # another one starts
+                if host is self._host:
+                    self._is_up.clear()
 
     async def _release(self, conversation: _Conversation) -> None:
         """Close the states of a conversation and kill its processes."""
@@ -366,14 +330,14 @@ class ToolPool:
     async def _close_state(self, name: str, process: ToolProcess) -> None:
         try:
             async with asyncio.timeout(min(CLOSE_LIMIT_S, self.options.tool_timeout_s)):
-                answer = await process.ask("close", None)
+                answer = await process.ask(("close", None))
             if answer.report:
                 self._log(name, f"{answer.report}when a conversation ended")
         except (TimeoutError, ProcessEndedError) as error:
             how = "did not return in time" if isinstance(error, TimeoutError) else error
             self._log(name, f"`close` of `{name}` {how}")
         finally:
-            await process.kill()
+            process.close()
 
     def _lost(self, tool: ToolFacts, how: str, details: str) -> Answer:
         state = LOST_STATES[tool.kind] if tool.is_stateful else ""

@@ -3,8 +3,8 @@
 
 Messages on the connection, each with one answer:
 
-    in    ("create", row), ("call", arguments), ("close", None)
-    out   Answer
+    in    (number, ("create", row)), (number, ("call", arguments)), (number, ("close", None))
+    out   (number, Answer)
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from verl.agents.environments.opening import as_opening, as_step
 from verl.agents.interface import Observation
 from verl.agents.tools.answers import AnswerLimits, BadAnswerError, as_observation
-from verl.utils.processes.child_process import limit_memory
+from verl.utils.processes.child_process import limit_memory, offer_to_kill
 from verl.utils.registry import HEADING
 from verl.utils.user_file import describe_error, shorten
 
@@ -46,6 +46,7 @@ class ToolServer:
 
     def serve(self, connection: Connection) -> None:
         """Answer until the connection closes."""
+        offer_to_kill()
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         self._loop = asyncio.new_event_loop()  # one for all calls: a client of a tool stays usable
         asyncio.set_event_loop(self._loop)
@@ -55,8 +56,8 @@ class ToolServer:
         answers = {"create": self._create, "call": self._call, "close": self._close}
         with suppress(EOFError, ConnectionError):
             while True:
-                kind, payload = connection.recv()
-                connection.send(self._answer(answers[kind], payload))
+                number, (kind, payload) = connection.recv()
+                connection.send((number, self._answer(answers[kind], payload)))
 
     def _answer(self, function: Callable[[Any], Observation], payload: Any) -> Answer:
         try:

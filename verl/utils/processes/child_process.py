@@ -76,6 +76,18 @@ def limit_memory(num_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
 
 
+def offer_to_kill() -> None:
+    """Have the kernel kill this process before all others when memory runs out."""
+    if sys.platform == "linux":
+        with suppress(OSError):  # some containers have no such file
+            Path("/proc/self/oom_score_adj").write_text(FIRST_TO_KILL)
+
+
+def has_ended(pid: int) -> bool:
+    """Return whether a child of this process has ended; it is not reaped."""
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
 def describe_exit(exit_code: int) -> str:
     """Explain an exit code; a negative one is a signal, as in "was killed by SIGSEGV"."""
     if exit_code >= 0:
@@ -111,6 +123,8 @@ class ChildProcess:
         self.parent_pid = os.getpid()
         self.exit_code: int | None = None
         self._reap, self._report, self._word = reap, report, word
+        self._written = ""
+        self._killing = threading.RLock()
 
     @classmethod
     def fork(cls, serve: Serve) -> "ChildProcess":
@@ -131,7 +145,8 @@ class ChildProcess:
         ours, theirs = multiprocessing.Pipe()
         report = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `kill`)
         handles = [theirs.fileno(), report.fileno()]
-        label = getattr(serve, "func", serve).__module__  # says in `ps` what the process does
+        # Says in `ps` what the process does.
+        label = getattr(serve, "module", None) or getattr(serve, "func", serve).__module__
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         word = uuid.uuid4().hex
         family = f"{os.environ.get(FAMILY, '')}:{word}"
@@ -149,33 +164,43 @@ class ChildProcess:
         return cls(process.pid, ours, process.wait, report, word)
 
     async def stacks(self) -> str:
-        """Ask a fresh interpreter for the Python stacks of its threads."""
-        assert self._report is not None, "a forked process writes no stacks"
+        """Ask a guarded process for the Python stacks of its threads."""
+        assert self._report is not None, "a process without a guardian writes no stacks"
         before = os.fstat(self._report.fileno()).st_size
-        os.kill(self.pid, STACK_SIGNAL)
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, STACK_SIGNAL)
         return await whole_stacks(lambda: self._read_report(before))
 
     def crash_report(self) -> str:
-        """Return what Python wrote when a fresh interpreter crashed."""
-        return self._read_report(0)
+        """Return what Python wrote when a guarded process crashed; also after `kill`."""
+        return self._written or self._read_report(0)
 
     def kill(self) -> int:
         """Kill the process unless it has ended; return its exit code. Safe to call twice."""
-        if self.exit_code is not None:
-            return self.exit_code
-        is_ours = self.parent_pid == os.getpid()  # not the child of the process that this one was forked from
-        if is_ours and self._report is None:
-            os.kill(self.pid, signal.SIGKILL)
-        elif is_ours:
-            self._end_group()
-        self.exit_code = self._reap() if is_ours else 0
-        self.connection.close()
-        if self._report is not None:
-            self._report.close()
+        with self._killing:
+            if self.exit_code is None:
+                # The child of the process that this one was forked from is left alone.
+                self.exit_code = self._end() if self.parent_pid == os.getpid() else 0
+                self.connection.close()
+                if self._report is not None:
+                    self._written = self._read_report(0)
+                    self._report.close()
         return self.exit_code
 
     def has_ended(self) -> bool:
-        return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        with self._killing:
+            return self.exit_code is not None or has_ended(self.pid)
+
+    def describe_end(self) -> str:
+        """Kill the process unless it has ended, and explain its exit code."""
+        return describe_exit(self.kill())
+
+    def _end(self) -> int:
+        if self._report is None:
+            os.kill(self.pid, signal.SIGKILL)
+        else:
+            self._end_group()
+        return self._reap()
 
     def _end_group(self) -> None:
         is_guarded = not self.has_ended()
@@ -184,19 +209,16 @@ class ChildProcess:
         end = time.monotonic() + KILL_WAIT_S
         while not self.has_ended() and time.monotonic() < end:
             time.sleep(0.002)
-        _kill_below(self.pid)  # while the guardian lives, whatever loses its parent stays below it
+        # While the guardian lives, whatever loses its parent stays below it.
+        _kill_until_gone(partial(_below, self.pid))
         os.killpg(self.pid, signal.SIGKILL)
         if not is_guarded:  # the guardian may have been killed itself, and its orphans are anywhere
             _kill_until_gone(partial(_family, self._word))
 
     def _read_report(self, start: int) -> str:
-        assert self._report is not None, "a forked process writes no report"
+        if self._report is None or self._report.closed:
+            return ""
         return os.pread(self._report.fileno(), 1 << 16, start).decode(errors="replace")
-
-
-def _kill_below(pid: int) -> None:
-    """Kill everything below a process that adopts orphans; without `/proc` nothing is found."""
-    _kill_until_gone(partial(_below, pid))
 
 
 def _kill_until_gone(find: Callable[[], set[int]]) -> None:
@@ -222,7 +244,7 @@ def _family(word: str) -> set[int]:
 
 
 def _below(pid: int) -> set[int]:
-    """Return the living processes below one."""
+    """Return the living processes below one; none without `/proc`."""
     children = defaultdict(list)
     for child, parent in _living_processes():
         children[parent].append(child)

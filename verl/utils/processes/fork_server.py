@@ -11,23 +11,35 @@ import os
 import pickle
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from verl.utils.processes.child_process import ChildProcess, Serve, run_forked
+from verl.utils.processes.child_process import (
+    ChildEndedError,
+    ChildProcess,
+    Serve,
+    become_child,
+    has_ended,
+    run_forked,
+)
 from verl.utils.user_file import import_again, imported_files
 
-FORK, END = "fork", "end"  # requests to a server
+FORK, ENDED, END = "fork", "ended", "end"  # requests to a server
 STATE = "state"  # stands for the state of a server in what is sent to it
 THREAD_OPTIONS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+JEMALLOC = "jemalloc_bg_thd\n"  # the name of its thread
+START_LIMIT_S = 900.0  # for a server to import modules and to load its state
+ANSWER_LIMIT_S = 60.0  # for its further answers
 Start = Callable[[Serve], ChildProcess]
 
 
@@ -37,9 +49,13 @@ def fork(serve: Serve) -> ChildProcess:
 
 
 def num_threads() -> int:
-    """Count the threads of this process, those of native libraries included."""
+    """Count the threads of this process, with those of native libraries that do not know about forks."""
     if sys.platform == "linux":
-        return len(list(Path("/proc/self/task").iterdir()))
+        names = []
+        for path in Path("/proc/self/task").glob("*/comm"):
+            with suppress(OSError):  # it has ended
+                names.append(path.read_text())
+        return len(names) - names.count(JEMALLOC)
     return threading.active_count()
 
 
@@ -52,31 +68,62 @@ def shared_server(pid: int) -> "ForkServer":
 class ForkServer:
     """A process without threads whose children share the memory of a state.
 
+    A server that has ended is replaced at the next fork; its children have ended with it.
+
     Args:
         state: Pickled once, when the server starts. What is forked may refer to it, or to its methods.
         start: Starts the server: as a fresh interpreter, or as the child of another server.
+        name: Names the server in errors.
+        guarded: Its children have guardians and write stacks, as fresh interpreters do. No file that this
+            process has imported is imported there.
     """
 
-    def __init__(self, state: Any = None, start: Start | None = None) -> None:
+    def __init__(
+        self,
+        state: Any = None,
+        start: Start | None = None,
+        name: str = "the process that forks others",
+        *,
+        guarded: bool = False,
+    ) -> None:
+        self.name, self.guarded = name, guarded
         self._state, self._start_server = state, start or start_in_lasting_thread
         self._server: ChildProcess | None = None
         self._lock, self._owner = threading.Lock(), 0
+        self._has_answered = False
 
-    def fork(self, serve: Serve) -> ChildProcess:
-        """Start a child that runs `serve(connection)`."""
+    def start(self) -> ChildProcess:
+        """Return the server, which is started if it is not there."""
+        with self._lock:
+            return self._living_server()
+
+    def fork(self, serve: Serve) -> "ServedChild":
+        """Start a child that runs `serve(connection)`.
+
+        Raises:
+            ChildEndedError: The server ended.
+            RuntimeError: It cannot load `serve`, or does not answer in time.
+        """
         request = _dumps(serve, self._state)
         with self._lock:
             self._owner = threading.get_ident()
             try:
-                server = self._living_server()
-                server.connection.send((FORK, request))
-                pid, error = server.connection.recv()
-                if error is not None:
-                    raise error
-                connection = Connection(recv_handle(server.connection))
+                return self._fork(self._living_server(), request)
             finally:
                 self._owner = 0
-        return ServedChild(pid, connection, lambda: self._end(server, pid))
+
+    def ask(self, server: ChildProcess, kind: str, pid: int) -> Any:
+        """Ask for the end of a child, or whether it has ended; None if the server has, and they with it."""
+        if self._owner == threading.get_ident():
+            return None  # garbage is collected during a request; the child ends as its connection closes
+        with self._lock, suppress(EOFError, OSError, RuntimeError):
+            return self._ask(server, kind, pid)
+        return None
+
+    def close(self) -> None:
+        """End the server and its children."""
+        if self._server is not None:
+            self._server.kill()
 
     def _living_server(self) -> ChildProcess:
         server = self._server
@@ -84,52 +131,76 @@ class ForkServer:
         if server is None or server.exit_code is not None or server.connection.poll():
             if server is not None:
                 server.kill()
-            self._server = self._start_server(_Server(self._state))
+            self._has_answered = False
+            self._server = self._start_server(_Server(self._state, self.guarded))
         assert self._server is not None
         return self._server
 
-    def _end(self, server: ChildProcess, pid: int) -> int:
-        """Kill a child and return its exit code: that of its own end, if it came before."""
-        if (
-            self._owner == threading.get_ident()
-        ):  # garbage is collected while this thread waits for the server
-            return -signal.SIGKILL  # the child ends as its connection closes
-        with self._lock, suppress(EOFError, OSError):  # the server has ended, and all its children with it
-            server.connection.send((END, pid))
-            return server.connection.recv()
-        return -signal.SIGKILL
+    def _fork(self, server: ChildProcess, request: bytes) -> "ServedChild":
+        try:
+            pid, error = self._ask(server, FORK, request)
+            if error is not None:
+                raise error
+            connection = Connection(recv_handle(server.connection))
+            report = os.fdopen(recv_handle(server.connection), "rb") if self.guarded else None
+        except (EOFError, OSError) as error:
+            raise ChildEndedError(server.kill()) from error
+        return ServedChild(self, server, pid, connection, report)
+
+    def _ask(self, server: ChildProcess, kind: str, value: Any) -> Any:
+        server.connection.send((kind, value))
+        limit_s = ANSWER_LIMIT_S if self._has_answered else START_LIMIT_S
+        if not server.connection.poll(limit_s):
+            server.kill()
+            raise RuntimeError(f"{self.name} did not answer within {limit_s:g} s")
+        self._has_answered = True
+        return server.connection.recv()
 
 
 class ServedChild(ChildProcess):
     """A child of a server, as the process sees it for which it was forked."""
 
-    def kill(self) -> int:
-        if self.exit_code is None:
-            is_ours = self.parent_pid == os.getpid()
-            self.connection.close()
-            self.exit_code = self._reap() if is_ours else 0
-        return self.exit_code
+    def __init__(
+        self,
+        forks: ForkServer,
+        server: ChildProcess,
+        pid: int,
+        connection: Connection,
+        report: IO[bytes] | None,
+    ) -> None:
+        super().__init__(pid, connection, lambda: 0, report)
+        self._forks, self._server = forks, server
+        self._is_lost = False  # its server has ended
+
+    def has_ended(self) -> bool:
+        if self.exit_code is not None:
+            return True
+        has_ended = self._forks.ask(self._server, ENDED, self.pid)
+        self._is_lost = has_ended is None
+        return has_ended is not False
+
+    def describe_end(self) -> str:
+        how = super().describe_end()
+        return f"ended with {self._forks.name}" if self._is_lost else how
+
+    def _end(self) -> int:
+        exit_code = self._forks.ask(self._server, END, self.pid)
+        return -signal.SIGKILL if exit_code is None else exit_code
 
 
 def start_in_lasting_thread(serve: Serve) -> ChildProcess:
     """Start a fresh interpreter that dies with this process and not with the calling thread."""
-    started: list[ChildProcess | BaseException] = []
-    is_started, never = threading.Event(), threading.Event()
+    started: Future[ChildProcess] = Future()
 
     def start() -> None:
         try:
-            started.append(ChildProcess.start(serve))
+            started.set_result(ChildProcess.start(serve))
         except BaseException as error:  # noqa: BLE001 - raised by the caller
-            started.append(error)
-        is_started.set()
-        never.wait()
+            started.set_exception(error)
+        threading.Event().wait()
 
     threading.Thread(target=start, name="fork server", daemon=True).start()
-    is_started.wait()
-    child = started[0]
-    if isinstance(child, BaseException):
-        raise child
-    return child
+    return started.result()
 
 
 # Everything below runs in the server, but for `_dumps`.
@@ -138,9 +209,10 @@ def start_in_lasting_thread(serve: Serve) -> ChildProcess:
 class _Server:
     """Forks on request. The state is unpickled where it serves, the modules of it where it is unpickled."""
 
-    def __init__(self, state: Any) -> None:
-        self.state, self.files = pickle.dumps(state), imported_files()
-        self.module = type(state).__module__
+    def __init__(self, state: Any, guarded: bool) -> None:
+        self.state, self.guarded = pickle.dumps(state), guarded
+        self.files = {} if guarded else imported_files()
+        self.module = __name__ if state is None else type(state).__module__
 
     def __setstate__(self, values: dict[str, Any]) -> None:
         vars(self).update(values)
@@ -152,33 +224,50 @@ class _Server:
     def __call__(self, connection: Connection) -> None:
         state = pickle.loads(self.state)
         self.state = b""
+        ending: set[int] = set()  # children that are killed by their guardians
         with suppress(EOFError, ConnectionError):  # the process has closed its end
             while True:
                 kind, value = connection.recv()
-                if kind == END:
+                ending = {pid for pid in ending if os.waitpid(pid, os.WNOHANG)[0] == 0}
+                if kind == FORK:
+                    _fork_for(connection, value, state, self.guarded)
+                elif kind == ENDED:
+                    connection.send(has_ended(value))
+                elif has_ended(value) or not self.guarded:
                     os.kill(value, signal.SIGKILL)
                     connection.send(os.waitstatus_to_exitcode(os.waitpid(value, 0)[1]))
-                else:
-                    _fork_for(connection, value, state)
+                else:  # whatever it does to its guardian, this process does not wait
+                    for number in (signal.SIGTERM, signal.SIGCONT):
+                        os.kill(value, number)
+                    ending.add(value)
+                    connection.send(-signal.SIGKILL)
 
 
-def _fork_for(connection: Connection, request: bytes, state: Any) -> None:
+def _fork_for(connection: Connection, request: bytes, state: Any, guarded: bool) -> None:
     try:
         serve = _loads(request, state)
     except Exception as error:  # noqa: BLE001 - raised by the process that asked
         connection.send((0, RuntimeError(f"cannot start a process: {type(error).__name__}: {error}")))
         return
+    report = tempfile.TemporaryFile() if guarded else None  # noqa: SIM115 (closed below)
     ours, theirs = Pipe()
     server = os.getpid()
     pid = os.fork()
     if pid == 0:
         connection.close()
         ours.close()
-        run_forked(serve, theirs, server)
+        del ours
+        run_forked(serve if report is None else partial(_guard, serve, report, server), theirs, server)
     theirs.close()
     connection.send((pid, None))
-    send_handle(connection, ours.fileno(), None)
-    ours.close()
+    for file in (ours, report):
+        if file is not None:
+            send_handle(connection, file.fileno(), None)
+            file.close()
+
+
+def _guard(serve: Serve, report: IO[bytes], server: int, connection: Connection) -> None:
+    serve(become_child(connection.fileno(), report.fileno(), server))
 
 
 def _dumps(value: Any, state: Any) -> bytes:

@@ -5,17 +5,16 @@ import os
 import pickle
 import resource
 import signal
-import sys
 import traceback
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from verl.utils.processes.child_process import FIRST_TO_KILL, ChildEndedError, ChildProcess, Serve
+from verl.utils.processes.child_process import ChildEndedError, ChildProcess, offer_to_kill
+from verl.utils.processes.fork_server import Start, fork
 
 A = TypeVar("A")
 R = TypeVar("R")
@@ -32,7 +31,8 @@ class IsolatedCalls(Generic[A, R]):
         timeout_s: Limit of a call; None means no limit.
         enter: Called once in each new process, before its first call.
         retry: Call once more in another process if one ends: memory may have run out because of others.
-        start: `ChildProcess.fork`, or `ChildProcess.start` for functions that can be pickled.
+        start: Starts a process. Only `ChildProcess.fork` takes a function that cannot be pickled; it is for
+            processes with a single thread.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class IsolatedCalls(Generic[A, R]):
         function: Callable[[A], R],
         timeout_s: float | None,
         enter: Callable[[], None] | None = None,
-        start: Callable[[Serve], ChildProcess] = ChildProcess.fork,
+        start: Start = fork,
         retry: bool = False,
     ) -> None:
         self.function, self.timeout_s, self.enter, self.retry = function, timeout_s, enter, retry
@@ -117,9 +117,7 @@ def _serve_calls(
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # a terminal's reach every process
         signal.signal(number, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # writing the image of a large process takes long
-    if sys.platform == "linux":
-        with suppress(OSError):  # some containers have no such file
-            Path("/proc/self/oom_score_adj").write_text(FIRST_TO_KILL)
+    offer_to_kill()
     if enter is not None:
         enter()
     with suppress(EOFError, ConnectionError):  # the parent has closed its end

@@ -18,8 +18,8 @@ from transformers import AutoTokenizer
 from verl.config.model import as_number
 from verl.config.worker import RewardModelConfig
 from verl.data.messages import Message
+from verl.models.auto import use_modelscope_hub_if_asked
 from verl.models.families.registry import family_of
-from verl.models.modelscope import use_modelscope_hub_if_asked
 from verl.models.scalar_head import is_scalar
 from verl.protocol import DataProto
 from verl.workers.model_builder import load_model_config

@@ -23,7 +23,7 @@ from typing import Any
 from verl.config.reward_servers import TEACHER, RewardServerConfig
 from verl.distributed.backends import hiding_variables, showing
 from verl.utils.cuda_builds import repair_cuda_builds
-from verl.utils.processes.child_process import ChildProcess, describe_exit, signal_when_parent_dies
+from verl.utils.processes.child_process import ChildProcess, signal_when_parent_dies
 from verl.workers.rollout.served.required_key import KEY_VARIABLE, KeyRequired
 
 MODULE = "vllm.entrypoints.openai.api_server"
@@ -193,9 +193,9 @@ class ModelServer:
         serve = partial(run_server, arguments, server_environment(self.launch), self.launch.log)
         child = self._child = ChildProcess.start(serve)
         self._is_started.set()
-        while child.exit_code is None and not child.has_ended():
+        while not child.has_ended():
             time.sleep(LOOK_S)
-        self._exit = describe_exit(child.kill())
+        self._exit = child.describe_end()
         self._has_ended.set()
 
     def _wait_until_healthy(self) -> None:
