@@ -28,7 +28,7 @@ from verl.models.families.qwen_vl import (
     grids_of,
     tower_inputs,
 )
-from verl.models.families.tiny_sizes import TEXT, TinyModel, mrope
+from verl.models.families.tiny_sizes import TEXT, TinyModel, mrope, tiny_processor
 
 IMAGE = "<|begin_of_image|><|image|><|end_of_image|>"
 VIDEO = "<|begin_of_video|><|video|><|end_of_video|>"
@@ -50,19 +50,8 @@ TINY_TOWER = dict(
     depth=2, num_heads=4, hidden_size=64, intermediate_size=128, out_hidden_size=128, patch_size=14,
     image_size=112,
 )  # fmt: skip
-
-
-def tiny_processor(name: str, tokenizer: Any) -> Any:
-    """Return a processor (Glm4v or Glm46V) for images of 4 to 64 tokens."""
-    import transformers  # noqa: PLC0415 - these import torchvision, which text models do without
-
-    # Pixels of both frames of a temporal patch count, for images too.
-    size = dict(shortest_edge=2 * 4 * 28**2, longest_edge=2 * 64 * 28**2)
-    parts = (f"{name}{part}" for part in ("Processor", "ImageProcessor", "VideoProcessor"))
-    processor, images, videos = (getattr(transformers, part) for part in parts)
-    return processor(
-        image_processor=images(size=size), tokenizer=tokenizer, video_processor=videos(size=size)
-    )
+# Images of 4 to 64 tokens; pixels of both frames of a temporal patch count, for images too.
+TINY_LIMITS = {"size": dict(shortest_edge=2 * 4 * 28**2, longest_edge=2 * 64 * 28**2)}
 
 
 def _tiny(model_type: str, processor: str, **text: Any) -> TinyModel:
@@ -74,8 +63,12 @@ def _tiny(model_type: str, processor: str, **text: Any) -> TinyModel:
         token_ids=TOKEN_IDS,
         image=IMAGE,
         video=VIDEO,
-        processor=partial(tiny_processor, processor),
-    )
+        processor=partial(
+            tiny_processor, f"{processor}Processor",
+            image_processor=(f"{processor}ImageProcessor", TINY_LIMITS),
+            video_processor=(f"{processor}VideoProcessor", TINY_LIMITS),
+        ),
+    )  # fmt: skip
 
 
 class GlmV(PatchGridFamily):

@@ -17,6 +17,7 @@ video also `is_end`, whether the newline follows.
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -34,34 +35,13 @@ from verl.models.families.interface import (
     VisionFamily,
     example_pixels,
 )
-from verl.models.families.tiny_sizes import TEXT, TinyModel
+from verl.models.families.tiny_sizes import TEXT, TinyModel, square, tiny_processor
 
 TILE = 72  # pixels of a tiny model's tiles, of 25 patches; some pixels are unused, as in real models
 PIXELS: dict[Kind, str] = {"image": "pixel_values", "video": "pixel_values_videos"}
 LEAST_REDUCTION = 1.1  # images that are too large by less stay as they are
 TOKENS = {"image_token_index": "<image>", "video_token_index": "<video>"}
-
-
-def tiny_processor(tokenizer: Any) -> Any:
-    """Return a processor for images of 1 to 16 tiles."""
-    import transformers  # noqa: PLC0415 - these import torchvision, which text models do without
-
-    size = {"height": TILE, "width": TILE}
-    return transformers.LlavaOnevisionProcessor(
-        image_processor=transformers.LlavaOnevisionImageProcessor(
-            size=size, image_grid_pinpoints=resolutions(4)
-        ),
-        tokenizer=tokenizer,
-        video_processor=transformers.LlavaOnevisionVideoProcessor(size=size),
-        num_image_tokens=(TILE // 14) ** 2,
-        vision_feature_select_strategy="full",
-    )
-
-
-def resolutions(most: int) -> list[list[int]]:
-    """Return the resolutions of up to `most` x `most` tiles of a tiny model."""
-    sides = range(TILE, TILE * most + 1, TILE)
-    return [[height, width] for height in sides for width in sides]
+RESOLUTIONS = [[rows * TILE, columns * TILE] for rows in range(1, 5) for columns in range(1, 5)]
 
 
 class Grid(NamedTuple):
@@ -146,12 +126,20 @@ class LlavaOnevision(VisionFamily):
                 model_type="siglip_vision_model", num_hidden_layers=2, hidden_size=64, num_attention_heads=4,
                 intermediate_size=128, image_size=TILE, patch_size=14, vision_use_head=False,
             ),
-            options={"image_grid_pinpoints": resolutions(4)},
+            options={"image_grid_pinpoints": RESOLUTIONS},
             special_tokens=tuple(TOKENS.values()),
             token_ids=TOKENS,
             image=TOKENS["image_token_index"] + "\n",
             video=TOKENS["video_token_index"] + "\n",
-            processor=tiny_processor,
+            processor=partial(
+                tiny_processor, "LlavaOnevisionProcessor", num_image_tokens=(TILE // 14) ** 2,
+                image_processor=(
+                    "LlavaOnevisionImageProcessor",
+                    {"size": square(TILE), "image_grid_pinpoints": RESOLUTIONS},
+                ),
+                video_processor=("LlavaOnevisionVideoProcessor", {"size": square(TILE)}),
+                vision_feature_select_strategy="full",
+            ),
         )
     }  # fmt: skip
 

@@ -29,7 +29,7 @@ from verl.models.families.interface import (
     VisionFamily,
     example_pixels,
 )
-from verl.models.families.tiny_sizes import HYBRID, TEXT, TinyModel, mrope
+from verl.models.families.tiny_sizes import HYBRID, TEXT, TinyModel, mrope, tiny_processor
 
 PATCHES_OF_TOKEN = {"4x": 4, "16x": 16}  # by `downsample_mode`
 INPUTS: dict[Kind, tuple[str, str]] = {
@@ -47,19 +47,12 @@ MARKERS = {  # options of a config, in the order of `Markers`
 }  # fmt: skip
 TINY_IDS = {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"}
 TINY_PATCH = 14
-TINY_SIZES: dict[str, Any] = dict(max_slice_nums=4, scale_resolution=8 * TINY_PATCH, patch_size=TINY_PATCH)
+# Images of about 4 tokens, and 4 for each of at most 4 slices.
+TINY_SIZES = dict(max_slice_nums=4, scale_resolution=8 * TINY_PATCH, patch_size=TINY_PATCH)
+TINY_PROCESSORS = {
+    f"{kind.lower()}_processor": (f"MiniCPMV4_6{kind}Processor", TINY_SIZES) for kind in ("Image", "Video")
+}
 TINY_TEXT = TEXT | HYBRID | mrope([3, 3, 2], mrope_interleaved=True, partial_rotary_factor=0.5)
-
-
-def tiny_processor(name: str, tokenizer: Any) -> Any:
-    """Return a processor for images of about 4 tokens, and 4 for each of at most 4 slices."""
-    import transformers  # noqa: PLC0415 - its image processors import torchvision
-
-    return getattr(transformers, name)(
-        image_processor=transformers.MiniCPMV4_6ImageProcessor(**TINY_SIZES),
-        video_processor=transformers.MiniCPMV4_6VideoProcessor(**TINY_SIZES),
-        tokenizer=tokenizer,
-    )
 
 
 class MiniCPMV46(VisionFamily):
@@ -91,7 +84,7 @@ class MiniCPMV46(VisionFamily):
             token_ids=TINY_IDS,
             image="<|image_pad|>",
             video="<|video_pad|>",
-            processor=partial(tiny_processor, "MiniCPMV4_6Processor"),
+            processor=partial(tiny_processor, "MiniCPMV4_6Processor", **TINY_PROCESSORS),
         )
     }  # fmt: skip
 
@@ -205,7 +198,7 @@ class MiniCPMV47(MiniCPMV46):
             MiniCPMV46.tiny["minicpmv4_6"],
             model_type="minicpmv4_7",
             token_ids=TINY_IDS | MARKERS,
-            processor=partial(tiny_processor, "MiniCPMV4_7Processor"),
+            processor=partial(tiny_processor, "MiniCPMV4_7Processor", **TINY_PROCESSORS),
         )
     }
 

@@ -5,11 +5,10 @@ Checkpoints on the hub also have a head that drafts further tokens (`mtp.*`), wh
 load: it is not trained.
 """
 
-from functools import partial
 from typing import ClassVar
 
 from verl.models.families.interface import Family
-from verl.models.families.qwen_vl import TINY_TOWER, TOKEN_IDS, Qwen3VL, tiny_processor
+from verl.models.families.qwen_vl import TINY_PROCESSOR_3, TINY_TOWER, TOKEN_IDS, Qwen3VL
 from verl.models.families.tiny_sizes import HALF_ROPE, HYBRID, HYBRID_MOE, TEXT, TinyModel, mrope
 
 TINY_TEXT = TEXT | HYBRID | mrope([3, 3, 2], mrope_interleaved=True, partial_rotary_factor=0.5)
@@ -46,7 +45,7 @@ class Qwen35(Qwen3VL):
             TINY_TEXT | experts,
             TINY_TOWER | dict(patch_size=16, num_position_embeddings=64),
             token_ids=TOKEN_IDS,
-            processor=partial(tiny_processor, "Qwen3VLProcessor", "Qwen3VLVideoProcessor", 16),
+            processor=TINY_PROCESSOR_3,
             keeps_words=False,
         )
         for name, experts in (("qwen3_5", {}), ("qwen3_5_moe", HYBRID_MOE))

@@ -33,7 +33,7 @@ from verl.models.families.interface import (
     processed_video,
 )
 from verl.models.families.mrope import MropeConstants, frames_of, mrope_positions
-from verl.models.families.tiny_sizes import MOE, TEXT, TinyModel, mrope
+from verl.models.families.tiny_sizes import MOE, TEXT, TinyModel, mrope, tiny_processor
 
 VISION_UTILS = "transformers.vision_utils"  # 5.16 and later
 vision_utils: Any = importlib.import_module(VISION_UTILS) if find_spec(VISION_UTILS) else None
@@ -50,25 +50,14 @@ TINY_TOWER = dict(depth=2, num_heads=4, hidden_size=64, intermediate_size=128, o
 TINY_TOWER_3 = TINY_TOWER | dict(patch_size=16, deepstack_visual_indexes=[0], num_position_embeddings=64)
 
 
-def tiny_processor(name: str, video_processor: str, patch_size: int, tokenizer: Any) -> Any:
-    """Return a processor of this class for images of 4 to 64 tokens."""
-    import transformers  # noqa: PLC0415 - these import torchvision, which text models do without
+def tiny_parts(patch_size: int, video_processor: str = "Qwen2VLVideoProcessor") -> dict[str, Any]:
+    """Return the parts of a processor that read images and videos, for images of 4 to 64 tokens."""
+    area = (2 * patch_size) ** 2
+    options = dict(patch_size=patch_size, size=dict(shortest_edge=4 * area, longest_edge=64 * area))
+    return {"image_processor": ("Qwen2VLImageProcessor", options), "video_processor": (video_processor, options)}
 
-    parts = tiny_vision_processors(video_processor, patch_size)
-    return getattr(transformers, name)(**parts, tokenizer=tokenizer)
 
-
-def tiny_vision_processors(video_processor: str, patch_size: int) -> dict[str, Any]:
-    """Return the parts of a processor that read images and videos."""
-    import transformers  # noqa: PLC0415 - as above
-
-    factor = 2 * patch_size
-    size = dict(shortest_edge=4 * factor * factor, longest_edge=64 * factor * factor)
-    options: dict[str, Any] = dict(patch_size=patch_size, size=size)
-    return {
-        "image_processor": transformers.Qwen2VLImageProcessor(**options),
-        "video_processor": getattr(transformers, video_processor)(**options),
-    }
+TINY_PROCESSOR_3 = partial(tiny_processor, "Qwen3VLProcessor", **tiny_parts(16, "Qwen3VLVideoProcessor"))
 
 
 class PatchGridFamily(VisionFamily):
@@ -197,7 +186,7 @@ class QwenVL(PatchGridFamily):
             TEXT | mrope([4, 6, 6]),
             dict(depth=2, num_heads=4, embed_dim=64, hidden_size=128, mlp_ratio=2, patch_size=14),
             token_ids=TOKEN_IDS,
-            processor=partial(tiny_processor, "Qwen2VLProcessor", "Qwen2VLVideoProcessor", 14),
+            processor=partial(tiny_processor, "Qwen2VLProcessor", **tiny_parts(14)),
         )
     }
 
@@ -235,7 +224,7 @@ class Qwen25VL(QwenVL):
             TEXT | mrope([4, 6, 6]),
             TINY_TOWER | dict(window_size=56, fullatt_block_indexes=[1], patch_size=14),
             token_ids=TOKEN_IDS,
-            processor=partial(tiny_processor, "Qwen2_5_VLProcessor", "Qwen2VLVideoProcessor", 14),
+            processor=partial(tiny_processor, "Qwen2_5_VLProcessor", **tiny_parts(14)),
         )
     }
 
@@ -274,7 +263,7 @@ class Qwen3VL(QwenVL):
             TEXT | experts | mrope([6, 5, 5], mrope_interleaved=True),
             TINY_TOWER_3,
             token_ids=TOKEN_IDS,
-            processor=partial(tiny_processor, "Qwen3VLProcessor", "Qwen3VLVideoProcessor", 16),
+            processor=TINY_PROCESSOR_3,
         )
         for name, experts in (("qwen3_vl", {}), ("qwen3_vl_moe", MOE))
     }

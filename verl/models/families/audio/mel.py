@@ -7,6 +7,7 @@ import numpy as np
 from torch import Tensor
 
 FRAMES_OF_TOKEN = 2  # of an encoder's layers, which are pooled
+TINY_EXTRACTOR = ("WhisperFeatureExtractor", {"feature_size": 32, "return_attention_mask": True})
 MEL = "input_features"  # (mel frames, mel bins) of a clip
 
 

@@ -15,7 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from verl.distributed.device import to_device
-from verl.models.families.audio.mel import FRAMES_OF_TOKEN, MEL, audio_tokens, mel_features, num_mel_frames
+from verl.models.families.audio.mel import (
+    FRAMES_OF_TOKEN,
+    MEL,
+    TINY_EXTRACTOR,
+    audio_tokens,
+    mel_features,
+    num_mel_frames,
+)
 from verl.models.families.interface import (
     ExampleRow,
     Kind,
@@ -32,9 +39,9 @@ from verl.models.families.qwen_vl import (
     grids_of,
     sampled_fps,
     time_factor,
-    tiny_vision_processors,
+    tiny_parts,
 )
-from verl.models.families.tiny_sizes import TEXT, TinyModel, mrope
+from verl.models.families.tiny_sizes import TEXT, TinyModel, mrope, tiny_processor
 
 BLANK_FRAMES, EXAMPLE_FRAMES = 4, 30  # of mel features: 1 and 7 tokens
 CHUNK_S = 2  # seconds of a turn of a video's patches and its sound
@@ -47,17 +54,6 @@ TINY_EARS = dict(
     num_mel_bins=32, d_model=64, encoder_layers=2, encoder_attention_heads=4, encoder_ffn_dim=128,
     output_dim=128, max_source_positions=200,
 )  # fmt: skip
-
-
-def tiny_processor(name: str, patch_size: int, tokenizer: Any) -> Any:
-    """Return a processor for images of 4 to 64 tokens and audio of at most 30 seconds."""
-    import transformers  # noqa: PLC0415 - these import torchvision, which text models do without
-
-    return getattr(transformers, name)(
-        **tiny_vision_processors("Qwen2VLVideoProcessor", patch_size),
-        feature_extractor=transformers.WhisperFeatureExtractor(feature_size=32, return_attention_mask=True),
-        tokenizer=tokenizer,
-    )
 
 
 def tiny_tokens(start: str, audio: str, end: str, option: str) -> dict[str, Any]:
@@ -113,7 +109,9 @@ class Qwen25Omni(Qwen25VL):
                 "talker_config": dict.fromkeys(TALKER_TOKENS, 0),
             },
             **tiny_tokens("<|audio_bos|>", "<|AUDIO|>", "<|audio_eos|>", "token_index"),
-            processor=partial(tiny_processor, "Qwen2_5OmniProcessor", 14),
+            processor=partial(
+                tiny_processor, "Qwen2_5OmniProcessor", **tiny_parts(14), feature_extractor=TINY_EXTRACTOR
+            ),
         )
     }
 

@@ -2,6 +2,7 @@
 """Qwen2-Audio: Whisper's encoder, whose frames are pooled in pairs, and a language model that hears only."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -13,24 +14,17 @@ from verl.models.attention.interface import VISION_ATTENTION
 from verl.models.families.audio.mel import (
     FRAMES_OF_TOKEN,
     MEL,
+    TINY_EXTRACTOR,
     audio_tokens,
     encoded_frames,
     mel_features,
     num_mel_frames,
 )
 from verl.models.families.interface import ExampleRow, MediaFamily, Medium, MediumShape, Sense, example_pixels
-from verl.models.families.tiny_sizes import TEXT, TinyModel
+from verl.models.families.tiny_sizes import TEXT, TinyModel, tiny_processor
 
 BLANK_FRAMES, EXAMPLE_FRAMES = 4, 30  # of mel features: 1 and 7 tokens
 SPEECH_TOKENS = ("<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>")
-
-
-def tiny_processor(tokenizer: Any) -> Any:
-    """Return a processor for audio of at most 30 seconds."""
-    import transformers  # noqa: PLC0415 - text models do without
-
-    extractor = transformers.WhisperFeatureExtractor(feature_size=32, return_attention_mask=True)
-    return transformers.Qwen2AudioProcessor(feature_extractor=extractor, tokenizer=tokenizer)
 
 
 class Qwen2Audio(MediaFamily):
@@ -63,7 +57,7 @@ class Qwen2Audio(MediaFamily):
             },
             token_ids={"audio_token_index": "<|AUDIO|>"},
             sound="<|audio_bos|><|AUDIO|><|audio_eos|>",
-            processor=tiny_processor,
+            processor=partial(tiny_processor, "Qwen2AudioProcessor", feature_extractor=TINY_EXTRACTOR),
         )
     }  # fmt: skip
 
