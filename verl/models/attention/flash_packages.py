@@ -18,7 +18,6 @@ from torch import Tensor
 from verl.distributed.device import has_kernels, module_of
 from verl.models.attention.kernels import Rows
 from verl.models.attention.varlen_kernels import (
-    GPUKernel,
     Gradients,
     KernelChoice,
     TorchKernel,
@@ -33,9 +32,10 @@ from verl.utils.rank_logger import get_logger
 logger = get_logger(__name__)
 
 OPTION = "`worker.actor.attention_kernel`"
+NO_DROPOUT: dict[str, Any] = {"dropout_p": 0.0, "alibi_slopes": None}
 
 
-class FlashAttention2(GPUKernel):
+class FlashAttention2(VarlenKernel):
     """The package `flash-attn`, from 2.7 on."""
 
     name = "flash-attn 2"
@@ -54,7 +54,7 @@ class FlashAttention2(GPUKernel):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
         out, lse, *_ = self._package._flash_attn_varlen_forward(
-            *(q, k, v, rows.cu_q, rows.cu_k, *longest_of(rows)), **_dropout(), **_rule(rows)
+            *(q, k, v, rows.cu_q, rows.cu_k, *longest_of(rows)), **NO_DROPOUT, **_rule(rows)
         )
         return out, without_keys(lse)
 
@@ -62,15 +62,11 @@ class FlashAttention2(GPUKernel):
         grads = _empty_gradients(tensors, rows)
         self._package._flash_attn_varlen_backward(
             *(*tensors, *grads, rows.cu_q, rows.cu_k, *longest_of(rows)),
-            **_dropout(),
+            **NO_DROPOUT,
             **_rule(rows),
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )
         return grads
-
-
-def _dropout() -> dict[str, Any]:
-    return {"dropout_p": 0.0, "alibi_slopes": None}
 
 
 def _rule(rows: Rows) -> dict[str, Any]:
@@ -85,16 +81,11 @@ def _rule(rows: Rows) -> dict[str, Any]:
 
 
 def _lengths(rows: Rows) -> dict[str, Any]:
-    queries, keys = rows.longest
-    return {
-        "cu_seqlens_q": rows.cu_q,
-        "cu_seqlens_k": rows.cu_k,
-        "max_seqlen_q": queries,
-        "max_seqlen_k": keys,
-    }
+    names = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
+    return dict(zip(names, (rows.cu_q, rows.cu_k, *rows.longest), strict=True))
 
 
-class FlashAttention3(GPUKernel):
+class FlashAttention3(VarlenKernel):
     """The package `flash-attn-3`, whose module `flash_attn_interface` registers operators of torch."""
 
     name = "flash-attn 3"
@@ -125,7 +116,7 @@ class FlashAttention3(GPUKernel):
         return {**_lengths(rows), "is_causal": rule.pop("causal"), **rule}
 
 
-class FlashAttention4(GPUKernel):
+class FlashAttention4(VarlenKernel):
     """The package `flash-attn-4`, in the folder `cute` of `flash_attn`."""
 
     name = "flash-attn 4"
