@@ -22,7 +22,11 @@ BLOCK_ELEMENTS_CUDA = 1 << 22  # two tensors of 16 MiB stay in the L2 cache of a
 
 
 class EagerSoftmax:
-    """`HeadSoftmax` in torch operations; the reference for the kernels."""
+    """Statistics of softmax(logits), written into given tensors, and gradients with respect to products.
+
+    Gradients overwrite the policy's products. They are returned in `dtype`, possibly as a view of the same
+    memory whose rows lie apart, and their sum over the tokens is added to `grad_bias` if it is given.
+    """
 
     def log_probs(self, policy: HeadProducts, targets: Tensor, results: LogProbStatistics) -> None:
         for rows in blocks(policy.values):

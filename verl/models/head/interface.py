@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The softmax over a chunk of head products: the tensors it reads and writes.
+"""Inputs and results of the softmax over a chunk of head products.
 
-`eager_softmax` implements it in torch operations, `triton_softmax` in kernels that read a chunk once.
+`eager_softmax` computes it in torch operations, `triton_softmax` in kernels that read a chunk once.
 """
 
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
-import torch
 from torch import Tensor
 
 from verl.models.head.logit_chunks import LogitTransform
@@ -59,36 +58,6 @@ class KLGradients(NamedTuple):
     kl: Tensor  # gradient
     mean_gap: Tensor | None = None
     ref_lse: Tensor | None = None
-
-
-class HeadSoftmax(Protocol):
-    """Statistics of softmax(logits), written into given tensors, and gradients with respect to products.
-
-    Gradients overwrite the policy's products. They are returned in `dtype`, possibly as a view of the same
-    memory whose rows lie apart, and their sum over the tokens is added to `grad_bias` if it is given.
-    """
-
-    def log_probs(self, policy: HeadProducts, targets: Tensor, results: LogProbStatistics) -> None: ...
-
-    def log_prob_gradient(
-        self,
-        policy: HeadProducts,
-        targets: Tensor,
-        given: LogProbGradients,
-        dtype: torch.dtype,
-        grad_bias: Tensor | None,
-    ) -> Tensor: ...
-
-    def kl(self, policy: HeadProducts, reference: HeadProducts, results: KLStatistics) -> None: ...
-
-    def kl_gradient(
-        self,
-        policy: HeadProducts,
-        reference: HeadProducts,
-        given: KLGradients,
-        dtype: torch.dtype,
-        grad_bias: Tensor | None,
-    ) -> Tensor: ...
 
 
 def rows_of(columns: Columns, rows: slice) -> Columns:
