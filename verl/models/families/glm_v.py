@@ -19,13 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from verl.models.families.interface import Kind, MediaShape, Medium
-from verl.models.families.mrope import MropeConstants, frames_of, mrope_positions
+from verl.models.families.mrope import frames_of
 from verl.models.families.qwen_vl import (
     PIXELS,
     TOWERS_TAKE_INPUTS,
     PatchGridFamily,
     frame_times,
-    grids_of,
     tower_inputs,
 )
 from verl.models.families.tiny_sizes import TEXT, TinyModel, mrope, tiny_processor
@@ -79,6 +78,7 @@ class GlmV(PatchGridFamily):
     hub_names = ("zai-org/GLM-4.1V-9B-Thinking", "zai-org/GLM-4.5V", "zai-org/GLM-4.6V")
     engine_patches = ("keep_times_of_frames", "take_several_videos")
     image_edges = ("image_start_token_id", "image_end_token_id")
+    splits_videos = True
     tiny: ClassVar = {
         "glm4v": _tiny("glm4v", "Glm4v"),
         "glm4v_moe": _tiny("glm4v_moe", "Glm4v", **TINY_MOE),
@@ -109,8 +109,7 @@ class GlmV(PatchGridFamily):
         # transformers and vLLM agree: each temporal patch is a grid with t = 1, after which both continue.
         tokens = torch.as_tensor(input_ids).clone()
         tokens[self.media_tokens(config, tokens)["video"]] = config.video_token_id
-        images, videos = grids_of(shape.images), frames_of(grids_of(shape.videos))
-        return mrope_positions(tokens, MropeConstants.from_config(config), images, videos)
+        return super().positions(config, tokens, shape)
 
     def own_inputs(self, media: Sequence[Medium]) -> dict[str, Tensor]:
         # The model's own forward puts images and videos at the same tokens, so it takes either, not both;

@@ -54,7 +54,10 @@ def tiny_parts(patch_size: int, video_processor: str = "Qwen2VLVideoProcessor") 
     """Return the parts of a processor that read images and videos, for images of 4 to 64 tokens."""
     area = (2 * patch_size) ** 2
     options = dict(patch_size=patch_size, size=dict(shortest_edge=4 * area, longest_edge=64 * area))
-    return {"image_processor": ("Qwen2VLImageProcessor", options), "video_processor": (video_processor, options)}
+    return {
+        "image_processor": ("Qwen2VLImageProcessor", options),
+        "video_processor": (video_processor, options),
+    }
 
 
 TINY_PROCESSOR_3 = partial(tiny_processor, "Qwen3VLProcessor", **tiny_parts(16, "Qwen3VLVideoProcessor"))
@@ -62,6 +65,10 @@ TINY_PROCESSOR_3 = partial(tiny_processor, "Qwen3VLProcessor", **tiny_parts(16, 
 
 class PatchGridFamily(VisionFamily):
     """Models whose images and videos are grids of patches, several of which are merged into one token.
+
+    A video is one grid, with a step of time for each temporal patch; with `seconds_input` steps follow the
+    seconds between patches: time of patch i = floor(i * second_per_grid_ts * tokens_per_second). With
+    `splits_videos` each temporal patch is a separate grid, after its time as text.
 
     Facts of a medium: `grid_thw`, patches in time, height and width; of a video also `second_per_grid_ts`,
     seconds of a temporal patch, and `timestamps`, the time of each in seconds.
@@ -74,6 +81,9 @@ class PatchGridFamily(VisionFamily):
     position_rows = 4
     # Options of the config: the tokens before and after an image.
     image_edges: ClassVar[tuple[str, str]] = ("vision_start_token_id", "vision_end_token_id")
+    seconds_input: ClassVar[str | None] = None  # of the model's own forward: seconds of temporal patches
+    splits_videos: ClassVar[bool] = False
+    engine_facts: ClassVar[tuple[str, ...]] = ()  # of videos, in addition to features and grid
 
     def image_shape(self, processor: Any, height: int, width: int) -> MediumShape:
         grid = image_grid(processor.image_processor, height, width)
@@ -118,7 +128,35 @@ class PatchGridFamily(VisionFamily):
             grids = [medium.facts["grid_thw"] for medium in media if medium.kind == kind]
             if grids:
                 inputs[f"{kind}_grid_thw"] = torch.tensor(grids, device=device)
+        seconds = [medium.facts["second_per_grid_ts"] for medium in media if medium.kind == "video"]
+        if self.seconds_input and seconds:
+            inputs[self.seconds_input] = torch.tensor(seconds, device=device)
         return inputs
+
+    def constants(self, config: Any) -> MropeConstants:
+        """Return what positions depend on in a model's config."""
+        return MropeConstants.from_config(config)
+
+    def positions(self, config: Any, input_ids: Tensor, shape: MediaShape) -> Tensor:
+        constants, facts = self.constants(config), [video.facts for video in shape.videos]
+        images, videos = grids_of(shape.images), grids_of(shape.videos)
+        if self.splits_videos:
+            return mrope_positions(input_ids, constants, images, frames_of(videos))
+        factors = None
+        if self.seconds_input:
+            factors = [time_factor(each["second_per_grid_ts"], constants.tokens_per_second) for each in facts]
+        turns = [each.get("turns") for each in facts]  # of videos with sound
+        return mrope_positions(input_ids, constants, images, videos, factors, turns)
+
+    def engine_features(self, kind: Kind, media: Sequence[EncodedMedium]) -> dict[str, Any]:
+        data: dict[str, Any] = {
+            f"{kind}_embeds": torch.cat([medium.features for medium in media]),
+            f"{kind}_grid_thw": torch.tensor([medium.facts["grid_thw"] for medium in media]),
+        }
+        for name in self.engine_facts if kind == "video" else ():
+            values = [medium.facts[name] for medium in media]
+            data[name] = values if isinstance(values[0], list) else torch.tensor(values)
+        return data
 
     def encode(self, owner: Any, media: Sequence[Medium]) -> list[Tensor]:
         pixels = torch.cat([medium.tensors[PIXELS[medium.kind]] for medium in media])
@@ -173,13 +211,12 @@ class PatchGridFamily(VisionFamily):
 
 
 class QwenVL(PatchGridFamily):
-    """Qwen2-VL (https://arxiv.org/abs/2409.12191), section 2.1: a video has a step of time for each patch."""
+    """Qwen2-VL (https://arxiv.org/abs/2409.12191), section 2.1."""
 
     model_types = ("qwen2_vl",)
     processors = ("Qwen2VLProcessor",)
     hub_names = ("Qwen/Qwen2-VL-2B-Instruct", "Qwen/Qwen2-VL-7B-Instruct")
     takes_features = True
-    engine_facts = ()  # of videos, in addition to features and grid
     tiny: ClassVar = {
         "qwen2_vl": TinyModel(
             "qwen2_vl",
@@ -190,33 +227,15 @@ class QwenVL(PatchGridFamily):
         )
     }
 
-    def constants(self, config: Any) -> MropeConstants:
-        """Return what positions depend on in a model's config."""
-        return MropeConstants.from_config(config)
 
-    def positions(self, config: Any, input_ids: Tensor, shape: MediaShape) -> Tensor:
-        images, videos = grids_of(shape.images), grids_of(shape.videos)
-        return mrope_positions(input_ids, self.constants(config), images, videos)
-
-    def engine_features(self, kind: Kind, media: Sequence[EncodedMedium]) -> dict[str, Any]:
-        data: dict[str, Any] = {
-            f"{kind}_embeds": torch.cat([medium.features for medium in media]),
-            f"{kind}_grid_thw": torch.tensor([medium.facts["grid_thw"] for medium in media]),
-        }
-        for name in self.engine_facts if kind == "video" else ():
-            data[name] = [medium.facts[name] for medium in media]
-        return data
-
-
-class Qwen25VL(QwenVL):
-    """Qwen2.5-VL (https://arxiv.org/abs/2502.13923), section 2.1.3: time in steps of `tokens_per_second`.
-
-    time of temporal patch i = floor(i * second_per_grid_ts * tokens_per_second)
-    """
+class Qwen25VL(PatchGridFamily):
+    """Qwen2.5-VL (https://arxiv.org/abs/2502.13923), section 2.1.3: time in steps of `tokens_per_second`."""
 
     model_types = ("qwen2_5_vl",)
     processors = ("Qwen2_5_VLProcessor",)
     hub_names = ("Qwen/Qwen2.5-VL-3B-Instruct", "Qwen/Qwen2.5-VL-7B-Instruct")
+    takes_features = True
+    seconds_input = "second_per_grid_ts"
     engine_facts = ("second_per_grid_ts",)
     tiny: ClassVar = {
         "qwen2_5_vl": TinyModel(
@@ -228,33 +247,15 @@ class Qwen25VL(QwenVL):
         )
     }
 
-    def positions(self, config: Any, input_ids: Tensor, shape: MediaShape) -> Tensor:
-        constants = self.constants(config)
-        per_second = constants.tokens_per_second
-        factors = [time_factor(video.facts["second_per_grid_ts"], per_second) for video in shape.videos]
-        images, videos = grids_of(shape.images), grids_of(shape.videos)
-        return mrope_positions(input_ids, constants, images, videos, factors)
 
-    def own_inputs(self, media: Sequence[Medium]) -> dict[str, Tensor]:
-        inputs = super().own_inputs(media)
-        seconds = [medium.facts["second_per_grid_ts"] for medium in media if medium.kind == "video"]
-        if seconds:
-            inputs["second_per_grid_ts"] = torch.tensor(seconds, device=inputs["pixel_values_videos"].device)
-        return inputs
-
-    def engine_features(self, kind: Kind, media: Sequence[EncodedMedium]) -> dict[str, Any]:
-        data = super().engine_features(kind, media)
-        if kind == "video":
-            data["second_per_grid_ts"] = torch.tensor(data["second_per_grid_ts"])
-        return data
-
-
-class Qwen3VL(QwenVL):
-    """Qwen3-VL: each temporal patch of a video is a grid after its time as text."""
+class Qwen3VL(PatchGridFamily):
+    """Qwen3-VL, dense and with experts."""
 
     model_types = ("qwen3_vl", "qwen3_vl_moe")
     processors = ("Qwen3VLProcessor",)
     hub_names = ("Qwen/Qwen3-VL-4B-Instruct", "Qwen/Qwen3-VL-8B-Instruct", "Qwen/Qwen3-VL-30B-A3B-Instruct")
+    takes_features = True
+    splits_videos = True
     engine_facts = ("timestamps",)
     transposed_experts: ClassVar = {"qwen3_vl_moe": ("experts.gate_up_proj", "experts.down_proj")}
     tiny: ClassVar = {
@@ -276,10 +277,6 @@ class Qwen3VL(QwenVL):
             tokens += processor.tokenizer.encode(f"<{stamp:.1f} seconds>", add_special_tokens=False)
             tokens += [processor.vision_start_token_id, *frame, processor.vision_end_token_id]
         return tokens
-
-    def positions(self, config: Any, input_ids: Tensor, shape: MediaShape) -> Tensor:
-        images, videos = grids_of(shape.images), frames_of(grids_of(shape.videos))
-        return mrope_positions(input_ids, self.constants(config), images, videos)
 
     def expand(self, processor: Any, prompt_ids: list[int], shape: MediaShape) -> list[int]:
         expanded = super().expand(processor, prompt_ids, shape)

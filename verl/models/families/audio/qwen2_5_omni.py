@@ -23,24 +23,9 @@ from verl.models.families.audio.mel import (
     mel_features,
     num_mel_frames,
 )
-from verl.models.families.interface import (
-    ExampleRow,
-    Kind,
-    MediaShape,
-    Medium,
-    MediumShape,
-    Sense,
-    example_pixels,
-)
-from verl.models.families.mrope import MropeConstants, mrope_positions
-from verl.models.families.qwen_vl import (
-    TINY_TOWER,
-    Qwen25VL,
-    grids_of,
-    sampled_fps,
-    time_factor,
-    tiny_parts,
-)
+from verl.models.families.interface import ExampleRow, Kind, Medium, MediumShape, Sense, example_pixels
+from verl.models.families.mrope import MropeConstants
+from verl.models.families.qwen_vl import TINY_TOWER, PatchGridFamily, sampled_fps, time_factor, tiny_parts
 from verl.models.families.tiny_sizes import TEXT, TinyModel, mrope, tiny_processor
 
 BLANK_FRAMES, EXAMPLE_FRAMES = 4, 30  # of mel features: 1 and 7 tokens
@@ -70,7 +55,7 @@ def tiny_tokens(start: str, audio: str, end: str, option: str) -> dict[str, Any]
     )
 
 
-class Qwen25Omni(Qwen25VL):
+class Qwen25Omni(PatchGridFamily):
     """Qwen2.5-Omni (https://arxiv.org/abs/2503.20215), section 2.2.
 
     Audio has a token for each 40 ms, and positions like text. Times of videos count 25 positions a second. In
@@ -90,7 +75,7 @@ class Qwen25Omni(Qwen25VL):
     kinds = ("image", "video", "audio")
     media_owner = ""
     tower = "visual"
-    takes_features = False
+    seconds_input = "video_second_per_grid"
     engine_patches = (
         "take_times_of_videos", "size_frames_as_the_files_say", "take_turns_of_videos_and_their_sound",
     )  # fmt: skip
@@ -168,12 +153,6 @@ class Qwen25Omni(Qwen25VL):
             super().constants(config), tokens_per_second=self.per_second, shared_edges=self.shared_edges
         )
 
-    def positions(self, config: Any, input_ids: Tensor, shape: MediaShape) -> Tensor:
-        turns = [video.facts.get("turns") for video in shape.videos]
-        factors = [time_factor(video.facts["second_per_grid_ts"], self.per_second) for video in shape.videos]
-        images, videos = grids_of(shape.images), grids_of(shape.videos)
-        return mrope_positions(input_ids, self.constants(config), images, videos, factors, turns)
-
     # --- model inputs and features
 
     def audio_inputs(self, processor: Any, samples: np.ndarray) -> dict[str, Tensor]:
@@ -183,8 +162,6 @@ class Qwen25Omni(Qwen25VL):
         inputs: dict[str, Tensor] = {}
         if seen := [medium for medium in media if medium.kind != "audio"]:
             inputs |= super().own_inputs(seen)
-            seconds = inputs.pop("second_per_grid_ts", None)
-            inputs |= {} if seconds is None else {"video_second_per_grid": seconds}
         if heard := [medium.tensors[MEL] for medium in media if medium.kind == "audio"]:
             inputs[MEL] = nn.utils.rnn.pad_sequence(heard, batch_first=True).transpose(1, 2)
             masks = [torch.ones(len(clip), dtype=torch.int64, device=clip.device) for clip in heard]
