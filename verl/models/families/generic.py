@@ -74,7 +74,10 @@ class GenericFamily(VisionFamily):
             NotImplementedError: The model cannot be trained without a family of its own.
         """
         assert self.config is not None, "modules are those of a model"
-        return _structures.of(self.config)
+        key = self.config.model_type, self.config.get_text_config().model_type
+        if key not in _structures:  # an empty model takes noticeable time to build
+            _structures[key] = find_structure(_empty_model(self.config))
+        return _structures[key]
 
     @property
     def media_owner(self) -> str:  # type: ignore[override]
@@ -161,27 +164,7 @@ class GenericFamily(VisionFamily):
 # --- modules
 
 
-class _Structures:
-    """Structures by the types of models, because an empty model takes noticeable time to build."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[str, str], Structure | NotImplementedError] = {}
-
-    def of(self, config: Any) -> Structure:
-        key = config.model_type, config.get_text_config().model_type
-        known = self._known.get(key)
-        if known is None:
-            try:
-                known = find_structure(_empty_model(config))
-            except NotImplementedError as error:
-                known = error
-            self._known[key] = known
-        if isinstance(known, NotImplementedError):
-            raise known
-        return known
-
-
-_structures = _Structures()
+_structures: dict[tuple[str, str], Structure] = {}  # by the types of a model and its language model
 
 
 def _empty_model(config: Any) -> PreTrainedModel:
