@@ -18,7 +18,6 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from verl.models.families.canvas import Markers, canvas_positions
 from verl.models.families.interface import (
     ExampleRow,
     Kind,
@@ -41,7 +40,7 @@ NAMED_TOKENS = {
     "image_end_token": "</image>", "slice_start_token": "<slice>", "slice_end_token": "</slice>",
     "image_id_start_token": "<image_id>", "image_id_end_token": "</image_id>",
 }  # fmt: skip
-MARKERS = {  # options of a config, in the order of `Markers`
+MARKERS = {  # options of a config
     "image_start_id": "<image>", "image_end_id": "</image>", "slice_start_id": "<slice>",
     "slice_end_id": "</slice>", "newline_id": "Ċ",
 }  # fmt: skip
@@ -185,7 +184,10 @@ class MiniCPMV46(VisionFamily):
 
 
 class MiniCPMV47(MiniCPMV46):
-    """MiniCPM-V 4.7: the same tower, positions on a canvas, and videos without numbers."""
+    """MiniCPM-V 4.7: the same tower, positions on a canvas, and videos without numbers.
+
+    An image and its slices lie on one canvas of height and width; text continues after its longer side.
+    """
 
     model_types = ("minicpmv4_7",)
     hub_names = ("openbmb/MiniCPM-V-4.7",)
@@ -203,18 +205,17 @@ class MiniCPMV47(MiniCPMV46):
     }
 
     def positions(self, config: Any, input_ids: Tensor, shape: MediaShape) -> Tensor:
+        from transformers import MiniCPMV4_7Model  # noqa: PLC0415 - older versions have no such model
+
+        model: Any = MiniCPMV4_7Model.__new__(MiniCPMV4_7Model)  # of its config, which is all that is read
+        vars(model)["config"] = config
         kinds = (input_ids == config.image_token_id) + 2 * (input_ids == config.video_token_id)
-        edge = math.isqrt(PATCHES_OF_TOKEN[config.downsample_mode])
         images, videos = (
-            iter([size for each in shapes for size in each.facts["target_sizes"]])
+            torch.tensor([size for each in shapes for size in each.facts["target_sizes"]])
             for shapes in (shape.images, shape.videos)
         )
-        runs = [kind for kind, _ in itertools.groupby(kinds.tolist()) if kind]
-        crops = [next(images if kind == 1 else videos) for kind in runs]
-        sizes = [(height // edge, width // edge) for height, width in crops]
-        return canvas_positions(
-            input_ids, kinds, sizes, Markers(*(getattr(config, name) for name in MARKERS))
-        )
+        found, _ = model.get_rope_index(input_ids[None], kinds[None], images, videos)  # (3, 1, L)
+        return torch.cat([torch.arange(len(input_ids))[None], found[:, 0]])
 
     def engine_overrides(self, config: Any) -> dict[str, Any]:
         return {"uses_mrope_canvas": True}  # without it vLLM (0.32) counts positions from 0
