@@ -24,8 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from verl.distributed.device import is_gpu, resolve_device, synchronize
-from verl.models.head.eager_softmax import EagerSoftmax
-from verl.models.head.interface import (
+from verl.models.head.eager_softmax import (
+    EagerSoftmax,
     HeadProducts,
     KLGradients,
     KLStatistics,

@@ -24,8 +24,7 @@ from tests.architecture.source import ROOT
 from verl.distributed.backends import BACKENDS
 from verl.models.fused_log_probs import linear_kl, linear_log_probs, softmax_for
 from verl.models.head import eager_softmax, triton_softmax
-from verl.models.head.eager_softmax import EagerSoftmax
-from verl.models.head.interface import HeadProducts, LogProbStatistics
+from verl.models.head.eager_softmax import EagerSoftmax, HeadProducts, LogProbStatistics
 from verl.models.head.logit_chunks import HeadLogits, LogitTransform
 from verl.models.head.triton_softmax import TritonSoftmax
 

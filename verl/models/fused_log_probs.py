@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from verl.distributed.device import has_kernels
-from verl.models.head.eager_softmax import EagerSoftmax
-from verl.models.head.interface import (
+from verl.models.head.eager_softmax import (
+    EagerSoftmax,
     HeadProducts,
     KLGradients,
     KLStatistics,

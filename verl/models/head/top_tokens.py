@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from verl.models.head.eager_softmax import blocks, logits_of, overwrite
-from verl.models.head.interface import HeadProducts, rows_of
+from verl.models.head.eager_softmax import HeadProducts, blocks, logits_of, overwrite, rows_of
 from verl.models.head.logit_chunks import (
     HeadLogits,
     LogitTransform,

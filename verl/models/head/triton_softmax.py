@@ -12,8 +12,8 @@ from torch import Tensor
 
 from verl.distributed.device import module_of
 from verl.models.head import triton_kernels
-from verl.models.head.eager_softmax import EagerSoftmax
-from verl.models.head.interface import (
+from verl.models.head.eager_softmax import (
+    EagerSoftmax,
     HeadProducts,
     KLGradients,
     KLStatistics,
