@@ -101,23 +101,18 @@ class VilaForConditionalGeneration(PreTrainedModel, GenerationMixin):
         return super().from_pretrained(name, *args, state_dict=state_dict, **kwargs)
 
     def get_input_embeddings(self) -> nn.Module:
-        """Return the embedding of tokens."""
         return self.llm.get_input_embeddings()
 
     def set_input_embeddings(self, value: nn.Module) -> None:
-        """Replace the embedding of tokens."""
         self.llm.set_input_embeddings(value)
 
     def get_output_embeddings(self) -> nn.Module:
-        """Return the head."""
         return self.llm.get_output_embeddings()
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
-        """Replace the head."""
         self.llm.set_output_embeddings(new_embeddings)
 
     def get_decoder(self) -> nn.Module:
-        """Return the language model without its head."""
         return self.llm.get_decoder()
 
     def patch_features(self, pixels: Tensor) -> Tensor:
