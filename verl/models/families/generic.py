@@ -11,7 +11,6 @@ import copy
 import inspect
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -221,13 +220,10 @@ def find_structure(model: PreTrainedModel) -> Structure:
 
 def _towers(model: PreTrainedModel) -> list[str]:
     vision = getattr(model.config, "vision_config", None)
-    return [
+    named = [] if vision is None else list(model.named_modules())
+    return [path for path, module in named if getattr(module, "config", None) is vision] or [
         path
-        for path, module in model.named_modules()
-        if vision is not None and isinstance(module, nn.Module) and getattr(module, "config", None) is vision
-    ] or [
-        path
-        for path, module in model.named_modules()
+        for path, module in named
         if isinstance(module, PreTrainedModel) and type(module.config) is type(vision)
     ]
 
@@ -235,8 +231,7 @@ def _towers(model: PreTrainedModel) -> list[str]:
 # --- the processor
 
 
-@dataclass(frozen=True)
-class _Processed:
+class _Processed(NamedTuple):
     tokens: list[int]
     tensors: dict[str, Tensor]
 

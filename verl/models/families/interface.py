@@ -322,12 +322,11 @@ class VisionFamily(MediaFamily, ABC):
         return {"vision": (self.tower,) if self.projector is None else (self.tower, self.projector)}
 
     @abstractmethod
-    def image_shape(self, processor: Any, height: int, width: int) -> MediumShape:
-        """Return the shape of an image of this size in pixels."""
+    def image_shape(self, processor: Any, height: int, width: int) -> MediumShape: ...
 
-    @abstractmethod
     def image_inputs(self, processor: Any, image: Image.Image) -> dict[str, Tensor]:
-        """Return the tensors of an RGB image's `Medium`."""
+        made = processor.image_processor(images=[image], return_tensors="pt")
+        return {"pixel_values": made["pixel_values"]}
 
     def patches_per_token(self, config: Any, sense: Sense) -> int:
         merge = getattr(config.vision_config, "spatial_merge_size", None)

@@ -15,7 +15,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor, nn
 
 from verl.models.families.interface import (
@@ -112,10 +111,6 @@ class MiniCPMV46(VisionFamily):
         return super().expand(processor, prompt_ids, shape)
 
     # --- model inputs and features
-
-    def image_inputs(self, processor: Any, image: Image.Image) -> dict[str, Tensor]:
-        made = processor.image_processor(images=[image], return_tensors="pt")
-        return {"pixel_values": made["pixel_values"]}
 
     def video_inputs(self, processor: Any, frames: np.ndarray, meta: Mapping[str, Any]) -> dict[str, Tensor]:
         made = processor.video_processor(videos=[frames], do_sample_frames=False, return_tensors="pt")

@@ -15,7 +15,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
 from verl.distributed.device import to_device
@@ -111,11 +110,6 @@ class PatchGridFamily(VisionFamily):
     def video_tokens(self, processor: Any, facts: Mapping[str, Any]) -> list[int]:
         features = math.prod(facts["grid_thw"]) // processor.video_processor.merge_size**2
         return [self.token_of(processor, "video")] * features
-
-    def image_inputs(self, processor: Any, image: Image.Image) -> dict[str, Tensor]:
-        return {
-            "pixel_values": processor.image_processor(images=[image], return_tensors="pt")["pixel_values"]
-        }
 
     def video_inputs(self, processor: Any, frames: np.ndarray, meta: Mapping[str, Any]) -> dict[str, Tensor]:
         made = processed_video(processor, frames, meta)

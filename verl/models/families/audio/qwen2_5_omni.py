@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from verl.distributed.device import to_device
 from verl.models.families.audio.mel import (
+    BLANK_FRAMES,
+    EXAMPLE_FRAMES,
     FRAMES_OF_TOKEN,
     MEL,
     TINY_EXTRACTOR,
@@ -28,7 +30,6 @@ from verl.models.families.mrope import MropeConstants
 from verl.models.families.qwen_vl import TINY_TOWER, PatchGridFamily, sampled_fps, time_factor, tiny_parts
 from verl.models.families.tiny_sizes import TEXT, TinyModel, mrope, tiny_processor
 
-BLANK_FRAMES, EXAMPLE_FRAMES = 4, 30  # of mel features: 1 and 7 tokens
 CHUNK_S = 2  # seconds of a turn of a video's patches and its sound
 PATCH_FRAMES = 2  # frames of a temporal patch
 TALKER_TOKENS = (
@@ -237,8 +238,10 @@ class Qwen25Omni(PatchGridFamily):
 
     def example(self, config: Any, processor: Any, generator: torch.Generator | None = None) -> ExampleRow:
         image = super().example(config, processor, generator)
-        audio = _audio(config, BLANK_FRAMES if generator is None else EXAMPLE_FRAMES, generator)
-        tokens = [config.audio_token_id] * self.audio_tokens(audio.facts["frames"])
+        frames = BLANK_FRAMES if generator is None else EXAMPLE_FRAMES
+        values = example_pixels((frames, config.audio_config.num_mel_bins), generator)
+        audio = Medium("audio", {MEL: values}, {"frames": frames})
+        tokens = [config.audio_token_id] * self.audio_tokens(frames)
         ids = torch.tensor([config.audio_start_token_id, *tokens, config.audio_end_token_id])
         return ExampleRow(torch.cat([image.input_ids, ids]), [*image.media, audio])
 
@@ -249,8 +252,3 @@ class Qwen25Omni(PatchGridFamily):
         if videos:
             options["second_per_grid_ts"] = [PATCH_FRAMES / sampled_fps(meta) for meta in videos]
         return options
-
-
-def _audio(config: Any, frames: int, generator: torch.Generator | None = None) -> Medium:
-    values = example_pixels((frames, config.audio_config.num_mel_bins), generator)
-    return Medium("audio", {MEL: values}, {"frames": frames})

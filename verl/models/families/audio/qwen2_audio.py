@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from verl.distributed.device import to_device
 from verl.models.attention.interface import VISION_ATTENTION
 from verl.models.families.audio.mel import (
+    BLANK_FRAMES,
+    EXAMPLE_FRAMES,
     FRAMES_OF_TOKEN,
     MEL,
     TINY_EXTRACTOR,
@@ -23,7 +25,6 @@ from verl.models.families.audio.mel import (
 from verl.models.families.interface import ExampleRow, MediaFamily, Medium, MediumShape, Sense, example_pixels
 from verl.models.families.tiny_sizes import TEXT, TinyModel, tiny_processor
 
-BLANK_FRAMES, EXAMPLE_FRAMES = 4, 30  # of mel features: 1 and 7 tokens
 SPEECH_TOKENS = ("<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>")
 
 
