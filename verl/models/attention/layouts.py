@@ -17,9 +17,8 @@ from torch import Tensor
 
 from verl.models.attention.blocks import Blocks
 from verl.models.attention.kernels import AttentionRule, RowRun, row_runs
-from verl.models.attention.local_rows import is_local, local_call
 from verl.models.attention.partial_attention import AttentionCall, Span, attend_calls
-from verl.models.attention.row_attention import attend_rows
+from verl.models.attention.row_attention import attend_rows, is_local, local_call
 from verl.models.linear_attention.recurrence import Recurrence, group_segments, row_segments
 
 T = TypeVar("T")

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from verl.distributed.ulysses import gather_rows
-from verl.models.attention.block_inputs import running_block
+from verl.models.attention.interface import running_block
 from verl.models.attention.layouts import Layout
 from verl.models.linear_attention.functions import FLA_KERNELS, packed_convolution, packed_delta_rule
 from verl.models.linear_attention.recurrence import Recurrence
