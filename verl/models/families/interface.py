@@ -298,7 +298,10 @@ class MediaFamily(Family, ABC):
 
     def engine_name(self, name: str) -> str | None:
         """Return vLLM's name of a tensor that is named as on the hub; None if it has none."""
-        return language_model_name(name) if self.embeds_prompts else name
+        if not self.embeds_prompts:
+            return name
+        found = LANGUAGE_MODEL.fullmatch(name)
+        return found and (found["head"] or f"model.{found['rest']}")
 
     def engine_features(self, kind: Kind, media: Sequence[EncodedMedium]) -> Any:
         """Return vLLM's multimodal data of a prompt's images, or videos, whose features are known."""
@@ -347,12 +350,6 @@ class VisionFamily(MediaFamily, ABC):
         meta: dict[str, Any] = {"total_num_frames": 2, "fps": 1.0, "duration": 2.0, "frames_indices": [0, 1]}
         meta |= {"video_backend": "pyav", "do_sample_frames": False}
         return len(self.video_shape(processor, 2, height, width, meta).tokens)
-
-
-def language_model_name(name: str) -> str | None:
-    """Return the name that a tensor of a whole model has in its language model; None for other parts."""
-    found = LANGUAGE_MODEL.fullmatch(name)
-    return found and (found["head"] or f"model.{found['rest']}")
 
 
 def is_part(name: str, parts: Sequence[str]) -> bool:
