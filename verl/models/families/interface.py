@@ -91,7 +91,7 @@ class ExampleRow(NamedTuple):
 class Family:
     """A family of language models."""
 
-    model_types: ClassVar[tuple[str, ...]] = ()  # of the models' configs
+    model_types: ClassVar[tuple[str, ...]] = ()  # of the models' configs, in users' files
     hub_names: ClassVar[tuple[str, ...]] = ()  # examples on the hub, for the documentation
     tiny: ClassVar[Mapping[str, Any]] = {}  # a `TinyModel` by each name that `verl-tiny-model --kind` takes
     position_rows: ClassVar[int] = 1  # 4 for M-RoPE: text, time, height, width
@@ -134,7 +134,6 @@ class MediaFamily(Family, ABC):
     """
 
     kinds: ClassVar[tuple[Kind, ...]] = ()  # of media that the models read
-    processors: ClassVar[tuple[str, ...]] = ()  # names of classes
 
     # --- modules
 

@@ -112,9 +112,7 @@ class Grid(NamedTuple):
 class LlavaOnevision(VisionFamily):
     """LLaVA-OneVision with Qwen2 as its language model."""
 
-    model_types = ("llava_onevision",)
     hub_names = ("llava-hf/llava-onevision-qwen2-0.5b-ov-hf", "llava-hf/llava-onevision-qwen2-7b-ov-hf")
-    processors = ("LlavaOnevisionProcessor",)
     kinds = ("image", "video")
     takes_features, takes_video_features = True, False
     engine_schemas = ("vllm.model_executor.models.llava_onevision:LlavaOnevisionImageEmbeddingInputs",)

@@ -60,9 +60,7 @@ class MiniCPMV46(VisionFamily):
     frame by frame.
     """
 
-    model_types = ("minicpmv4_6",)
     hub_names = ("openbmb/MiniCPM-V-4.6",)
-    processors = ("MiniCPMV4_6Processor",)
     kinds = ("image", "video")
     projector = "model.merger"
     engine_modules = ("vpm", "vit_merger")
@@ -184,9 +182,7 @@ class MiniCPMV47(MiniCPMV46):
     An image and its slices lie on one canvas of height and width; text continues after its longer side.
     """
 
-    model_types = ("minicpmv4_7",)
     hub_names = ("openbmb/MiniCPM-V-4.7",)
-    processors = ("MiniCPMV4_7Processor",)
     numbers_videos = False
     position_rows = 4
     engine_patches = ("slice_images_as_the_processor_does",)

@@ -56,8 +56,6 @@ def _tiny(text: dict[str, Any]) -> TinyModel:
 class Ministral3(Family):
     """The language models of Ministral 3."""
 
-    model_types = ("ministral3",)
-
     def engine_overrides(self, config: Any) -> dict[str, Any]:
         return engine_scaling(config)
 
@@ -65,13 +63,11 @@ class Ministral3(Family):
 class Mistral3(VisionFamily):
     """Mistral 3; facts of an image: `image_size`, height and width after resizing, and `features`."""
 
-    model_types = ("mistral3",)
     hub_names = (
         "mistralai/Mistral-Small-3.1-24B-Instruct-2503",
         "mistralai/Mistral-Small-3.2-24B-Instruct-2506",
         "mistralai/Ministral-3-8B-Instruct-2512",
     )
-    processors = ("PixtralProcessor",)
     tiny: ClassVar = {
         "mistral3": _tiny({"model_type": "mistral", "sliding_window": None}),
         "ministral3": _tiny({"model_type": "ministral3", "rope_parameters": TINY_YARN}),

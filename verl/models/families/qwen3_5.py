@@ -20,7 +20,6 @@ DRAFT_HEAD = ("mtp.",)
 class HybridText(Family):
     """Qwen3-Next, and the language models of Qwen3.5."""
 
-    model_types = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
     hub_names = ("Qwen/Qwen3-Next-80B-A3B-Instruct",)
     unread = DRAFT_HEAD
     tiny: ClassVar = {
@@ -34,8 +33,6 @@ class HybridText(Family):
 class Qwen35(Qwen3VL):
     """Qwen3.5, dense and with experts."""
 
-    model_types = ("qwen3_5", "qwen3_5_moe")
-    processors = ()  # that of Qwen3-VL
     hub_names = ("Qwen/Qwen3.5-4B", "Qwen/Qwen3.5-9B", "Qwen/Qwen3.5-35B-A3B")
     transposed_experts: ClassVar = {}
     unread = DRAFT_HEAD

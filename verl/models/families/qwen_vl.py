@@ -207,8 +207,6 @@ class PatchGridFamily(VisionFamily):
 class QwenVL(PatchGridFamily):
     """Qwen2-VL (https://arxiv.org/abs/2409.12191), section 2.1."""
 
-    model_types = ("qwen2_vl",)
-    processors = ("Qwen2VLProcessor",)
     hub_names = ("Qwen/Qwen2-VL-2B-Instruct", "Qwen/Qwen2-VL-7B-Instruct")
     takes_features = True
     tiny: ClassVar = {
@@ -225,8 +223,6 @@ class QwenVL(PatchGridFamily):
 class Qwen25VL(PatchGridFamily):
     """Qwen2.5-VL (https://arxiv.org/abs/2502.13923), section 2.1.3: time in steps of `tokens_per_second`."""
 
-    model_types = ("qwen2_5_vl",)
-    processors = ("Qwen2_5_VLProcessor",)
     hub_names = ("Qwen/Qwen2.5-VL-3B-Instruct", "Qwen/Qwen2.5-VL-7B-Instruct")
     takes_features = True
     seconds_input = "second_per_grid_ts"
@@ -245,8 +241,6 @@ class Qwen25VL(PatchGridFamily):
 class Qwen3VL(PatchGridFamily):
     """Qwen3-VL, dense and with experts."""
 
-    model_types = ("qwen3_vl", "qwen3_vl_moe")
-    processors = ("Qwen3VLProcessor",)
     hub_names = ("Qwen/Qwen3-VL-4B-Instruct", "Qwen/Qwen3-VL-8B-Instruct", "Qwen/Qwen3-VL-30B-A3B-Instruct")
     takes_features = True
     splits_videos = True
