@@ -25,7 +25,6 @@ from verl.models.attention.varlen_kernels import (
     longest_of,
     use_kernels,
     window_of,
-    without_keys,
 )
 from verl.utils.rank_logger import get_logger
 
@@ -52,11 +51,10 @@ class FlashAttention2(VarlenKernel):
             return f"flash-attn {found} is too old (pip install -U flash-attn --no-build-isolation)"
         return None if capability >= (8, 0) else "flash-attn 2 needs compute capability 8.0"
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = self._package._flash_attn_varlen_forward(
+    def run(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> tuple[Tensor, ...]:
+        return self._package._flash_attn_varlen_forward(
             *(q, k, v, rows.cu_q, rows.cu_k, *longest_of(rows)), **NO_DROPOUT, **_rule(rows)
         )
-        return out, without_keys(lse)
 
     def gradients(self, tensors: Sequence[Tensor], rows: Rows) -> Gradients:
         grads = _empty_gradients(tensors, rows)
@@ -100,10 +98,9 @@ class FlashAttention3(VarlenKernel):
             return "flash-attn-3 is not installed (build `hopper` of the flash-attention repository)"
         return None if capability == (9, 0) else "flash-attn 3 needs compute capability 9.0"
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+    def run(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> tuple[Tensor, ...]:
         # One split of the keys: more pay off for few queries, and would change the rounding with the batch.
-        out, lse, *_ = self._ops.fwd(q, k, v, **self._rows(rows), num_splits=1)
-        return out, without_keys(lse)
+        return self._ops.fwd(q, k, v, **self._rows(rows), num_splits=1)
 
     def gradients(self, tensors: Sequence[Tensor], rows: Rows) -> Gradients:
         grads = _empty_gradients(tensors, rows)
@@ -133,11 +130,10 @@ class FlashAttention4(VarlenKernel):
             return "flash-attn-4 is not installed (pip install flash-attn-4)"
         return None if capability[0] in (9, 10) else "flash-attn 4 needs compute capability 9 or 10"
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = self._package._flash_attn_fwd(
+    def run(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> tuple[Tensor, ...]:
+        return self._package._flash_attn_fwd(
             q, k, v, **self._rows(rows), softcap=rows.softcap, return_lse=True
         )
-        return out, without_keys(lse)
 
     def gradients(self, tensors: Sequence[Tensor], rows: Rows) -> Gradients:
         grads = _empty_gradients(tensors, rows)

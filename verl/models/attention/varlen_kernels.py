@@ -44,9 +44,14 @@ class VarlenKernel(ABC):
             return "has no soft cap of the scores"
         return None
 
-    @abstractmethod
     def forward(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
         """Return `out` (Nq, H, D), and `lse` (H, Nq) float32, -inf for rows without keys."""
+        out, lse, *_ = self.run(q, k, v, rows)
+        return out, lse.masked_fill(lse == float("inf"), float("-inf"))  # as FlashAttention 2 returns +inf
+
+    @abstractmethod
+    def run(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> tuple[Tensor, ...]:
+        """Return the output, the log-sum-exp, and whatever the kernel adds."""
 
     def backward(
         self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rows: Rows
@@ -75,26 +80,20 @@ def longest_of(rows: Rows) -> tuple[int, int]:
     return max(2, queries), keys
 
 
-def without_keys(lse: Tensor) -> Tensor:
-    """Replace +inf, which FlashAttention 2 returns for rows without keys, by -inf."""
-    return lse.masked_fill(lse == float("inf"), float("-inf"))
-
-
 class TorchKernel(VarlenKernel):
     """The FlashAttention 2 that is compiled into torch."""
 
     name = "torch"
     takes_softcap = False
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+    def run(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> tuple[Tensor, ...]:
         is_causal, before, after = window_of(rows)
-        out, lse, *_ = _aten._flash_attention_forward(
+        return _aten._flash_attention_forward(
             *(q, k, v, rows.cu_q, rows.cu_k, *longest_of(rows), 0.0, is_causal, False),
             scale=rows.scale,
             window_size_left=before,
             window_size_right=after,
         )
-        return out, without_keys(lse)
 
     def gradients(self, tensors: Sequence[Tensor], rows: Rows) -> Gradients:
         is_causal, before, after = window_of(rows)
