@@ -122,7 +122,8 @@ class Vila(VisionFamily):
         if "grids" in facts:
             return image_units(config, _grids(facts))
         sizes = [size for count, size in passes(config, facts["frames"]) for _ in range(count)]
-        return [sum(sizes)] if Wrapping.of(config.video_encoder).is_pooled else sizes
+        is_pooled = Wrapping.of(config.video_encoder).pools != Wrapping.pools
+        return [sum(sizes)] if is_pooled else sizes
 
     def cut(self, config: Any, medium: Medium, first: int, stop: int) -> Medium:
         if len(self.units(config, medium.facts)) == 1:

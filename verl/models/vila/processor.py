@@ -110,7 +110,6 @@ class VilaProcessor:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def image_tokens(self, shape: Sequence[Grid]) -> list[int]:
-        """Return the tokens of an image of these grids."""
         after = self.encode(NEWLINE) if self.config.image_aspect_ratio == "dynamic" and len(shape) > 1 else []
         units = image_units(self.config, shape)
         tiles = self._wrapped(self.image_token_id, units, self.config.image_encoder)
