@@ -183,7 +183,6 @@ def add_gradients(
     tensors: Sequence[Tensor],  # q, k, v, and the merged out and lse
     rule: AttentionRule,
 ) -> None:
-    """Add the gradients of a call."""
     at = call.queries.tokens
     q, k, v, out, lse = tensors
     own = q[at], call.take_keys(k), call.take_keys(v), out[at], lse[:, at]

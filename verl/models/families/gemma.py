@@ -293,7 +293,6 @@ def join_newlines(tokenizer: Any, tokens: list[int]) -> list[int]:
 
 
 def newline_tokens(tokenizer: Any) -> dict[int, int]:
-    """Return the number of newlines of each token that consists of newlines."""
     texts = ["\n" * count for count in range(1, LONGEST_RUN + 1)]
     lengths = {token: count for count, token in enumerate(tokenizer.convert_tokens_to_ids(texts), 1)}
     return {token: count for token, count in lengths.items() if token not in (None, tokenizer.unk_token_id)}

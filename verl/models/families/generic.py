@@ -83,14 +83,6 @@ class GenericFamily(VisionFamily):
         return self.structure.owner
 
     @property
-    def tower(self) -> str:  # type: ignore[override]
-        return self.structure.encoder[0]
-
-    @property
-    def projector(self) -> str | None:  # type: ignore[override]
-        return next(iter(self.structure.encoder[1:]), None)
-
-    @property
     def encoders(self) -> dict[Sense, tuple[str, ...]]:
         return {"vision": self.structure.encoder}
 

@@ -68,7 +68,6 @@ class Grid(NamedTuple):
         return cls(side, (tiles[0], tiles[1]), (above, rows - above), (left, columns - left), reduced)
 
     def unit_features(self) -> list[int]:
-        """Return the number of features of each unit."""
         whole = self.side**2
         if self.reduced is not None:
             return [whole, self.reduced[0] * (self.reduced[1] + 1)]
@@ -76,7 +75,6 @@ class Grid(NamedTuple):
         return [whole, *(len(self.rows_of(row)) * width for row in range(self.tiles[0]))]
 
     def facts(self, size: Sequence[int]) -> dict[str, Any]:
-        """Return the facts of an image of this size."""
         return {
             "size": list(size), "tiles": list(self.tiles), "first_unit": 0,
             "unit_tiles": self.unit_tiles(), "unit_features": self.unit_features(),
@@ -88,7 +86,6 @@ class Grid(NamedTuple):
         return range(first, max(first, min(self.rows[1], (row + 1) * self.side)))
 
     def unit_tiles(self) -> list[int]:
-        """Return the number of tiles of each unit."""
         rows, columns = self.tiles
         return [1, *([columns] * rows if self.reduced is None else [rows * columns])]
 

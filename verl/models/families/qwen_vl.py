@@ -321,7 +321,6 @@ def video_grid(video_processor: Any, num_frames: int, height: int, width: int) -
 
 
 def sampled_fps(meta: Mapping[str, Any]) -> float:
-    """Return the sampled frames per second of video."""
     return len(meta["frames_indices"]) / meta["total_num_frames"] * meta["fps"]
 
 

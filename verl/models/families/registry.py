@@ -110,7 +110,6 @@ def all_families() -> list[Family]:
 
 
 def media_family_of(config: Any) -> MediaFamily:
-    """Return the family of a model that reads media."""
     family = family_of(config)
     assert isinstance(family, MediaFamily), f"{config.model_type} reads no media"
     return family

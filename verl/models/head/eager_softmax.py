@@ -150,7 +150,6 @@ def rows_of(columns: Columns, rows: slice) -> Columns:
 
 
 def blocks(values: Tensor) -> Iterator[slice]:
-    """Yield the rows of each block."""
     elements = BLOCK_ELEMENTS_CUDA if is_gpu(values.device) else BLOCK_ELEMENTS
     for first, last in spans(len(values), max(1, elements // values.shape[1])):
         yield slice(first, last)
