@@ -65,7 +65,6 @@ TOKENS_4 = {
 class Gemma3(VisionFamily):
     """Gemma 3 (https://arxiv.org/abs/2503.19786), section 2: each image has the same number of tokens."""
 
-    hub_names = ("google/gemma-3-4b-it", "google/gemma-3-12b-it", "google/gemma-3-27b-it")
     tiny: ClassVar = {
         "gemma3_vl": TinyModel(
             "gemma3",
@@ -130,7 +129,6 @@ class Gemma4(VisionFamily):
     Facts of a medium: `grid`, frames and patches in height and width, and `features`, tokens of all frames.
     """
 
-    hub_names = ("google/gemma-4-e2b-it", "google/gemma-4-e4b-it", "google/gemma-4-26B-A4B-it")
     kinds = ("image", "video")
     projector = "model.embed_vision"
     tiny: ClassVar = {

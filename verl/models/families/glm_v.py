@@ -73,7 +73,6 @@ def _tiny(model_type: str, processor: str, **text: Any) -> TinyModel:
 class GlmV(PatchGridFamily):
     """GLM-4.1V, 4.5V and 4.6V; checkpoints of 4.6V have the types of the former and another processor."""
 
-    hub_names = ("zai-org/GLM-4.1V-9B-Thinking", "zai-org/GLM-4.5V", "zai-org/GLM-4.6V")
     engine_patches = ("keep_times_of_frames", "take_several_videos")
     image_edges = ("image_start_token_id", "image_end_token_id")
     splits_videos = True

@@ -92,7 +92,6 @@ class Family:
     """A family of language models."""
 
     model_types: ClassVar[tuple[str, ...]] = ()  # of the models' configs, in users' files
-    hub_names: ClassVar[tuple[str, ...]] = ()  # examples on the hub, for the documentation
     tiny: ClassVar[Mapping[str, Any]] = {}  # a `TinyModel` by each name that `verl-tiny-model --kind` takes
     position_rows: ClassVar[int] = 1  # 4 for M-RoPE: text, time, height, width
     # Joint experts of shape (experts, in, out) on the hub that transformers holds and writes transposed.

@@ -33,7 +33,6 @@ TOKENS = {
 class InternVL(VisionFamily):
     """InternVL3 and InternVL3.5."""
 
-    hub_names = ("OpenGVLab/InternVL3-8B-hf", "OpenGVLab/InternVL3_5-8B-HF")
     kinds = ("image", "video")
     takes_features, takes_video_features = True, False
     engine_schemas = ("vllm.model_executor.models.interns1:InternS1ImageEmbeddingInputs",)

@@ -109,7 +109,6 @@ class Grid(NamedTuple):
 class LlavaOnevision(VisionFamily):
     """LLaVA-OneVision with Qwen2 as its language model."""
 
-    hub_names = ("llava-hf/llava-onevision-qwen2-0.5b-ov-hf", "llava-hf/llava-onevision-qwen2-7b-ov-hf")
     kinds = ("image", "video")
     takes_features, takes_video_features = True, False
     engine_schemas = ("vllm.model_executor.models.llava_onevision:LlavaOnevisionImageEmbeddingInputs",)

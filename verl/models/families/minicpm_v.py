@@ -60,7 +60,6 @@ class MiniCPMV46(VisionFamily):
     frame by frame.
     """
 
-    hub_names = ("openbmb/MiniCPM-V-4.6",)
     kinds = ("image", "video")
     projector = "model.merger"
     engine_modules = ("vpm", "vit_merger")
@@ -182,7 +181,6 @@ class MiniCPMV47(MiniCPMV46):
     An image and its slices lie on one canvas of height and width; text continues after its longer side.
     """
 
-    hub_names = ("openbmb/MiniCPM-V-4.7",)
     numbers_videos = False
     position_rows = 4
     engine_patches = ("slice_images_as_the_processor_does",)

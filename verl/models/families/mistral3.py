@@ -63,11 +63,6 @@ class Ministral3(Family):
 class Mistral3(VisionFamily):
     """Mistral 3; facts of an image: `image_size`, height and width after resizing, and `features`."""
 
-    hub_names = (
-        "mistralai/Mistral-Small-3.1-24B-Instruct-2503",
-        "mistralai/Mistral-Small-3.2-24B-Instruct-2506",
-        "mistralai/Ministral-3-8B-Instruct-2512",
-    )
     tiny: ClassVar = {
         "mistral3": _tiny({"model_type": "mistral", "sliding_window": None}),
         "ministral3": _tiny({"model_type": "ministral3", "rope_parameters": TINY_YARN}),

@@ -20,7 +20,6 @@ DRAFT_HEAD = ("mtp.",)
 class HybridText(Family):
     """Qwen3-Next, and the language models of Qwen3.5."""
 
-    hub_names = ("Qwen/Qwen3-Next-80B-A3B-Instruct",)
     unread = DRAFT_HEAD
     tiny: ClassVar = {
         "qwen3_next": TinyModel(  # vLLM does not tie its head
@@ -33,7 +32,6 @@ class HybridText(Family):
 class Qwen35(Qwen3VL):
     """Qwen3.5, dense and with experts."""
 
-    hub_names = ("Qwen/Qwen3.5-4B", "Qwen/Qwen3.5-9B", "Qwen/Qwen3.5-35B-A3B")
     transposed_experts: ClassVar = {}
     unread = DRAFT_HEAD
     tiny: ClassVar = {

@@ -207,7 +207,6 @@ class PatchGridFamily(VisionFamily):
 class QwenVL(PatchGridFamily):
     """Qwen2-VL (https://arxiv.org/abs/2409.12191), section 2.1."""
 
-    hub_names = ("Qwen/Qwen2-VL-2B-Instruct", "Qwen/Qwen2-VL-7B-Instruct")
     takes_features = True
     tiny: ClassVar = {
         "qwen2_vl": TinyModel(
@@ -223,7 +222,6 @@ class QwenVL(PatchGridFamily):
 class Qwen25VL(PatchGridFamily):
     """Qwen2.5-VL (https://arxiv.org/abs/2502.13923), section 2.1.3: time in steps of `tokens_per_second`."""
 
-    hub_names = ("Qwen/Qwen2.5-VL-3B-Instruct", "Qwen/Qwen2.5-VL-7B-Instruct")
     takes_features = True
     seconds_input = "second_per_grid_ts"
     engine_facts = ("second_per_grid_ts",)
@@ -241,7 +239,6 @@ class Qwen25VL(PatchGridFamily):
 class Qwen3VL(PatchGridFamily):
     """Qwen3-VL, dense and with experts."""
 
-    hub_names = ("Qwen/Qwen3-VL-4B-Instruct", "Qwen/Qwen3-VL-8B-Instruct", "Qwen/Qwen3-VL-30B-A3B-Instruct")
     takes_features = True
     splits_videos = True
     engine_facts = ("timestamps",)

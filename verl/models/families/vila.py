@@ -57,7 +57,6 @@ TINY_PARTS: dict[str, Any] = {"text_config": {"model_type": "qwen2"}, "vision_co
 class Vila(VisionFamily):
     """VILA models with a SigLIP tower."""
 
-    hub_names = ("Efficient-Large-Model/LongVILA-R1-7B", "Efficient-Large-Model/NVILA-Lite-2B-hf-preview")
     kinds = ("image", "video")
     folders = PARTS
     embeds_prompts = True

@@ -66,7 +66,6 @@ class Qwen25Omni(PatchGridFamily):
     also `turns`: kind and number of the temporal patches or audio tokens that follow each other.
     """
 
-    hub_names = ("Qwen/Qwen2.5-Omni-3B", "Qwen/Qwen2.5-Omni-7B")
     wholes: ClassVar = {"qwen2_5_omni": "thinker_config"}
     hub_prefix = "thinker."
     unread = ("talker.", "token2wav.")

@@ -38,7 +38,6 @@ class Qwen2Audio(MediaFamily):
     clip. Its tensor has up to two frames more, which the convolutions see.
     """
 
-    hub_names = ("Qwen/Qwen2-Audio-7B-Instruct", "Qwen/Qwen2-Audio-7B")
     kinds = ("audio",)
     tower_attention = VISION_ATTENTION
     takes_features = True

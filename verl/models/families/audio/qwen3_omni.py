@@ -31,7 +31,6 @@ class Qwen3Omni(Qwen25Omni):
     is padded to a whole chunk of the convolutions, which leak the padding, instead of to the longest chunk.
     """
 
-    hub_names = ("Qwen/Qwen3-Omni-30B-A3B-Instruct", "Qwen/Qwen3-Omni-30B-A3B-Thinking")
     wholes: ClassVar = {"qwen3_omni_moe": "thinker_config"}
     unread = ("talker.", "code2wav.")
     unread_files = ()
