@@ -31,10 +31,6 @@ class Span(NamedTuple):
     lengths: tuple[int, ...]  # (B,), known without reading the boundaries back from a device
 
     @classmethod
-    def of(cls, start: int, lengths: Sequence[int], device: torch.device | str | None) -> "Span":
-        return cls.of_all([(start, lengths)], device)[0]
-
-    @classmethod
     def of_all(
         cls, spans: Sequence[tuple[int, Sequence[int]]], device: torch.device | str | None
     ) -> list["Span"]:
