@@ -124,10 +124,6 @@ class DiffusionModel:
         finally:
             vae.to("cpu")
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the full weights, those of adapters apart; collective."""
-        return dict(full_named_tensors(self.model))
-
     def snapshot(
         self, *, model_only: bool, copies: bool, extra: dict[str, Any], files: tuple | None
     ) -> Snapshot:
