@@ -24,10 +24,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from verl.distributed.device import is_gpu, resolve_device, synchronize
-from verl.models.head.eager_softmax import EagerSoftmax
-from verl.models.head.interface import (
+from verl.models.head.eager_softmax import (
+    EagerSoftmax,
     HeadProducts,
-    HeadSoftmax,
     KLGradients,
     KLStatistics,
     LogProbGradients,
@@ -71,7 +70,7 @@ def _kernel_bytes(func: Any, args: Any) -> int:
 
 
 def make_passes(
-    softmax: HeadSoftmax, options: argparse.Namespace, device: torch.device
+    softmax: EagerSoftmax, options: argparse.Namespace, device: torch.device
 ) -> dict[str, Callable[[], Any]]:
     """Return the four passes over one chunk, which gradients overwrite: their later runs read those."""
     shape = options.tokens, options.vocabulary
@@ -116,9 +115,9 @@ def measure(run: Callable[[], Any], device: torch.device, options: argparse.Name
     }
 
 
-def implementations(device: torch.device) -> dict[str, HeadSoftmax]:
+def implementations(device: torch.device) -> dict[str, EagerSoftmax]:
     """Return what runs on the device; on CPU the kernels need Triton's interpreter."""
-    found: dict[str, HeadSoftmax] = {"torch": EagerSoftmax()}
+    found: dict[str, EagerSoftmax] = {"torch": EagerSoftmax()}
     runs_kernels = is_gpu(device) or os.environ.get("TRITON_INTERPRET") == "1"
     if runs_kernels and importlib.util.find_spec("triton") is not None:
         from verl.models.head.triton_softmax import TritonSoftmax  # noqa: PLC0415 - CPUs need no triton

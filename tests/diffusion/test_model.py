@@ -16,10 +16,14 @@ from tests.helpers.distributed import run_distributed
 from verl.checkpoint.storage import ShardReader
 from verl.config.model import LoraConfig
 from verl.diffusion.families.registry import family_of
-from verl.distributed.fsdp import local_part, sharded_parameters
+from verl.distributed.fsdp import full_named_tensors, local_part, sharded_parameters
 
 pytestmark = pytest.mark.heavy
 LEARNED = 2  # updates before a checkpoint
+
+
+def tensors_of(policy):
+    return dict(full_named_tensors(policy.model))
 
 
 def state_of(policy):
@@ -30,7 +34,7 @@ def state_of(policy):
         for param, state in policy.optimizer.state.items()
         for key, value in state.items()
     }
-    return {name: tensor.clone() for name, tensor in policy.tensors().items()}, moments
+    return {name: tensor.clone() for name, tensor in tensors_of(policy).items()}, moments
 
 
 def are_equal(one, other):
@@ -70,8 +74,8 @@ def resume(rank, world_size, base, target):
 def compare_with_base(base, world_size, saved):
     """Return velocities with and without adapters, and what is trained; `saved` are adapters."""
     policy = build(base, KINDS["lora"], world_size)
-    down = next(name for name in policy.tensors() if "lora_A" in name)
-    initial = policy.tensors()[down].clone()
+    down = next(name for name in tensors_of(policy) if "lora_A" in name)
+    initial = tensors_of(policy)[down].clone()
     with torch.no_grad(), policy.reference():
         start = velocities(policy, 0)
     update(policy, 0)
@@ -86,7 +90,7 @@ def compare_with_base(base, world_size, saved):
         whole = velocities(plain, 0)
 
     partial = build(base, KINDS["lora"], world_size, seed=1, train_modules=["proj_out"])
-    from_path = build(base, LoraConfig(path=str(saved)), world_size).tensors()
+    from_path = tensors_of(build(base, LoraConfig(path=str(saved)), world_size))
     rounded = build(base, KINDS["lora"], world_size, torch_dtype="bf16", computes_in="bf16")
     seen = []
     rounded.model.time_text_embed.register_forward_pre_hook(lambda _, given: seen.append(given))
@@ -97,7 +101,7 @@ def compare_with_base(base, world_size, saved):
         "half": half.float().numpy(),
         "images": [tensor.numpy() for tensor in (start, without, whole, trained, trained_again)],
         "selected": {name: str(dtype) for name, dtype in selected.items()},
-        "initial": (down, initial.numpy(), partial.tensors()[down].numpy()),
+        "initial": (down, initial.numpy(), tensors_of(partial)[down].numpy()),
         "partial": [name for name, param in partial.model.named_parameters() if param.requires_grad],
         "path": {name: tensor.numpy() for name, tensor in from_path.items() if "lora_" in name},
         "dtypes": {str(param.dtype): param.requires_grad for param in rounded.model.parameters()},

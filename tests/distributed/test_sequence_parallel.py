@@ -104,7 +104,7 @@ def test_rows_are_divided_over_their_ranks_and_gathered_in_order(sizes):
 
 def test_an_empty_packed_sequence_is_refused():
     with pytest.raises(ValueError, match="without tokens"):
-        shard_plan([SequenceGroup(0)], SequenceParallel.none())
+        shard_plan([SequenceGroup(0)], SequenceParallel())
 
 
 def describe_groups(rank, world_size):
@@ -200,7 +200,7 @@ def test_groups_and_exchanges_are_right_on_four_processes():
 def gather_in_chunks(rank, world_size):
     """Cases with wrong results, and the extra memory of 8 chunks and of 1."""
     sp = SequenceParallel.build(range(world_size), world_size, 1, gather_chunks=3)
-    assert sp.gather_chunks == 3 and SequenceParallel.none().gather_chunks == 1
+    assert sp.gather_chunks == 3 and SequenceParallel().gather_chunks == 1
     wrong = []
     for counts in ((5, 2, 0, 7), (0, 3, 0, 0), (4, 4, 4, 4), (1, 6, 2, 1)):
         counts = counts[:world_size]

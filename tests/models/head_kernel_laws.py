@@ -19,8 +19,8 @@ from verl.models import fused_log_probs
 from verl.models.deferred_logits import DeferredLogits
 from verl.models.fused_log_probs import linear_kl, linear_log_probs
 from verl.models.head import triton_softmax
-from verl.models.head.eager_softmax import EagerSoftmax
-from verl.models.head.interface import (
+from verl.models.head.eager_softmax import (
+    EagerSoftmax,
     HeadProducts,
     KLGradients,
     KLStatistics,

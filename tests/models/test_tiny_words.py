@@ -6,8 +6,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoProcessor, AutoTokenizer
 
-from verl.models.tiny import SPECIAL_TOKENS, TINY_MODELS, save_tiny_model, train_tokenizer
-from verl.models.tiny_words import MAX_WORDS, find_words, texts_of
+from verl.models.tiny import (
+    MAX_WORDS,
+    SPECIAL_TOKENS,
+    TINY_MODELS,
+    find_words,
+    save_tiny_model,
+    texts_of,
+    train_tokenizer,
+)
 
 ANSWERS = [
     "red",

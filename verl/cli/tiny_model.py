@@ -106,7 +106,7 @@ def words_of_rows(sources: Sequence[tuple[str, str]]) -> list[str]:
         FileNotFoundError: There is no such file.
     """
     from verl.data.files import load_rows  # noqa: PLC0415
-    from verl.models.tiny_words import find_words, texts_of  # noqa: PLC0415
+    from verl.models.tiny import find_words, texts_of  # noqa: PLC0415
 
     texts = []
     for file, column in sources:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The trained transformer of a diffusion model: sharded, adapted, with optimizer and checkpoints."""
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -107,16 +106,13 @@ class DiffusionModel:
         computes_in = torch_dtype(fsdp.mp_param_dtype)
         self.model.register_forward_pre_hook(partial(_cast_inputs, computes_in), with_kwargs=True)
 
-    @property
-    def reference(self) -> Callable[[], AbstractContextManager[None]]:
-        """The weights before training, inside a block: without adapters."""
-        return lambda: adapters_disabled(self.model)
+    def reference(self) -> AbstractContextManager[None]:
+        """Compute with the weights before training inside the block: without adapters."""
+        return adapters_disabled(self.model)
 
-    @contextmanager
-    def loaded(self, with_optimizer: bool = False) -> Iterator[None]:
+    def loaded(self, with_optimizer: bool = False) -> AbstractContextManager[None]:
         """Load the model, and its optimizer if requested, onto the device inside the block."""
-        with self.offloader.loaded(with_optimizer=with_optimizer):
-            yield
+        return self.offloader.loaded(with_optimizer=with_optimizer)
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
@@ -127,10 +123,6 @@ class DiffusionModel:
             return self.family.decode(vae, latents.to(self.device)).cpu()
         finally:
             vae.to("cpu")
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the full weights, those of adapters apart; collective."""
-        return dict(full_named_tensors(self.model))
 
     def snapshot(
         self, *, model_only: bool, copies: bool, extra: dict[str, Any], files: tuple | None

@@ -55,7 +55,7 @@ class StepForward(RowForward):
         at_once: int | None = None,
         sp: SequenceParallel | None = None,
     ) -> None:
-        super().__init__(model, prompts.device, sp or SequenceParallel.none())
+        super().__init__(model, prompts.device, sp or SequenceParallel())
         self.family, self.schedule, self.prompts = family, schedule, prompts
         self.guidance, self.reference, self.at_once = guidance, reference, at_once
 

@@ -2,44 +2,25 @@
 """Tiny pipelines of diffusion models with random weights and all of their parts, for tests and demos."""
 
 import json
+from collections.abc import Callable, Sequence
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import torch
-from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
-from diffusers.models.autoencoders.autoencoder_kl_qwenimage import AutoencoderKLQwenImage
-from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
-from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
-from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformer2DModel
-from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
-from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
-from diffusers.pipelines.flux.pipeline_flux import FluxPipeline
-from diffusers.pipelines.qwenimage.pipeline_qwenimage import QwenImagePipeline
-from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import StableDiffusion3Pipeline
-from diffusers.pipelines.wan.pipeline_wan import WanPipeline
-from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
-from diffusers.schedulers.scheduling_unipc_multistep import UniPCMultistepScheduler
+import transformers
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import ByteLevel, WhitespaceSplit
+from tokenizers.pre_tokenizers import WhitespaceSplit
 from tokenizers.trainers import BpeTrainer
 from torch import Tensor
-from transformers import (
-    CLIPTextConfig,
-    CLIPTextModel,
-    CLIPTextModelWithProjection,
-    CLIPTokenizer,
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
-    Qwen2Tokenizer,
-    T5Config,
-    T5EncoderModel,
-    T5Tokenizer,
-    UMT5Config,
-    UMT5EncoderModel,
-)
 
 from verl.utils.weight_files import share_weights
+
+# Their classes take more than their annotations say.
+parts: Any = diffusers
+texts: Any = transformers
 
 COLORS = ("red", "green", "blue", "yellow", "black", "white")
 OTHERS = "a all and color dark in is it light of paint picture the wall"
@@ -50,64 +31,96 @@ LONGEST = 16  # tokens that CLIP reads
 END_OF_WORD = "</w>"
 LATENTS = 4  # channels of a latent
 
-# words of the pipeline's chat template: its 34 tokens before the prompt are cut off by their number
-QWEN_TEMPLATE = (
-    "system", "Describe", " the", " image", " by", " detailing", " color", " shape", " size", " texture",
-    " quantity", " text", " spatial", " relationships", " of", " objects", " and", " background", "user",
-    "assistant",
-)  # fmt: skip
-QWEN_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-
-CHANNELS = 16  # of the VAE
+CHANNELS = 16  # of the VAE, a multiple of twice the latent channels
 MEAN, STD = [0.1, -0.2, 0.3, 0.0], [1.5, 0.8, 1.2, 1.0]  # of latents
 
 
-def save_tiny_sd3(folder: Path, *, seed: int = 0, layers: int = 2, size: int = 16) -> Path:
-    """Save a Stable Diffusion 3 whose images have `size` x `size` pixels at least; returns the folder."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        pipeline = StableDiffusion3Pipeline(
-            transformer=SD3Transformer2DModel(
-                sample_size=size // 2, patch_size=2, in_channels=LATENTS, num_layers=layers,
-                attention_head_dim=16, num_attention_heads=4, joint_attention_dim=2 * WIDTH,
-                caption_projection_dim=64, pooled_projection_dim=2 * WIDTH, out_channels=LATENTS,
-                pos_embed_max_size=32, qk_norm="rms_norm",
-            ),
-            scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
-            vae=kl_vae(),
-            text_encoder=CLIPTextModelWithProjection(clip_config()), tokenizer=clip_tokenizer(),
-            text_encoder_2=CLIPTextModelWithProjection(clip_config()), tokenizer_2=clip_tokenizer(),
-            text_encoder_3=t5(), tokenizer_3=t5_tokenizer(),
-        )  # fmt: skip
-    pipeline.save_pretrained(folder)
-    share_weights(folder, "model_index.json")
-    return folder
+def saved(build: Callable[..., Any]) -> Callable[..., Path]:
+    """Return a function that builds a pipeline with seeded weights, saves it and returns the folder."""
+
+    @wraps(build)
+    def save(folder: Path, *, seed: int = 0, **options: Any) -> Path:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            pipeline = build(**options)
+        pipeline.save_pretrained(folder)
+        share_weights(folder, "model_index.json")
+        return folder
+
+    return save
 
 
-def kl_vae(shift_factor: float = 0.0, scaling_factor: float = 1.0) -> AutoencoderKL:
-    """Build a VAE whose decoder reaches every color, which random ones do not."""
-    channels = 16
-    blocks: dict[str, Any] = dict(  # annotated in diffusers as tuples of one element
-        block_out_channels=(channels, channels), down_block_types=("DownEncoderBlock2D",) * 2,
-        up_block_types=("UpDecoderBlock2D",) * 2,
+@saved
+def save_tiny_sd3(layers: int = 2, size: int = 16) -> Any:
+    """Save a Stable Diffusion 3 whose images have `size` x `size` pixels at least."""
+    return parts.StableDiffusion3Pipeline(
+        transformer=parts.SD3Transformer2DModel(
+            sample_size=size // 2, patch_size=2, in_channels=LATENTS, num_layers=layers,
+            attention_head_dim=16, num_attention_heads=4, joint_attention_dim=2 * WIDTH,
+            caption_projection_dim=64, pooled_projection_dim=2 * WIDTH, out_channels=LATENTS,
+            pos_embed_max_size=32, qk_norm="rms_norm",
+        ),
+        scheduler=parts.FlowMatchEulerDiscreteScheduler(shift=3.0),
+        vae=kl_vae(),
+        text_encoder=texts.CLIPTextModelWithProjection(clip_config()), tokenizer=clip_tokenizer(),
+        text_encoder_2=texts.CLIPTextModelWithProjection(clip_config()), tokenizer_2=clip_tokenizer(),
+        text_encoder_3=t5(), tokenizer_3=t5_tokenizer(),
     )  # fmt: skip
-    vae = AutoencoderKL(
-        **blocks, in_channels=3, out_channels=3, latent_channels=LATENTS,
+
+
+@saved
+def save_tiny_wan(layers: int = 2) -> Any:
+    """Save a Wan whose VAE has a latent for 4 x 4 pixels of four frames.
+
+    Its scheduler is that of Wan 2.1, UniPC with the sigmas of a flow.
+    """
+    return parts.WanPipeline(
+        transformer=parts.WanTransformer3DModel(
+            patch_size=(1, 2, 2), num_attention_heads=4, attention_head_dim=16, in_channels=LATENTS,
+            out_channels=LATENTS, text_dim=2 * WIDTH, freq_dim=64, ffn_dim=128, num_layers=layers,
+            rope_max_seq_len=32,
+        ),
+        scheduler=parts.UniPCMultistepScheduler(
+            prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
+        ),
+        vae=_wan_vae(), text_encoder=texts.UMT5EncoderModel(texts.UMT5Config(**t5_options())),
+        tokenizer=t5_tokenizer(),
+    )  # fmt: skip
+
+
+def kl_vae(shift_factor: float = 0.0, scaling_factor: float = 1.0) -> Any:
+    vae = parts.AutoencoderKL(
+        block_out_channels=(CHANNELS, CHANNELS), down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2, in_channels=3, out_channels=3, latent_channels=LATENTS,
         layers_per_block=1, norm_num_groups=1, shift_factor=shift_factor, scaling_factor=scaling_factor,
         use_quant_conv=False, use_post_quant_conv=False,
     )  # fmt: skip
-    paint_latents(vae.decoder, channels)
+    paint_latents(vae.decoder)
     return vae
 
 
-def paint_latents(decoder: Any, channels: int) -> None:
+def _wan_vae() -> Any:
+    vae = parts.AutoencoderKLWan(
+        base_dim=CHANNELS, z_dim=LATENTS, dim_mult=[1, 1, 1], num_res_blocks=1,
+        temperal_downsample=[True, True], latents_mean=MEAN, latents_std=STD,
+        scale_factor_temporal=4, scale_factor_spatial=4,
+    )  # fmt: skip
+    set_layer(vae.post_quant_conv, center(torch.eye(LATENTS), vae.post_quant_conv))
+    paint_latents(vae.decoder)
+    for name, module in vae.decoder.named_modules():
+        if name.endswith("conv_shortcut") and hasattr(module, "weight"):
+            # An upsampler halves the channels, and the next block has all again.
+            set_layer(module, center(torch.eye(CHANNELS // 2).repeat(2, 1), module))
+        elif name.endswith("time_conv"):  # a latent gives four equal frames
+            set_layer(module, center(torch.eye(CHANNELS).repeat(2, 1), module))
+    return vae
+
+
+def paint_latents(decoder: Any) -> None:
     """Set a decoder to paint three of its latent channels, divided by the root mean square of all.
 
-    Its blocks pass on what they read, and the last SiLU reads each channel and its negative,
-    `silu(z) - silu(-z) = z`.
-
-    Args:
-        channels: What the last norm reads, a multiple of twice the latent channels.
+    So it reaches every color, which random ones do not. Its blocks pass on what they read, and the last SiLU
+    reads each channel and its negative, `silu(z) - silu(-z) = z`.
     """
     for name, module in decoder.named_modules():
         if name.endswith(("conv2", "to_out.0", "attentions.0.proj")):
@@ -118,7 +131,8 @@ def paint_latents(decoder: Any, channels: int) -> None:
     read = torch.cat([torch.eye(3, LATENTS), -torch.eye(3, LATENTS)], 1)  # (3, 8)
     first, last = decoder.conv_in, decoder.conv_out
     set_layer(first, center(signed.repeat(first.out_channels // len(signed), 1), first))
-    set_layer(last, center(read.repeat(1, channels // read.shape[1]) * read.shape[1] / channels, last))
+    copies = CHANNELS // len(signed)  # in what the last norm reads
+    set_layer(last, center(read.repeat(1, copies) / copies, last))
 
 
 def set_layer(module: Any, weight: Tensor | float) -> None:
@@ -138,7 +152,7 @@ def center(matrix: Tensor, convolution: Any) -> Tensor:
     return weight
 
 
-def clip_tokenizer() -> CLIPTokenizer:
+def clip_tokenizer() -> Any:
     """Build a tokenizer with a token for each word; other words are letters."""
     words = Tokenizer(BPE(end_of_word_suffix=END_OF_WORD))
     words.pre_tokenizer = WhitespaceSplit()
@@ -146,17 +160,22 @@ def clip_tokenizer() -> CLIPTokenizer:
     words.train_from_iterator(
         WORDS, BpeTrainer(end_of_word_suffix=END_OF_WORD, special_tokens=alphabet, show_progress=False)
     )
-    learned = json.loads(words.to_str())["model"]
+    learned = vocabulary_of(words, ("<|startoftext|>", "<|endoftext|>"))
+    return texts.CLIPTokenizer(**learned, model_max_length=LONGEST)
+
+
+def vocabulary_of(trained: Tokenizer, special_tokens: Sequence[str]) -> dict[str, Any]:
+    """Return the vocabulary of a trained tokenizer, with special tokens at its end, and the merges."""
+    learned = json.loads(trained.to_str())["model"]
     vocabulary = dict(learned["vocab"])
-    for special in ("<|startoftext|>", "<|endoftext|>"):
+    for special in special_tokens:
         vocabulary[special] = len(vocabulary)
-    merges: Any = [tuple(merge) for merge in learned["merges"]]
-    return CLIPTokenizer(vocab=vocabulary, merges=merges, model_max_length=LONGEST)
+    return {"vocab": vocabulary, "merges": [tuple(merge) for merge in learned["merges"]]}
 
 
-def clip_config() -> CLIPTextConfig:
+def clip_config() -> Any:
     size = len(clip_tokenizer())
-    return CLIPTextConfig(
+    return texts.CLIPTextConfig(
         vocab_size=size, hidden_size=WIDTH, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
         projection_dim=WIDTH, max_position_embeddings=LONGEST, bos_token_id=size - 2, eos_token_id=size - 1,
         pad_token_id=size - 1,
@@ -167,158 +186,14 @@ def t5_tokenizer() -> Any:
     """Build a tokenizer with a piece for each word; other words are letters."""
     pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -2.0)]
     pieces += [(f"▁{word}", -3.0) for word in WORDS] + [(one, -6.0) for one in CHARACTERS]
-    return T5Tokenizer(vocab=pieces, extra_ids=0)
+    return texts.T5Tokenizer(vocab=pieces, extra_ids=0)
 
 
-def t5() -> T5EncoderModel:
-    config = T5Config(
-        vocab_size=len(t5_tokenizer()), d_model=2 * WIDTH, d_kv=16, d_ff=64, num_layers=2, num_heads=2,
-        feed_forward_proj="gated-gelu",
-    )  # fmt: skip
-    return T5EncoderModel(config)
-
-
-def save_tiny_flux(folder: Path, *, seed: int = 0, layers: int = 1, schnell: bool = False) -> Path:
-    """Save a FLUX.1-dev, or a FLUX.1-schnell, which reads no guidance; returns the folder."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        pipeline = FluxPipeline(
-            transformer=FluxTransformer2DModel(
-                in_channels=4 * LATENTS, num_layers=layers, num_single_layers=layers, attention_head_dim=16,
-                num_attention_heads=4, joint_attention_dim=2 * WIDTH, pooled_projection_dim=WIDTH,
-                guidance_embeds=not schnell, axes_dims_rope=(4, 6, 6),
-            ),
-            scheduler=FlowMatchEulerDiscreteScheduler(
-                shift=1.0 if schnell else 3.0, use_dynamic_shifting=not schnell
-            ),
-            vae=kl_vae(shift_factor=0.1, scaling_factor=0.4),
-            text_encoder=CLIPTextModel(clip_config()), tokenizer=clip_tokenizer(),
-            text_encoder_2=t5(), tokenizer_2=t5_tokenizer(),
-        )  # fmt: skip
-    pipeline.save_pretrained(folder)
-    share_weights(folder, "model_index.json")
-    return folder
-
-
-def save_tiny_qwen_image(folder: Path, *, seed: int = 0, layers: int = 2) -> Path:
-    """Save a Qwen-Image; returns the folder."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        pipeline = QwenImagePipeline(
-            transformer=QwenImageTransformer2DModel(
-                in_channels=4 * LATENTS, out_channels=LATENTS, num_layers=layers, attention_head_dim=16,
-                num_attention_heads=4, joint_attention_dim=2 * WIDTH, axes_dims_rope=(4, 6, 6),
-            ),
-            scheduler=FlowMatchEulerDiscreteScheduler(
-                use_dynamic_shifting=True, base_shift=0.5, max_shift=0.9, max_image_seq_len=8192,
-                shift_terminal=0.02,
-            ),
-            vae=_qwen_vae(), text_encoder=_qwen_text_encoder(), tokenizer=_qwen_tokenizer(),
-        )  # fmt: skip
-    pipeline.save_pretrained(folder)
-    share_weights(folder, "model_index.json")
-    return folder
-
-
-def _qwen_vae() -> AutoencoderKLQwenImage:
-    """Build a VAE whose decoder reaches every color."""
-    channels = 16
-    vae = AutoencoderKLQwenImage(
-        base_dim=channels, z_dim=LATENTS, dim_mult=[1, 2], num_res_blocks=1, temperal_downsample=[False],
-        latents_mean=[0.1, -0.2, 0.0, 0.3], latents_std=[2.0, 1.5, 0.8, 1.2],
-    )  # fmt: skip
-    set_layer(vae.post_quant_conv, torch.eye(LATENTS)[..., None, None, None])
-    paint_latents(vae.decoder, channels)
-    return vae
-
-
-def _qwen_tokenizer() -> Qwen2Tokenizer:
-    """Build a tokenizer with a token for each word, with and without a space before it."""
-    untrained = Qwen2Tokenizer().backend_tokenizer
-    untrained.train_from_iterator(
-        [*QWEN_TEMPLATE, *WORDS, *(f" {word}" for word in WORDS)],
-        BpeTrainer(initial_alphabet=ByteLevel.alphabet(), show_progress=False),
-    )
-    learned = json.loads(untrained.to_str())["model"]
-    vocabulary = dict(learned["vocab"])
-    for special in QWEN_SPECIAL:
-        vocabulary[special] = len(vocabulary)
-    merges: Any = [tuple(merge) for merge in learned["merges"]]
-    return Qwen2Tokenizer(vocab=vocabulary, merges=merges, extra_special_tokens=list(QWEN_SPECIAL))
-
-
-def _qwen_text_encoder() -> Qwen2_5_VLForConditionalGeneration:
-    """Build the language model that reads prompts, with a vision tower, which nothing here uses."""
-    end = len(_qwen_tokenizer()) - 1
-    text = {
-        "vocab_size": end + 1, "hidden_size": 2 * WIDTH, "intermediate_size": 64, "num_hidden_layers": 2,
-        "num_attention_heads": 2, "num_key_value_heads": 1, "bos_token_id": end - 2, "eos_token_id": end,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]},
-    }  # fmt: skip
-    vision = {
-        "depth": 1, "hidden_size": WIDTH, "intermediate_size": 64, "num_heads": 2,
-        "out_hidden_size": 2 * WIDTH, "fullatt_block_indexes": [0],
-    }  # fmt: skip
-    return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=vision))
-
-
-def save_tiny_wan(folder: Path, *, seed: int = 0, layers: int = 2) -> Path:
-    """Save a Wan whose VAE has a latent for 4 x 4 pixels of four frames; returns the folder.
-
-    Its scheduler is that of Wan 2.1, UniPC with the sigmas of a flow.
-    """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        scheduler: Any = UniPCMultistepScheduler(
-            prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
-        )
-        pipeline = WanPipeline(
-            transformer=WanTransformer3DModel(
-                patch_size=(1, 2, 2), num_attention_heads=4, attention_head_dim=16, in_channels=LATENTS,
-                out_channels=LATENTS, text_dim=2 * WIDTH, freq_dim=64, ffn_dim=128, num_layers=layers,
-                rope_max_seq_len=32,
-            ),
-            scheduler=scheduler, vae=_wan_vae(), text_encoder=_umt5(), tokenizer=t5_tokenizer(),
-        )  # fmt: skip
-    pipeline.save_pretrained(folder)
-    share_weights(folder, "model_index.json")
-    return folder
-
-
-def _wan_vae() -> AutoencoderKLWan:
-    """Build a VAE whose decoder reaches every color, which random ones do not.
-
-    It paints three of the four latent channels, divided by the root mean square of all at that point: its
-    blocks pass on what they read, a latent gives four equal frames, and the last SiLU reads each channel and
-    its negative, `silu(z) - silu(-z) = z`.
-    """
-    vae = AutoencoderKLWan(
-        base_dim=CHANNELS, z_dim=LATENTS, dim_mult=[1, 1, 1], num_res_blocks=1,
-        temperal_downsample=[True, True], latents_mean=MEAN, latents_std=STD,
-        scale_factor_temporal=4, scale_factor_spatial=4,
-    )  # fmt: skip
-    half = CHANNELS // 2  # an upsampler halves the channels, and the next block has all again
-    signed = torch.cat([torch.eye(LATENTS), -torch.eye(LATENTS)])  # (8, 4)
-    whole = torch.eye(half).repeat(2, 1)  # (16, 8)
-    decoder: Any = vae.decoder
-    for name, module in decoder.named_modules():
-        if name.endswith(("conv2", "proj")):
-            set_layer(module, 0.0)  # of a residual branch
-        elif name.endswith("conv_shortcut") and hasattr(module, "weight"):
-            set_layer(module, center(whole, module))
-        elif name.endswith("resample.1"):
-            set_layer(module, center(torch.eye(half, CHANNELS), module))
-        elif name.endswith("time_conv"):
-            set_layer(module, center(torch.eye(CHANNELS).repeat(2, 1), module))
-    set_layer(vae.post_quant_conv, center(torch.eye(LATENTS), vae.post_quant_conv))
-    set_layer(decoder.conv_in, center(signed.repeat(2, 1), decoder.conv_in))
-    read = torch.cat([torch.eye(3, LATENTS), -torch.eye(3, LATENTS)], 1)  # (3, 8)
-    set_layer(decoder.conv_out, center(read.repeat(1, 2) / 2, decoder.conv_out))
-    return vae
-
-
-def _umt5() -> UMT5EncoderModel:
-    config = UMT5Config(
+def t5_options() -> dict[str, Any]:
+    return dict(
         vocab_size=len(t5_tokenizer()), d_model=2 * WIDTH, d_kv=16, d_ff=64, num_layers=2, num_heads=2
     )
-    return UMT5EncoderModel(config)
+
+
+def t5() -> Any:
+    return texts.T5EncoderModel(texts.T5Config(**t5_options(), feed_forward_proj="gated-gelu"))

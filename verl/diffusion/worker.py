@@ -8,8 +8,7 @@ from typing import Any
 
 from verl.checkpoint.async_writer import AsyncWriter
 from verl.diffusion.engine import DiffusionEngine, FinishedPicture
-from verl.diffusion.families.registry import family_of
-from verl.diffusion.files import downloaded
+from verl.diffusion.families.registry import downloaded, family_of
 from verl.diffusion.model import DiffusionModel
 from verl.diffusion.options import schedule_of, size_of
 from verl.diffusion.prompts import PromptEncoder

@@ -33,10 +33,6 @@ class SequenceParallel:
     gather_chunks: int = 1  # chunks in which media features are gathered
 
     @classmethod
-    def none(cls) -> "SequenceParallel":
-        return cls()
-
-    @classmethod
     def build(
         cls,
         ranks: Sequence[int],  # global ranks in order, including this one

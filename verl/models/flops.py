@@ -6,9 +6,12 @@ work counts: causal attention to earlier tokens, head products of response token
 recomputation of gradient checkpointing.
 """
 
+import inspect
+import math
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from typing import Any
+from types import FunctionType
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -18,9 +21,9 @@ from verl.distributed.device import device_name
 from verl.distributed.known_gpus import find_gpu
 from verl.models.hub_names import meta_model
 from verl.models.layer_configs import experts_per_token, layer_heads
-from verl.models.linear_attention.state_flops import attending_layers, state_operations
 
 Grid = Sequence[int]  # (time, height, width) in patches of an image or video
+ATTENTION = "ALL_ATTENTION_FUNCTIONS"  # transformers' name for its attention functions
 
 
 def peak_flops(device_name: str) -> float | None:
@@ -41,7 +44,7 @@ class FlopsCounter:
 
     `N_active` counts the weight matrices that a token uses: no embeddings, and k of E experts. A sequence of
     L tokens has L (L + 1) / 2 pairs, fewer with a sliding window. Layers without attention have none; those
-    with a state, such as linear attention, cost every token the same, see `linear_attention/operations.py`.
+    with a state, such as linear attention, cost every token the same, see `StateKind`.
     Encoders of audio are not counted.
 
     Source: "Scaling Laws for Neural Language Models", section 2.1 (https://arxiv.org/abs/2001.08361); MFU:
@@ -201,3 +204,59 @@ def causal_pairs(length: int, window: int | None = None) -> int:
     """Count pairs of a token and the tokens it attends to: itself and earlier ones, at most `window`."""
     seen = length if window is None else min(window, length)
     return seen * (seen + 1) // 2 + (length - seen) * seen
+
+
+class StateKind(NamedTuple):
+    """Layers with a state, known by their attributes; those in `sizes` give its number of values.
+
+    Each takes as many operations as the recurrence, whatever a kernel computes instead for a chunk of tokens.
+    Of the state's values for each head, 2 for a product with a vector, and 2 for adding an outer product:
+
+        delta rule    S = a S (I - b k k') + b v k',  o = S q      6: S k, the outer product, S q
+        Mamba         S = a S + x B',                 y = S C      4: the outer product, S C
+        lightning     S = a S + k v',                 o = S'q      4: the outer product, S'q
+
+    The decay `a` and other elementwise steps do not count, as the softmax of attention does not.
+
+    Sources: "Gated Delta Networks", equation 10 (https://arxiv.org/abs/2412.06464), of which "Kimi Linear",
+    equation 1 (https://arxiv.org/abs/2510.26692), decays channels apart; "Mamba", equation 2
+    (https://arxiv.org/abs/2312.00752); "Lightning Attention-2", section 3.1 (https://arxiv.org/abs/2401.04658).
+    """
+
+    sizes: tuple[str, ...]
+    operations: int  # for each value and token
+    marks: tuple[str, ...] = ()  # further attributes
+
+
+STATES = (
+    StateKind(("num_v_heads", "head_v_dim", "head_k_dim"), 6),  # gated delta rule
+    StateKind(("num_heads", "head_dim", "head_dim"), 6, ("forget_gate",)),  # Kimi delta attention
+    StateKind(("intermediate_size", "ssm_state_size"), 4),  # Mamba, Mamba-2
+    StateKind(("num_attention_heads", "head_dim", "head_dim"), 4, ("slope_rate",)),  # lightning attention
+)
+
+
+def state_operations(model: nn.Module) -> int:
+    """Count the operations of a token in the recurrences of all layers with a state."""
+    return sum(map(_of_module, model.modules()))
+
+
+def attending_layers(decoder: nn.Module, num_layers: int) -> list[bool]:
+    """Return for each layer of a decoder if its tokens attend to each other.
+
+    All do in models that compute attention in a way of their own.
+    """
+    found = [any(map(_attends, layer.modules())) for layer in getattr(decoder, "layers", ())]
+    return found if len(found) == num_layers and any(found) else [True] * num_layers
+
+
+def _of_module(module: nn.Module) -> int:
+    for sizes, operations, marks in STATES:
+        if all(hasattr(module, name) for name in (*sizes, *marks)):
+            return operations * math.prod(getattr(module, name) for name in sizes)
+    return 0
+
+
+def _attends(module: nn.Module) -> bool:
+    forward = inspect.unwrap(type(module).forward)
+    return isinstance(forward, FunctionType) and ATTENTION in forward.__code__.co_names

@@ -15,10 +15,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from verl.distributed.device import has_kernels
-from verl.models.head.eager_softmax import EagerSoftmax
-from verl.models.head.interface import (
+from verl.models.head.eager_softmax import (
+    EagerSoftmax,
     HeadProducts,
-    HeadSoftmax,
     KLGradients,
     KLStatistics,
     LogProbGradients,
@@ -203,7 +202,7 @@ class _LinearKL(torch.autograd.Function):
 
 
 @cache  # so that a missing package is reported once
-def softmax_for(device_type: str) -> HeadSoftmax:
+def softmax_for(device_type: str) -> EagerSoftmax:
     """Return the Triton kernels on GPUs and torch operations on CPUs."""
     if not has_kernels(device_type):
         return EagerSoftmax()

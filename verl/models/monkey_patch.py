@@ -17,7 +17,7 @@ from verl.models.attention.layouts import Layout, PackedLayout
 from verl.models.deferred_logits import DeferredLogits, DeferringHead
 from verl.models.families.interface import Family, Kind, MediaFamily, Medium, is_part
 from verl.models.families.registry import encoder_of, family_of
-from verl.models.vision import Features, MediaRows, MediaShare, blocks_of, encode_media, in_order, order_of
+from verl.models.vision import Features, MediaRows, MediaShare, blocks_of, in_order, order_of
 
 
 def own_config(model: PreTrainedModel) -> None:
@@ -112,8 +112,8 @@ def _packed_forward(original: Callable, family: Family) -> Callable:
         encoded: list[Tensor] = []
         if media:
             reader = _reading_media(self, family)
-            owner = self.get_submodule(reader.media_owner)
-            encoded = encode_media(reader, owner, media, media_share)
+            encoded = reader.encode(self.get_submodule(reader.media_owner), media)
+            encoded = encoded if media_share is None else media_share.gather(encoded)
         if only_encode:
             return encoded
         if read is None or layout is None:

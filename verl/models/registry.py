@@ -6,6 +6,7 @@ Any model that uses transformers' attention interface may work; the start compar
 
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -15,14 +16,19 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from verl.distributed.device import to_device
 from verl.distributed.sequence_parallel import SequenceParallel
-from verl.models.attention.block_inputs import record_block_inputs
+from verl.models.attention.interface import record_block_inputs
 from verl.models.attention.kernels import CHUNKED, LAYER_TYPES, SLIDING, AttentionRule
 from verl.models.attention.sequence_parallel_layouts import ring_obstacle
 from verl.models.deferred_logits import DeferredLogits, DeferringHead
 from verl.models.families.interface import WHAT_TO_WRITE, MediaFamily, Medium
 from verl.models.families.registry import family_of, is_named
-from verl.models.linear_attention.layers import linear_layers, pack_linear_layers
-from verl.models.linear_attention.row_layers import STATE_TYPES, row_layers, run_whole_rows
+from verl.models.linear_attention.layers import (
+    STATE_TYPES,
+    linear_layers,
+    pack_linear_layers,
+    row_layers,
+    run_whole_rows,
+)
 from verl.models.monkey_patch import (
     add_packed_forward,
     defer_head,
@@ -202,8 +208,10 @@ def check_model(model: PreTrainedModel, processor: Any = None) -> float:
         if not is_named(model.config):
             _check_features(model, media)
         packed = _packed(model, rows, media, _projections if scores else _log_probs)
-        with plain_attention(model):
-            plain, dtype = (_padded_projections if scores else _padded_log_probs)(model, rows, media)
+        with plain_attention(model), deferred(model) if scores else nullcontext():
+            logits, padded = _padded(model, rows, media)
+    values = (logits.hidden if scores else logits)[:, -CHECKED_TOKENS - 1 : -1]  # before each checked token
+    plain, dtype = _project(values.flatten(0, 1)) if scores else _log_probs_of(values, padded), values.dtype
     scale = plain.square().mean().sqrt().item() if scores else 1.0
     difference = (packed - plain).abs().mean().item() / scale
     if not difference <= TOLERANCE[dtype]:
@@ -316,19 +324,6 @@ def _padded(model: PreTrainedModel, rows: list[Tensor], media: list[Medium]) -> 
     return logits, padded
 
 
-def _padded_log_probs(
-    model: PreTrainedModel, rows: list[Tensor], media: list[Medium]
-) -> tuple[Tensor, torch.dtype]:
-    logits, padded = _padded(model, rows, media)
-    logits = logits[:, -CHECKED_TOKENS - 1 : -1]
+def _log_probs_of(logits: Tensor, padded: Tensor) -> Tensor:
     log_p = torch.log_softmax(logits.float(), -1)
-    return log_p.gather(-1, padded[:, -CHECKED_TOKENS:, None]).flatten(), logits.dtype
-
-
-def _padded_projections(
-    model: PreTrainedModel, rows: list[Tensor], media: list[Medium]
-) -> tuple[Tensor, torch.dtype]:
-    with deferred(model):
-        logits, _ = _padded(model, rows, media)
-    hidden = logits.hidden[:, -CHECKED_TOKENS - 1 : -1].flatten(0, 1)
-    return _project(hidden), hidden.dtype
+    return log_p.gather(-1, padded[:, -CHECKED_TOKENS:, None]).flatten()

@@ -5,21 +5,22 @@
 second and without a network. Text models are listed here, others in the files of their families.
 """
 
-from collections.abc import Sequence
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from verl.models.auto import AutoConfig
 from verl.models.families.registry import all_families, family_of, trained_part, wholes
 from verl.models.families.tiny_sizes import MOE, TEXT, TinyModel
 from verl.models.hub_names import auto_class, correct_conversions
-from verl.models.tiny_words import word_tokenizer
 from verl.utils.quiet import no_weight_bars
 from verl.utils.weight_files import by_folder, save_weights, share_weights
 
@@ -60,6 +61,13 @@ CORPUS = [
     *("red", "green", "blue", "yellow", "one", "two", "three", "four"),  # answers of one token
 ]
 
+# Of tokenizers with chosen words: a model learns to answer with one token in a few steps, not with several.
+MAX_WORDS = 1024  # of a tokenizer; the most frequent ones, as rare ones cannot be learned either
+MAX_ANSWER_WORDS = 3  # in a text that is one token as a whole
+MAX_ANSWER_CHARS = 32
+PART = r"\p{L}[\p{L}\p{M}]*|\p{N}+|[^\s\p{L}\p{N}]+|\s+"  # of a text: word, number, signs or space
+WORD = re.compile(r"[^\W\d_]+|\d+")
+
 TEXT_MODELS: dict[str, TinyModel] = {
     "llama": TinyModel("llama", TEXT),
     "mistral": TinyModel("mistral", TEXT | {"sliding_window": 16}),
@@ -71,17 +79,18 @@ TEXT_MODELS: dict[str, TinyModel] = {
     "qwen3_moe": TinyModel("qwen3_moe", TEXT | MOE),
 }
 TINY_MODELS = TEXT_MODELS | {name: tiny for family in all_families() for name, tiny in family.tiny.items()}
+PLAIN = TEXT_MODELS["llama"]  # without tokens of its own
 
 
 def train_tokenizer(
-    vocab_size: int = 512, *, words: Sequence[str] = (), recipe: TinyModel | None = None
+    vocab_size: int = 512, *, words: Sequence[str] = (), recipe: TinyModel = PLAIN
 ) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE tokenizer with Qwen's special tokens on a few sentences; deterministic.
 
     With `words` these are its tokens, in addition to the special ones and single bytes; nothing is trained.
     A recipe adds the special tokens of its model.
     """
-    special_tokens = [*SPECIAL_TOKENS, *(recipe.special_tokens if recipe else ())]
+    special_tokens = [*SPECIAL_TOKENS, *recipe.special_tokens]
     if words:
         return _with_template(word_tokenizer([*words, *ROLES], special_tokens), special_tokens, recipe)
     tokenizer = Tokenizer(models.BPE())
@@ -98,18 +107,13 @@ def train_tokenizer(
 
 
 def _with_template(
-    tokenizer: Tokenizer, special_tokens: list[str], recipe: TinyModel | None
+    tokenizer: Tokenizer, special_tokens: list[str], recipe: TinyModel
 ) -> PreTrainedTokenizerFast:
-    named = (
-        {}
-        if recipe is None or not recipe.named_tokens
-        else {"extra_special_tokens": dict(recipe.named_tokens)}
-    )
-    marks = TinyModel if recipe is None else recipe
-    template = (
-        TEMPLATE.replace("IMAGE", marks.image).replace("VIDEO", marks.video).replace("AUDIO", marks.sound)
-    )
-    tokenizer.add_tokens(list(recipe.added_tokens) if recipe else [])
+    named = {"extra_special_tokens": dict(recipe.named_tokens)} if recipe.named_tokens else {}
+    template = TEMPLATE
+    for mark, text in (("IMAGE", recipe.image), ("VIDEO", recipe.video), ("AUDIO", recipe.sound)):
+        template = template.replace(mark, text)
+    tokenizer.add_tokens(list(recipe.added_tokens))
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token="<|im_end|>",
@@ -118,6 +122,57 @@ def _with_template(
         chat_template=template,
         **named,
     )
+
+
+def find_words(texts: Iterable[str]) -> list[str]:
+    """Return what deserves a token, the most frequent first: short texts as a whole, and all words."""
+    counts: Counter[str] = Counter()
+    for text in texts:
+        text = text.strip()
+        if text and len(text) <= MAX_ANSWER_CHARS and len(text.split()) <= MAX_ANSWER_WORDS:
+            counts[text] += 1
+        counts.update(word for word in WORD.findall(text) if word != text)
+    return [word for word, _ in counts.most_common(MAX_WORDS)]
+
+
+def texts_of(value: Any) -> list[str]:
+    """Return the texts and numbers in a cell of a table, and in its lists and mappings, such as messages."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return [f"{value:g}" if isinstance(value, float) else str(value)]
+    if isinstance(value, Mapping):
+        return [text for item in value.values() for text in texts_of(item)]
+    if isinstance(value, Sequence) and not isinstance(value, bytes):
+        return [text for item in value for text in texts_of(item)]
+    return []
+
+
+def word_tokenizer(words: Sequence[str], special_tokens: Sequence[str]) -> Tokenizer:
+    """Build a tokenizer of words, special tokens and single bytes, which decodes to exactly what it encoded.
+
+    Spaces are tokens of their own, so a word is the same token at every position.
+    """
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    spelled = [as_bytes.pre_tokenize_str(word)[0][0] for word in words]
+    tokens = dict.fromkeys([*special_tokens, *alphabet, *spelled])
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    # A part that is in the vocabulary becomes one token; without merges all others fall into bytes.
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], ignore_merges=True))
+    whole = [_whole(word) for word in sorted(words, key=len, reverse=True)]
+    split = pre_tokenizers.Split(Regex("|".join([*whole, PART])), behavior="isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, as_bytes])
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(special_tokens))
+    return tokenizer
+
+
+def _whole(word: str) -> str:
+    """A pattern for a word that is not a part of a longer one."""
+    start = r"(?<![\p{L}\p{N}])" if word[0].isalnum() else ""
+    end = r"(?![\p{L}\p{N}])" if word[-1].isalnum() else ""
+    return start + re.sub(r"([^\w\s]|_)", r"\\\1", word) + end
 
 
 def build_processor(recipe: TinyModel, tokenizer: PreTrainedTokenizerFast) -> Any:

@@ -49,17 +49,6 @@ class MediaShare:
         return list(gathered.split(self.features))
 
 
-def encode_media(
-    family: MediaFamily,
-    owner: Any,  # the module with `get_image_features`
-    media: Sequence[Medium],
-    share: MediaShare | None = None,  # `media` are this rank's share, from `share_media`
-) -> list[Tensor]:
-    """Encode all images and videos in one vision-tower call; return the features of each."""
-    features = family.encode(owner, media)
-    return features if share is None else share.gather(features)
-
-
 def share_media(
     family: MediaFamily, config: Any, media: Sequence[Medium], sp: SequenceParallel, blank: Sequence[Medium]
 ) -> tuple[list[Medium], MediaShare]:

@@ -87,7 +87,7 @@ def make_samples(rows: RowColumns, count: int, worker: WorkerConfig) -> list[Res
     """Make three responses to each of the first usable rows, texts or pictures."""
     if not worker.actor.model.is_pipeline:
         return sample_responses(rows, count, converses=worker.rollout.multi_turn.enable)
-    from verl.trainer.kinds.picture_samples import sample_pictures  # noqa: PLC0415 - of diffusion runs only
+    from verl.trainer.kinds.pictures import sample_pictures  # noqa: PLC0415 - of diffusion runs only
 
     return sample_pictures(rows, count, worker)
 

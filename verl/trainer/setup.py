@@ -41,7 +41,6 @@ from verl.rewards.servers import endpoint_arguments
 from verl.single_controller.ray.resource_pool import ResourcePool
 from verl.single_controller.ray.worker_group import RayWorkerGroup
 from verl.trainer.evaluation.categories import Categories
-from verl.trainer.kinds.interface import RunKind
 from verl.trainer.kinds.text import TextRun
 from verl.trainer.prepare import PreparedRun
 from verl.trainer.prime import PrimeRewards
@@ -142,7 +141,7 @@ def build_sft_trainer(run: PreparedRun[SFTConfig], stack: ExitStack) -> SFTTrain
     return SFTTrainer(trainer, workers, batches, loaders.val, config.dp_size, run_state, tracker)
 
 
-def kind_of(data: DataConfig, worker: WorkerConfig, trainer: TrainerConfig) -> RunKind:
+def kind_of(data: DataConfig, worker: WorkerConfig, trainer: TrainerConfig) -> TextRun:
     """Return the kind of a run: text or pictures."""
     if not trainer.diffusion:
         return TextRun(data, worker, trainer)

@@ -6,7 +6,7 @@ import torch
 
 from tests.equivalence.test_packed_forward import as_batch, reference, text_rows
 from tests.models.test_registry import build
-from verl.models.attention.block_inputs import running_block
+from verl.models.attention.interface import running_block
 from verl.models.registry import prepare_model
 from verl.workers.packing.forward import PackedForward
 

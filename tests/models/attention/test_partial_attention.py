@@ -29,7 +29,7 @@ def bounds(*lengths):
 
 
 def rows_of(q_lengths, k_lengths, is_causal, scale):
-    call = AttentionCall.of(Span.of(0, q_lengths, None), Span.of(0, k_lengths, None), is_causal)
+    call = AttentionCall.of(*Span.of_all([(0, q_lengths), (0, k_lengths)], None), is_causal)
     return call.rows(AttentionRule(scale))
 
 
@@ -128,11 +128,11 @@ def test_bfloat16_parts_are_merged_in_float32():
 
 def example_calls():
     """Rows of 4, 3 and 5 tokens see themselves; tokens 4-8 see row 0 as well, tokens 7-11 row 1 as well."""
-    rows = Span.of(0, [4, 3, 5], "cpu")
+    rows, *spans = Span.of_all([(0, [4, 3, 5]), (4, [5]), (0, [4]), (7, [5]), (4, [3])], "cpu")
     return [
         AttentionCall.of(rows, rows, True),
-        AttentionCall.of(Span.of(4, [5], "cpu"), Span.of(0, [4], "cpu"), False),
-        AttentionCall.of(Span.of(7, [5], "cpu"), Span.of(4, [3], "cpu"), False),
+        AttentionCall.of(*spans[:2], False),
+        AttentionCall.of(*spans[2:], False),
     ]
 
 
@@ -154,7 +154,7 @@ def test_the_order_of_calls_does_not_matter():
 def test_queries_without_keys_have_zero_results_and_gradients():
     inputs = [randn(6, 2, 8, seed=seed).requires_grad_() for seed in range(3)]
     # Tokens 1 and 2 see the first four.
-    call = AttentionCall.of(Span.of(1, [2, 3], "cpu"), Span.of(0, [4, 0], "cpu"), False)
+    call = AttentionCall.of(*Span.of_all([(1, [2, 3]), (0, [4, 0])], "cpu"), False)
 
     out = attend_calls(*inputs, [call], RULE)
     grads = torch.autograd.grad(out.sum(), inputs)

@@ -202,7 +202,7 @@ def test_an_indivisible_number_of_heads_is_refused():
 
 
 def test_without_sequence_parallelism_the_layout_is_plain():
-    none = SequenceParallel.none()
+    none = SequenceParallel()
 
     assert isinstance(sequence_layout(shard_plan(PACKED, none), none), PackedLayout)
     assert isinstance(sequence_layout(shard_plan(SHARED, none), none), SharedLayout)

@@ -119,7 +119,7 @@ def test_rows_of_one_query_are_announced_as_two(meta_gpu):
     q, k, v = (
         torch.empty(n, h, 16, dtype=torch.bfloat16, device="meta") for n, h in ((1, 8), (9, 2), (9, 2))
     )
-    call = AttentionCall.of(Span.of(0, [1, 0], "meta"), Span.of(0, [5, 4], "meta"), is_causal=False)
+    call = AttentionCall.of(*Span.of_all([(0, [1, 0]), (0, [5, 4])], "meta"), is_causal=False)
 
     with Record() as record:
         out, lse = partial_forward(q, k, v, call.rows(RULE))

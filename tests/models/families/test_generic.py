@@ -102,8 +102,7 @@ def test_all_parameters_belong_to_the_encoder_or_to_the_language_model(tiny):
 
     assert decoder.isdisjoint(encoder)
     assert decoder | encoder == {id(weight) for weight in tiny.model.parameters()}
-    assert tiny.family.tower == tiny.family.encoder[0]
-    assert type(tiny.model.get_submodule(tiny.family.tower).config) is type(tiny.config.vision_config)
+    assert type(tiny.model.get_submodule(tiny.family.encoder[0]).config) is type(tiny.config.vision_config)
 
 
 def test_the_example_has_two_images_of_different_sizes_and_a_blank_one_features(tiny):
@@ -134,7 +133,7 @@ def test_a_video_is_refused_with_what_to_write(tiny):
 @pytest.mark.parametrize("name", MROPE)
 def test_three_dimensional_positions_are_refused(name):
     with pytest.raises(NotImplementedError, match=rf"{name}\) has positions in time, height and width"):
-        _ = GenericFamily(AutoConfig.for_model(name)).tower
+        _ = GenericFamily(AutoConfig.for_model(name)).encoders
 
 
 @pytest.mark.parametrize(("name", "reason"), NO_FEATURES.items())
@@ -156,7 +155,7 @@ def test_a_model_whose_package_is_missing_is_refused(monkeypatch):
     with pytest.raises(
         NotImplementedError, match=r"perception_lm cannot be built.*: it requires the timm library$"
     ):
-        _ = GenericFamily(config).tower
+        _ = GenericFamily(config).encoders
 
 
 def test_features_that_do_not_fit_the_tokens_are_refused():
@@ -235,7 +234,7 @@ def test_a_frozen_tower_freezes_the_parameter_after_each_row_of_features():
 def test_features_that_depend_on_other_images_are_refused():
     tiny = load_tiny("llava")
     model = load_model(tiny, prepared=True)
-    projector = model.get_submodule(tiny.family.projector)
+    projector = model.get_submodule(tiny.family.encoder[1])
     projector.register_forward_hook(lambda module, args, output: output + output.mean(0, keepdim=True))
 
     with pytest.raises(NotImplementedError, match=r"llava\) computes other features of an image together"):

@@ -26,7 +26,7 @@ from verl.data.media.loader import MediaLoader
 from verl.data.media.sizes import MediaOptions
 from verl.data.readers import load_processor, load_tokenizer
 from verl.data.rl_dataset import RLHFDataset
-from verl.models.families.glm_v import _with_sizes_on_device, tiny_processor
+from verl.models.families.glm_v import GlmV, _with_sizes_on_device
 
 
 @pytest.fixture(params=["glm4v", "glm4v_moe", "glm46v"])
@@ -101,7 +101,7 @@ def test_sampled_begins_and_ends_of_videos_do_not_make_images_of_later_rows_vide
 def test_the_processor_and_not_the_type_of_the_model_writes_times():
     # checkpoints of GLM-4.6V have the model of GLM-4.5V and tenths of seconds
     tiny = load_tiny("glm4v_moe")
-    other = tiny._replace(processor=tiny_processor("Glm46V", tiny.processor.tokenizer))
+    other = tiny._replace(processor=GlmV.tiny["glm46v"].processor(tiny.processor.tokenizer))
     other.processor.chat_template = tiny.processor.chat_template
     row = some_row()
 

@@ -15,7 +15,7 @@ from tests.workers.rollout.reference import (
     setup_of,
 )
 from verl.data.media.decoded import DecodedMedia
-from verl.models.families.glm_v import VIDEO, GlmV, tiny_processor
+from verl.models.families.glm_v import VIDEO, GlmV
 from verl.models.hub_names import HubNames
 from verl.models.tiny import save_tiny_model
 from verl.workers.rollout.engines import build_rollout_engine
@@ -36,7 +36,7 @@ def save(folder, kind):
     path = save_tiny_model(folder, "glm4v_moe" if kind == "hub" else kind)
     if kind == "hub":
         tokenizer = AutoProcessor.from_pretrained(path).tokenizer
-        processor = tiny_processor("Glm46V", tokenizer)
+        processor = GlmV.tiny["glm46v"].processor(tokenizer)
         processor.chat_template = tokenizer.chat_template
         processor.save_pretrained(path)
     return path

@@ -9,8 +9,8 @@ from tests.equivalence.test_shared_prompts import text_batch
 from tests.helpers.causal_families import FAMILIES, build_family
 from tests.helpers.distributed import run_distributed
 from verl.distributed.sequence_parallel import SequenceParallel
+from verl.models.linear_attention.layers import row_layers
 from verl.models.linear_attention.recurrence import Recurrence, group_segments, row_segments
-from verl.models.linear_attention.row_layers import row_layers
 from verl.models.registry import check_sequence_parallel, prepare_model
 from verl.workers.packing.forward import PackedForward
 

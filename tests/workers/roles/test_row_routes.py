@@ -52,7 +52,7 @@ def test_routes_of_other_tokens_are_refused():
 def test_packed_routes_become_a_column_of_rows_again():
     values = torch.cat(rows_of(10, 20))
 
-    tokens = SPRows.of(torch.arange(6), None, SequenceParallel.none())
+    tokens = SPRows.of(torch.arange(6), None, SequenceParallel())
     rows = torch.tensor([0, 0, 0, 1, 1, 1])
     padded = PassTokens(MASK, 2, tokens, rows, torch.ones(6)).padded(values, 255)
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.diffusion.families.interface import GUIDANCE, Conditions, decode_images
+from verl.diffusion.families.interface import GUIDANCE, JOINT_ATTENTION, Conditions
 from verl.diffusion.families.packed import PATCH, TIMES, PackedFamily, pack, unpack
 
 
@@ -20,12 +20,8 @@ class Flux(PackedFamily):
     pipelines = ("FluxPipeline",)
     longest_prompt = 512
     reads_guidance = True
-    # of Flow-GRPO: attention of image and text, and the feed-forward layers where they are apart
-    adapted = (
-        "attn.add_k_proj", "attn.add_q_proj", "attn.add_v_proj", "attn.to_add_out",
-        "attn.to_k", "attn.to_out.0", "attn.to_q", "attn.to_v",
-        "ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2",
-    )  # fmt: skip
+    # as in Flow-GRPO: also the feed-forward layers where image and text are apart
+    adapted = (*JOINT_ATTENTION, "ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2")
 
     def encode(self, pipeline: Any, texts: Sequence[str], max_length: int) -> Conditions:
         states, pooled, _ = pipeline.encode_prompt(
@@ -44,9 +40,6 @@ class Flux(PackedFamily):
             **given, return_dict=False,
         )  # fmt: skip
         return unpack(found, latents)
-
-    def decode(self, vae: Any, latents: Tensor) -> Tensor:
-        return decode_images(vae, latents)
 
 
 def _positions(latents: Tensor) -> Tensor:

@@ -16,6 +16,11 @@ from verl.diffusion.video_ulysses import TokenLayers
 
 Conditions = Mapping[str, Tensor]  # what the transformer reads of prompts, (B, ...) by argument
 GUIDANCE = "guidance"  # argument of transformers that read the scale
+# Ends of the names of layers of attention between image and text.
+JOINT_ATTENTION = (
+    "attn.add_k_proj", "attn.add_q_proj", "attn.add_v_proj", "attn.to_add_out",
+    "attn.to_k", "attn.to_out.0", "attn.to_q", "attn.to_v",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -60,13 +65,14 @@ class DiffusionFamily(ABC):
     def size_step(self, pipeline: Any) -> int:
         """Return the number of pixels that height and width must be multiples of."""
 
-    @abstractmethod
     def predict(self, transformer: Any, latents: Tensor, times: Tensor, conditions: Conditions) -> Tensor:
         """Return velocities of latents (B, ...) at times (B,) of the scheduler."""
+        return transformer(hidden_states=latents, timestep=times, **conditions, return_dict=False)[0]
 
-    @abstractmethod
     def decode(self, vae: Any, latents: Tensor) -> Tensor:
-        """Return images (B, 3, H, W), or videos (B, F, 3, H, W), in [0, 1]."""
+        """Return images (B, 3, H, W), or videos (B, F, 3, H, W), in [0, 1]; one by one to bound memory."""
+        scaled = latents.to(vae.dtype) / vae.config.scaling_factor + vae.config.shift_factor
+        return in_unit_interval(torch.cat([vae.decode(one[None], return_dict=False)[0] for one in scaled]))
 
     def times(self, pipeline: Any, steps: int, size: Size) -> tuple[Tensor, Tensor]:
         """Return the scheduler's sigmas (steps + 1,), from 1 to 0, and its times (steps,), in float32."""
@@ -110,10 +116,15 @@ def guided(
     return family.guide(without, with_prompt, scale)
 
 
-def decode_images(vae: Any, latents: Tensor) -> Tensor:
-    """Return images (B, 3, H, W) in [0, 1] of latents (B, C, h, w), one by one to bound memory."""
-    scaled = latents.to(vae.dtype) / vae.config.scaling_factor + vae.config.shift_factor
-    return in_unit_interval(torch.cat([vae.decode(one[None], return_dict=False)[0] for one in scaled]))
+def decode_videos(vae: Any, latents: Tensor) -> Tensor:
+    """Return videos (B, F, 3, H, W) in [0, 1] of latents (B, C, f, h, w), scaled by channel."""
+    mean, std = (
+        torch.tensor(values, dtype=vae.dtype, device=latents.device).view(-1, 1, 1, 1)
+        for values in (vae.config.latents_mean, vae.config.latents_std)
+    )
+    scaled = latents.to(vae.dtype) * std + mean
+    pixels = [vae.decode(one[None], return_dict=False)[0] for one in scaled]  # one by one: bounded memory
+    return in_unit_interval(torch.cat(pixels)).transpose(1, 2)
 
 
 def in_unit_interval(pixels: Tensor) -> Tensor:

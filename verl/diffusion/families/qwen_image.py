@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from verl.diffusion.families.interface import Conditions, in_unit_interval
+from verl.diffusion.families.interface import JOINT_ATTENTION, Conditions, decode_videos
 from verl.diffusion.families.packed import PATCH, TIMES, PackedFamily, pack, unpack
 
 TEMPLATE_END = 5  # tokens of the chat template after the prompt, which the transformer reads too
@@ -21,12 +21,8 @@ class QwenImage(PackedFamily):
     pipelines = ("QwenImagePipeline",)
     longest_prompt = 1024 - TEMPLATE_END
     unguided = " "  # as its authors recommend
-    # of Flow-GRPO: attention and feed-forward layers of image and text
-    adapted = (
-        "attn.add_k_proj", "attn.add_q_proj", "attn.add_v_proj", "attn.to_add_out",
-        "attn.to_k", "attn.to_out.0", "attn.to_q", "attn.to_v",
-        "img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2",
-    )  # fmt: skip
+    # as in Flow-GRPO: also the feed-forward layers of image and text
+    adapted = (*JOINT_ATTENTION, "img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2")
 
     def encode(self, pipeline: Any, texts: Sequence[str], max_length: int) -> Conditions:
         """Encode prompts, padded to the longest of them."""
@@ -60,10 +56,4 @@ class QwenImage(PackedFamily):
 
     def decode(self, vae: Any, latents: Tensor) -> Tensor:
         """Return images of latents, which the VAE decodes as videos of one frame."""
-        mean, std = (
-            torch.tensor(values, device=latents.device, dtype=vae.dtype).view(-1, 1, 1)
-            for values in (vae.config.latents_mean, vae.config.latents_std)
-        )
-        scaled = latents.to(vae.dtype) * std + mean
-        pixels = [vae.decode(one[None, :, None], return_dict=False)[0][:, :, 0] for one in scaled]
-        return in_unit_interval(torch.cat(pixels))
+        return decode_videos(vae, latents[:, :, None])[:, 0]

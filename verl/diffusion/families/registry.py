@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All families of diffusion models, and the one of a folder."""
+"""All families of diffusion models, the folder of a model, and the family of a folder."""
 
 import json
 from pathlib import Path
 
 from verl.config.files.model_files import PIPELINE
+from verl.config.model import ModelConfig
 from verl.diffusion.families.flux import Flux
 from verl.diffusion.families.interface import DiffusionFamily
 from verl.diffusion.families.qwen_image import QwenImage
@@ -31,3 +32,22 @@ def family_of(folder: Path) -> DiffusionFamily:
     if name not in known:
         raise ValueError(f"{OPTION} ({folder}) is a {name}, must be one of {sorted(known)}")
     return known[name]
+
+
+def downloaded(model: ModelConfig) -> Path:
+    """Return the folder of a model; of one of the hub, whatever of it a pipeline needs is downloaded.
+
+    Raises:
+        ValueError: It is neither a folder nor a pipeline of the hub that can be reached.
+    """
+    from diffusers.pipelines.pipeline_utils import DiffusionPipeline  # noqa: PLC0415 - local folders do without
+
+    name = str(model.model_path)
+    if Path(name).is_dir():
+        return Path(name)
+    try:
+        return Path(DiffusionPipeline.download(name))
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{OPTION} ({name}) is neither a folder nor a pipeline of the hub that can be reached: {error}"
+        ) from error

@@ -4,9 +4,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
-
-from verl.diffusion.families.interface import Conditions, DiffusionFamily, Size, decode_images
+from verl.diffusion.families.interface import JOINT_ATTENTION, Conditions, DiffusionFamily, Size
 
 
 class SD3(DiffusionFamily):
@@ -14,11 +12,7 @@ class SD3(DiffusionFamily):
 
     pipelines = ("StableDiffusion3Pipeline",)
     longest_prompt = 256
-    # of Flow-GRPO: attention of image and text
-    adapted = (
-        "attn.add_k_proj", "attn.add_q_proj", "attn.add_v_proj", "attn.to_add_out",
-        "attn.to_k", "attn.to_out.0", "attn.to_q", "attn.to_v",
-    )  # fmt: skip
+    adapted = JOINT_ATTENTION  # as in Flow-GRPO
 
     def encode(self, pipeline: Any, texts: Sequence[str], max_length: int) -> Conditions:
         states, _, pooled, _ = pipeline.encode_prompt(
@@ -33,9 +27,3 @@ class SD3(DiffusionFamily):
 
     def size_step(self, pipeline: Any) -> int:
         return pipeline.vae_scale_factor * pipeline.transformer.config.patch_size
-
-    def predict(self, transformer: Any, latents: Tensor, times: Tensor, conditions: Conditions) -> Tensor:
-        return transformer(hidden_states=latents, timestep=times, **conditions, return_dict=False)[0]
-
-    def decode(self, vae: Any, latents: Tensor) -> Tensor:
-        return decode_images(vae, latents)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.diffusion.families.interface import Conditions, DiffusionFamily, Size
+from verl.diffusion.families.interface import Conditions, DiffusionFamily, Size, decode_videos
 from verl.diffusion.video_ulysses import TokenLayers
 
 NEARLY_ONE = 1 - 1e-5  # UniPC starts at 1 - 1e-6, because it takes the logarithm of 1 - sigma
@@ -20,11 +20,7 @@ class Wan(DiffusionFamily):
     makes = "videos"
     longest_prompt = 512
     # of Flow-GRPO: self-attention and attention to the prompt
-    adapted = (
-        "attn1.to_k", "attn1.to_out.0", "attn1.to_q", "attn1.to_v",
-        "attn2.to_k", "attn2.to_out.0", "attn2.to_q", "attn2.to_v",
-    )  # fmt: skip
-
+    adapted = tuple(f"attn{number}.to_{part}" for number in (1, 2) for part in ("k", "out.0", "q", "v"))
     layers = TokenLayers(
         first="blocks.0", last="proj_out", attention="attn1", projected=("norm_q", "norm_k", "to_v"),
         out="to_out.0",
@@ -44,17 +40,8 @@ class Wan(DiffusionFamily):
     def size_step(self, pipeline: Any) -> int:
         return pipeline.vae_scale_factor_spatial * pipeline.transformer.config.patch_size[-1]
 
-    def predict(self, transformer: Any, latents: Tensor, times: Tensor, conditions: Conditions) -> Tensor:
-        return transformer(hidden_states=latents, timestep=times, **conditions, return_dict=False)[0]
-
     def decode(self, vae: Any, latents: Tensor) -> Tensor:
-        mean, std = (
-            torch.tensor(values, dtype=vae.dtype, device=latents.device).view(-1, 1, 1, 1)
-            for values in (vae.config.latents_mean, vae.config.latents_std)
-        )
-        scaled = latents.to(vae.dtype) * std + mean
-        pixels = [vae.decode(one[None], return_dict=False)[0] for one in scaled]  # one by one: bounded memory
-        return (torch.cat(pixels).float() / 2 + 0.5).clamp(0, 1).transpose(1, 2)
+        return decode_videos(vae, latents)
 
     def times(self, pipeline: Any, steps: int, size: Size) -> tuple[Tensor, Tensor]:
         sigmas, times = super().times(pipeline, steps, size)

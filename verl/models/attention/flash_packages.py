@@ -18,7 +18,6 @@ from torch import Tensor
 from verl.distributed.device import has_kernels, module_of
 from verl.models.attention.kernels import Rows
 from verl.models.attention.varlen_kernels import (
-    GPUKernel,
     Gradients,
     KernelChoice,
     TorchKernel,
@@ -26,16 +25,16 @@ from verl.models.attention.varlen_kernels import (
     longest_of,
     use_kernels,
     window_of,
-    without_keys,
 )
 from verl.utils.rank_logger import get_logger
 
 logger = get_logger(__name__)
 
 OPTION = "`worker.actor.attention_kernel`"
+NO_DROPOUT: dict[str, Any] = {"dropout_p": 0.0, "alibi_slopes": None}
 
 
-class FlashAttention2(GPUKernel):
+class FlashAttention2(VarlenKernel):
     """The package `flash-attn`, from 2.7 on."""
 
     name = "flash-attn 2"
@@ -52,25 +51,20 @@ class FlashAttention2(GPUKernel):
             return f"flash-attn {found} is too old (pip install -U flash-attn --no-build-isolation)"
         return None if capability >= (8, 0) else "flash-attn 2 needs compute capability 8.0"
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = self._package._flash_attn_varlen_forward(
-            *(q, k, v, rows.cu_q, rows.cu_k, *longest_of(rows)), **_dropout(), **_rule(rows)
+    def run(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> tuple[Tensor, ...]:
+        return self._package._flash_attn_varlen_forward(
+            *(q, k, v, rows.cu_q, rows.cu_k, *longest_of(rows)), **NO_DROPOUT, **_rule(rows)
         )
-        return out, without_keys(lse)
 
     def gradients(self, tensors: Sequence[Tensor], rows: Rows) -> Gradients:
         grads = _empty_gradients(tensors, rows)
         self._package._flash_attn_varlen_backward(
             *(*tensors, *grads, rows.cu_q, rows.cu_k, *longest_of(rows)),
-            **_dropout(),
+            **NO_DROPOUT,
             **_rule(rows),
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )
         return grads
-
-
-def _dropout() -> dict[str, Any]:
-    return {"dropout_p": 0.0, "alibi_slopes": None}
 
 
 def _rule(rows: Rows) -> dict[str, Any]:
@@ -85,16 +79,11 @@ def _rule(rows: Rows) -> dict[str, Any]:
 
 
 def _lengths(rows: Rows) -> dict[str, Any]:
-    queries, keys = rows.longest
-    return {
-        "cu_seqlens_q": rows.cu_q,
-        "cu_seqlens_k": rows.cu_k,
-        "max_seqlen_q": queries,
-        "max_seqlen_k": keys,
-    }
+    names = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
+    return dict(zip(names, (rows.cu_q, rows.cu_k, *rows.longest), strict=True))
 
 
-class FlashAttention3(GPUKernel):
+class FlashAttention3(VarlenKernel):
     """The package `flash-attn-3`, whose module `flash_attn_interface` registers operators of torch."""
 
     name = "flash-attn 3"
@@ -109,10 +98,9 @@ class FlashAttention3(GPUKernel):
             return "flash-attn-3 is not installed (build `hopper` of the flash-attention repository)"
         return None if capability == (9, 0) else "flash-attn 3 needs compute capability 9.0"
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+    def run(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> tuple[Tensor, ...]:
         # One split of the keys: more pay off for few queries, and would change the rounding with the batch.
-        out, lse, *_ = self._ops.fwd(q, k, v, **self._rows(rows), num_splits=1)
-        return out, without_keys(lse)
+        return self._ops.fwd(q, k, v, **self._rows(rows), num_splits=1)
 
     def gradients(self, tensors: Sequence[Tensor], rows: Rows) -> Gradients:
         grads = _empty_gradients(tensors, rows)
@@ -125,7 +113,7 @@ class FlashAttention3(GPUKernel):
         return {**_lengths(rows), "is_causal": rule.pop("causal"), **rule}
 
 
-class FlashAttention4(GPUKernel):
+class FlashAttention4(VarlenKernel):
     """The package `flash-attn-4`, in the folder `cute` of `flash_attn`."""
 
     name = "flash-attn 4"
@@ -142,11 +130,10 @@ class FlashAttention4(GPUKernel):
             return "flash-attn-4 is not installed (pip install flash-attn-4)"
         return None if capability[0] in (9, 10) else "flash-attn 4 needs compute capability 9 or 10"
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = self._package._flash_attn_fwd(
+    def run(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> tuple[Tensor, ...]:
+        return self._package._flash_attn_fwd(
             q, k, v, **self._rows(rows), softcap=rows.softcap, return_lse=True
         )
-        return out, without_keys(lse)
 
     def gradients(self, tensors: Sequence[Tensor], rows: Rows) -> Gradients:
         grads = _empty_gradients(tensors, rows)

@@ -9,7 +9,7 @@ To add a layout, write a class with `attend`; `sequence_parallel_layouts` has th
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -17,9 +17,8 @@ from torch import Tensor
 
 from verl.models.attention.blocks import Blocks
 from verl.models.attention.kernels import AttentionRule, RowRun, row_runs
-from verl.models.attention.local_rows import is_local, local_call
 from verl.models.attention.partial_attention import AttentionCall, Span, attend_calls
-from verl.models.attention.row_attention import attend_rows
+from verl.models.attention.row_attention import attend_rows, is_local, local_call
 from verl.models.linear_attention.recurrence import Recurrence, group_segments, row_segments
 
 T = TypeVar("T")
@@ -50,7 +49,6 @@ class PackedLayout:
     sequences: Span
     runs: tuple[RowRun, ...]  # of sequences with equal lengths
     later: "LaterTokens | None" = None  # of blocks
-    _chunked: dict[int, AttentionCall] = field(default_factory=dict)  # by the size of chunks
 
     @classmethod
     def of(
@@ -87,18 +85,12 @@ class PackedLayout:
     ) -> Tensor:
         rows = AttentionCall(self.sequences, self.sequences, rule.is_causal, self.runs)
         if rule.chunk is not None and rule.chunk < max(self.sequences.lengths, default=0):
-            rows = self._chunks(rule)
+            groups = [(length, ()) for length in self.sequences.lengths]
+            rows = _local_call(self, groups, rule, self.sequences)
         later = later_calls(self.later, rule)
         if not later and sinks is None:
             return attend_rows(query, key, value, rows, rule)
         return _attend(query, key, value, (rows, *later), rule, sinks)
-
-    def _chunks(self, rule: AttentionRule) -> AttentionCall:
-        assert rule.chunk is not None, "tokens see their chunk"
-        if rule.chunk not in self._chunked:
-            groups = [(length, ()) for length in self.sequences.lengths]
-            self._chunked[rule.chunk] = local_call(groups, rule, self.sequences.cu_rows.device)
-        return self._chunked[rule.chunk]
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,9 +108,6 @@ class SharedLayout:
     longest_row: int  # prompt and response
     later: "LaterTokens | None" = None  # of blocks
     groups: tuple[tuple[int, tuple[int, ...]], ...] = ()  # prompt length and response lengths
-    _local: dict[tuple[int | None, int | None], AttentionCall] = field(
-        default_factory=dict
-    )  # by window and chunk
 
     @classmethod
     def of(
@@ -160,14 +149,10 @@ class SharedLayout:
                 "with a shared prompt, attention to later tokens is not supported: set"
                 " `worker.actor.share_prompt` to false"
             )
-        calls = (self._local_call(rule),) if is_local(rule, self.longest_row) else self.calls
+        calls = self.calls
+        if is_local(rule, self.longest_row):
+            calls = (_local_call(self, self.groups, rule, calls[0].queries),)
         return _attend(query, key, value, (*calls, *later_calls(self.later, rule)), rule, sinks)
-
-    def _local_call(self, rule: AttentionRule) -> AttentionCall:
-        key = rule.window, rule.chunk
-        if key not in self._local:
-            self._local[key] = local_call(self.groups, rule, self.calls[0].queries.cu_rows.device)
-        return self._local[key]
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,6 +171,17 @@ class LaterTokens:
             return None
         queries, keys = Span.of_all(rows, device)
         return cls(AttentionCall.of(queries, keys, is_causal=False, sees_later=True), blocks.layer_types)
+
+
+def _local_call(
+    layout: Layout, groups: Sequence[tuple[int, Sequence[int]]], rule: AttentionRule, tokens: Span
+) -> AttentionCall:
+    """Return the call for a window or chunks over a layout's tokens, which is made once."""
+    known: dict[tuple[int | None, int | None], AttentionCall] = cached_on(layout, "_local", dict)
+    key = rule.window, rule.chunk
+    if key not in known:
+        known[key] = local_call(groups, rule, tokens.cu_rows.device)
+    return known[key]
 
 
 def later_calls(later: LaterTokens | None, rule: AttentionRule) -> tuple[AttentionCall, ...]:

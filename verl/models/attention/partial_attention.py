@@ -31,10 +31,6 @@ class Span(NamedTuple):
     lengths: tuple[int, ...]  # (B,), known without reading the boundaries back from a device
 
     @classmethod
-    def of(cls, start: int, lengths: Sequence[int], device: torch.device | str | None) -> "Span":
-        return cls.of_all([(start, lengths)], device)[0]
-
-    @classmethod
     def of_all(
         cls, spans: Sequence[tuple[int, Sequence[int]]], device: torch.device | str | None
     ) -> list["Span"]:
@@ -183,7 +179,6 @@ def add_gradients(
     tensors: Sequence[Tensor],  # q, k, v, and the merged out and lse
     rule: AttentionRule,
 ) -> None:
-    """Add the gradients of a call."""
     at = call.queries.tokens
     q, k, v, out, lse = tensors
     own = q[at], call.take_keys(k), call.take_keys(v), out[at], lse[:, at]

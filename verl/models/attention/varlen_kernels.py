@@ -7,7 +7,7 @@ The other kernels belong to packages, see `flash_packages`. To add one, write a 
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,34 +19,18 @@ _aten: Any = torch.ops.aten
 Gradients = tuple[Tensor, Tensor, Tensor]  # of q, k and v
 
 
-class VarlenKernel(Protocol):
-    """Attention of rows of queries (Nq, H, D) to rows of keys and values (Nk, Hkv, D), with any strides."""
+class VarlenKernel(ABC):
+    """Attention of rows of queries (Nq, H, D) to rows of keys and values (Nk, Hkv, D), with any strides.
 
-    name: str
-
-    def obstacle(self, q: Tensor, v: Tensor, softcap: float | None) -> str | None:
-        """Return why the kernel cannot take such tensors, or None."""
-        ...
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-        """Return `out` (Nq, H, D), and `lse` (H, Nq) float32, -inf for rows without keys."""
-        ...
-
-    def backward(
-        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rows: Rows
-    ) -> Gradients:
-        """Return the gradients of q, k and v, given the merged `out` and `lse`."""
-        ...
-
-
-class GPUKernel(ABC):
-    """Limits of the kernels for GPUs, whose backward reads contiguous tensors."""
+    The limits are those of the kernels for GPUs, whose backward reads contiguous tensors.
+    """
 
     name: str
     largest_head = 256
     takes_softcap = True
 
     def obstacle(self, q: Tensor, v: Tensor, softcap: float | None) -> str | None:
+        """Return why the kernel cannot take such tensors, or None."""
         if not has_kernels(q.device):
             return f"needs a GPU, not the {q.device.type}"
         if q.dtype not in HALF_TYPES:
@@ -60,9 +44,19 @@ class GPUKernel(ABC):
             return "has no soft cap of the scores"
         return None
 
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+        """Return `out` (Nq, H, D), and `lse` (H, Nq) float32, -inf for rows without keys."""
+        out, lse, *_ = self.run(q, k, v, rows)
+        return out, lse.masked_fill(lse == float("inf"), float("-inf"))  # as FlashAttention 2 returns +inf
+
+    @abstractmethod
+    def run(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> tuple[Tensor, ...]:
+        """Return the output, the log-sum-exp, and whatever the kernel adds."""
+
     def backward(
         self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rows: Rows
     ) -> Gradients:
+        """Return the gradients of q, k and v, given the merged `out` and `lse`."""
         return self.gradients((grad_out.contiguous(), q, k, v, out.contiguous(), lse.contiguous()), rows)
 
     @abstractmethod
@@ -86,26 +80,20 @@ def longest_of(rows: Rows) -> tuple[int, int]:
     return max(2, queries), keys
 
 
-def without_keys(lse: Tensor) -> Tensor:
-    """Replace +inf, which FlashAttention 2 returns for rows without keys, by -inf."""
-    return lse.masked_fill(lse == float("inf"), float("-inf"))
-
-
-class TorchKernel(GPUKernel):
+class TorchKernel(VarlenKernel):
     """The FlashAttention 2 that is compiled into torch."""
 
     name = "torch"
     takes_softcap = False
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+    def run(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> tuple[Tensor, ...]:
         is_causal, before, after = window_of(rows)
-        out, lse, *_ = _aten._flash_attention_forward(
+        return _aten._flash_attention_forward(
             *(q, k, v, rows.cu_q, rows.cu_k, *longest_of(rows), 0.0, is_causal, False),
             scale=rows.scale,
             window_size_left=before,
             window_size_right=after,
         )
-        return out, without_keys(lse)
 
     def gradients(self, tensors: Sequence[Tensor], rows: Rows) -> Gradients:
         is_causal, before, after = window_of(rows)

@@ -21,8 +21,6 @@ class LogitScale(NamedTuple):
 class CohereVision(GenericFamily):
     """Everything but the logits is found as for a model without a file."""
 
-    model_types = ("aya_vision", "cohere2_vision")
-
     def engine_overrides(self, config: Any) -> dict[str, Any]:
         # vLLM (0.32, commandr.py:244) adds a token to the window, which transformers' class does not.
         text = config.get_text_config()

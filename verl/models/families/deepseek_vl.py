@@ -7,6 +7,4 @@ from verl.models.families.generic import GenericFamily
 class DeepseekVL(GenericFamily):
     """Found as a model without a file; the engine is its language model."""
 
-    model_types = ("deepseek_vl",)
-    hub_names = ("deepseek-community/deepseek-vl-1.3b-chat",)
     embeds_prompts = True

@@ -9,7 +9,7 @@ import itertools
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import wraps
+from functools import partial, wraps
 from inspect import signature
 from typing import Any, ClassVar
 
@@ -31,7 +31,7 @@ from verl.models.families.interface import (
     join_tensors,
     processed_video,
 )
-from verl.models.families.tiny_sizes import TEXT, TinyModel
+from verl.models.families.tiny_sizes import TEXT, TinyModel, square, tiny_processor
 
 NEWLINES = ("\n", "\n\n", "\n\n\n", "\n\n\n\n")  # runs of newlines that are one token each
 LONGEST_RUN = 31  # the longest one of Gemma's tokenizers
@@ -39,81 +39,49 @@ LONGEST_RUN = 31  # the longest one of Gemma's tokenizers
 TINY_WINDOW = TEXT | dict(layer_types=["sliding_attention", "full_attention"], sliding_window=16)
 TINY_3 = TINY_WINDOW | dict(query_pre_attn_scalar=32)
 TINY_4 = TINY_WINDOW | dict(
-    global_head_dim=64,
-    vocab_size_per_layer_input=512,
-    hidden_size_per_layer_input=16,
+    global_head_dim=64, vocab_size_per_layer_input=512, hidden_size_per_layer_input=16,
     final_logit_softcapping=30.0,
-)
-TOWER_3 = dict(
-    hidden_size=64,
-    intermediate_size=128,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    image_size=56,
-    patch_size=14,
-    vision_use_head=False,
-)
-TOWER_4 = dict(
-    hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
-    head_dim=32, patch_size=4, pooling_kernel_size=2, position_embedding_size=256,
-    default_output_length=70,  # read by vLLM
 )  # fmt: skip
-
-
-def tiny_gemma3_processor(tokenizer: Any) -> Any:
-    """Return a processor for images of 4 tokens."""
-    import transformers  # noqa: PLC0415 - these import torchvision, which text models do without
-
-    size: Any = dict(height=TOWER_3["image_size"], width=TOWER_3["image_size"])
-    return transformers.Gemma3Processor(
-        image_processor=transformers.Gemma3ImageProcessor(size=size),
-        tokenizer=tokenizer,
-        image_seq_length=4,
-    )
-
-
-def tiny_gemma4_processor(tokenizer: Any) -> Any:
-    """Return a processor for images of up to 70 tokens, the fewest that the image processor allows."""
-    import transformers  # noqa: PLC0415
-
-    options: dict[str, Any] = {name: TOWER_4[name] for name in ("patch_size", "pooling_kernel_size")}
-    return transformers.Gemma4Processor(
-        feature_extractor=transformers.Gemma4AudioFeatureExtractor(),
-        image_processor=transformers.Gemma4ImageProcessor(max_soft_tokens=70, **options),
-        tokenizer=tokenizer,
-        video_processor=transformers.Gemma4VideoProcessor(max_soft_tokens=70, **options),
-        image_seq_length=70,
-    )
+TOWER_3 = dict(
+    hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, image_size=56,
+    patch_size=14, vision_use_head=False,
+)  # fmt: skip
+POOLING_4: dict[str, Any] = dict(patch_size=4, pooling_kernel_size=2)
+FEWEST_4 = 70  # tokens of an image, as the image processor allows
+TOWER_4 = POOLING_4 | dict(
+    hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+    head_dim=32, position_embedding_size=256, default_output_length=FEWEST_4,  # read by vLLM
+)  # fmt: skip
+SIZES_4 = POOLING_4 | {"max_soft_tokens": FEWEST_4}
+TOKENS_3 = {
+    "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>",
+}  # fmt: skip
+TOKENS_4 = {
+    "boi_token": "<|image>", "image_token": "<|image|>", "eoi_token": "<image|>", "boa_token": "<|audio>",
+    "audio_token": "<|audio|>", "eoa_token": "<audio|>",
+}  # fmt: skip
 
 
 class Gemma3(VisionFamily):
     """Gemma 3 (https://arxiv.org/abs/2503.19786), section 2: each image has the same number of tokens."""
 
-    model_types = ("gemma3",)
-    processors = ("Gemma3Processor",)
-    hub_names = ("google/gemma-3-4b-it", "google/gemma-3-12b-it", "google/gemma-3-27b-it")
     tiny: ClassVar = {
         "gemma3_vl": TinyModel(
             "gemma3",
             TINY_3,
             TOWER_3,
             options={"mm_tokens_per_image": 4},
-            special_tokens=("<start_of_image>", "<end_of_image>", "<image_soft_token>"),
-            named_tokens={
-                "boi_token": "<start_of_image>",
-                "eoi_token": "<end_of_image>",
-                "image_token": "<image_soft_token>",
-            },
-            token_ids={
-                "boi_token_index": "<start_of_image>",
-                "eoi_token_index": "<end_of_image>",
-                "image_token_index": "<image_soft_token>",
-            },
+            special_tokens=tuple(TOKENS_3.values()),
+            named_tokens=TOKENS_3,
+            token_ids={f"{name}_index": token for name, token in TOKENS_3.items()},
             image="<start_of_image>",
-            processor=tiny_gemma3_processor,
+            processor=partial(
+                tiny_processor, "Gemma3Processor", image_seq_length=4,
+                image_processor=("Gemma3ImageProcessor", {"size": square(TOWER_3["image_size"])}),
+            ),
             added_tokens=NEWLINES,
         )
-    }
+    }  # fmt: skip
 
     def image_shape(self, processor: Any, height: int, width: int) -> MediumShape:
         tokens = processor.tokenizer.encode(processor.full_image_sequence, add_special_tokens=False)
@@ -161,9 +129,6 @@ class Gemma4(VisionFamily):
     Facts of a medium: `grid`, frames and patches in height and width, and `features`, tokens of all frames.
     """
 
-    model_types = ("gemma4",)
-    processors = ("Gemma4Processor",)
-    hub_names = ("google/gemma-4-e2b-it", "google/gemma-4-e4b-it", "google/gemma-4-26B-A4B-it")
     kinds = ("image", "video")
     projector = "model.embed_vision"
     tiny: ClassVar = {
@@ -175,18 +140,18 @@ class Gemma4(VisionFamily):
             special_tokens=(
                 "<|image>", "<|image|>", "<image|>", "<|video|>", "<|audio>", "<|audio|>", "<audio|>",
             ),
-            named_tokens={
-                "boi_token": "<|image>", "image_token": "<|image|>", "eoi_token": "<image|>",
-                "boa_token": "<|audio>", "audio_token": "<|audio|>", "eoa_token": "<audio|>",
-            },
+            named_tokens=TOKENS_4,
             token_ids={
-                "boi_token_id": "<|image>", "image_token_id": "<|image|>", "eoi_token_id": "<image|>",
-                "video_token_id": "<|video|>", "boa_token_id": "<|audio>", "audio_token_id": "<|audio|>",
-                "eoa_token_index": "<audio|>",
+                f"{name}_{'index' if name == 'eoa_token' else 'id'}": TOKENS_4.get(name, "<|video|>")
+                for name in (*TOKENS_4, "video_token")
             },
             image="<|image|>",
             video="<|video|>",
-            processor=tiny_gemma4_processor,
+            processor=partial(
+                tiny_processor, "Gemma4Processor", feature_extractor=("Gemma4AudioFeatureExtractor", {}),
+                image_processor=("Gemma4ImageProcessor", SIZES_4), image_seq_length=FEWEST_4,
+                video_processor=("Gemma4VideoProcessor", SIZES_4),
+            ),
             # Scores are not scaled: with norms of 1 the random model's attention has one key only.
             filled={"q_norm.weight": 0.2, "layer_scalar": 0.9},
         )
@@ -326,7 +291,6 @@ def join_newlines(tokenizer: Any, tokens: list[int]) -> list[int]:
 
 
 def newline_tokens(tokenizer: Any) -> dict[int, int]:
-    """Return the number of newlines of each token that consists of newlines."""
     texts = ["\n" * count for count in range(1, LONGEST_RUN + 1)]
     lengths = {token: count for count, token in enumerate(tokenizer.convert_tokens_to_ids(texts), 1)}
     return {token: count for token, count in lengths.items() if token not in (None, tokenizer.unk_token_id)}

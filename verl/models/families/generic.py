@@ -11,7 +11,6 @@ import copy
 import inspect
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -74,19 +73,14 @@ class GenericFamily(VisionFamily):
             NotImplementedError: The model cannot be trained without a family of its own.
         """
         assert self.config is not None, "modules are those of a model"
-        return _structures.of(self.config)
+        key = self.config.model_type, self.config.get_text_config().model_type
+        if key not in _structures:  # an empty model takes noticeable time to build
+            _structures[key] = find_structure(_empty_model(self.config))
+        return _structures[key]
 
     @property
     def media_owner(self) -> str:  # type: ignore[override]
         return self.structure.owner
-
-    @property
-    def tower(self) -> str:  # type: ignore[override]
-        return self.structure.encoder[0]
-
-    @property
-    def projector(self) -> str | None:  # type: ignore[override]
-        return next(iter(self.structure.encoder[1:]), None)
 
     @property
     def encoders(self) -> dict[Sense, tuple[str, ...]]:
@@ -161,27 +155,7 @@ class GenericFamily(VisionFamily):
 # --- modules
 
 
-class _Structures:
-    """Structures by the types of models, because an empty model takes noticeable time to build."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[str, str], Structure | NotImplementedError] = {}
-
-    def of(self, config: Any) -> Structure:
-        key = config.model_type, config.get_text_config().model_type
-        known = self._known.get(key)
-        if known is None:
-            try:
-                known = find_structure(_empty_model(config))
-            except NotImplementedError as error:
-                known = error
-            self._known[key] = known
-        if isinstance(known, NotImplementedError):
-            raise known
-        return known
-
-
-_structures = _Structures()
+_structures: dict[tuple[str, str], Structure] = {}  # by the types of a model and its language model
 
 
 def _empty_model(config: Any) -> PreTrainedModel:
@@ -238,13 +212,10 @@ def find_structure(model: PreTrainedModel) -> Structure:
 
 def _towers(model: PreTrainedModel) -> list[str]:
     vision = getattr(model.config, "vision_config", None)
-    return [
+    named = [] if vision is None else list(model.named_modules())
+    return [path for path, module in named if getattr(module, "config", None) is vision] or [
         path
-        for path, module in model.named_modules()
-        if vision is not None and isinstance(module, nn.Module) and getattr(module, "config", None) is vision
-    ] or [
-        path
-        for path, module in model.named_modules()
+        for path, module in named
         if isinstance(module, PreTrainedModel) and type(module.config) is type(vision)
     ]
 
@@ -252,8 +223,7 @@ def _towers(model: PreTrainedModel) -> list[str]:
 # --- the processor
 
 
-@dataclass(frozen=True)
-class _Processed:
+class _Processed(NamedTuple):
     tokens: list[int]
     tensors: dict[str, Tensor]
 

@@ -19,16 +19,15 @@ import torch
 from torch import Tensor, nn
 
 from verl.models.families.interface import Kind, MediaShape, Medium
-from verl.models.families.mrope import MropeConstants, frames_of, mrope_positions
+from verl.models.families.mrope import frames_of
 from verl.models.families.qwen_vl import (
     PIXELS,
     TOWERS_TAKE_INPUTS,
     PatchGridFamily,
     frame_times,
-    grids_of,
     tower_inputs,
 )
-from verl.models.families.tiny_sizes import TEXT, TinyModel, mrope
+from verl.models.families.tiny_sizes import TEXT, TinyModel, mrope, tiny_processor
 
 IMAGE = "<|begin_of_image|><|image|><|end_of_image|>"
 VIDEO = "<|begin_of_video|><|video|><|end_of_video|>"
@@ -50,19 +49,8 @@ TINY_TOWER = dict(
     depth=2, num_heads=4, hidden_size=64, intermediate_size=128, out_hidden_size=128, patch_size=14,
     image_size=112,
 )  # fmt: skip
-
-
-def tiny_processor(name: str, tokenizer: Any) -> Any:
-    """Return a processor (Glm4v or Glm46V) for images of 4 to 64 tokens."""
-    import transformers  # noqa: PLC0415 - these import torchvision, which text models do without
-
-    # Pixels of both frames of a temporal patch count, for images too.
-    size = dict(shortest_edge=2 * 4 * 28**2, longest_edge=2 * 64 * 28**2)
-    parts = (f"{name}{part}" for part in ("Processor", "ImageProcessor", "VideoProcessor"))
-    processor, images, videos = (getattr(transformers, part) for part in parts)
-    return processor(
-        image_processor=images(size=size), tokenizer=tokenizer, video_processor=videos(size=size)
-    )
+# Images of 4 to 64 tokens; pixels of both frames of a temporal patch count, for images too.
+TINY_LIMITS = {"size": dict(shortest_edge=2 * 4 * 28**2, longest_edge=2 * 64 * 28**2)}
 
 
 def _tiny(model_type: str, processor: str, **text: Any) -> TinyModel:
@@ -74,18 +62,20 @@ def _tiny(model_type: str, processor: str, **text: Any) -> TinyModel:
         token_ids=TOKEN_IDS,
         image=IMAGE,
         video=VIDEO,
-        processor=partial(tiny_processor, processor),
-    )
+        processor=partial(
+            tiny_processor, f"{processor}Processor",
+            image_processor=(f"{processor}ImageProcessor", TINY_LIMITS),
+            video_processor=(f"{processor}VideoProcessor", TINY_LIMITS),
+        ),
+    )  # fmt: skip
 
 
 class GlmV(PatchGridFamily):
     """GLM-4.1V, 4.5V and 4.6V; checkpoints of 4.6V have the types of the former and another processor."""
 
-    model_types = ("glm4v", "glm4v_moe", "glm46v")
-    processors = ("Glm4vProcessor", "Glm46VProcessor")
-    hub_names = ("zai-org/GLM-4.1V-9B-Thinking", "zai-org/GLM-4.5V", "zai-org/GLM-4.6V")
     engine_patches = ("keep_times_of_frames", "take_several_videos")
     image_edges = ("image_start_token_id", "image_end_token_id")
+    splits_videos = True
     tiny: ClassVar = {
         "glm4v": _tiny("glm4v", "Glm4v"),
         "glm4v_moe": _tiny("glm4v_moe", "Glm4v", **TINY_MOE),
@@ -116,8 +106,7 @@ class GlmV(PatchGridFamily):
         # transformers and vLLM agree: each temporal patch is a grid with t = 1, after which both continue.
         tokens = torch.as_tensor(input_ids).clone()
         tokens[self.media_tokens(config, tokens)["video"]] = config.video_token_id
-        images, videos = grids_of(shape.images), frames_of(grids_of(shape.videos))
-        return mrope_positions(tokens, MropeConstants.from_config(config), images, videos)
+        return super().positions(config, tokens, shape)
 
     def own_inputs(self, media: Sequence[Medium]) -> dict[str, Tensor]:
         # The model's own forward puts images and videos at the same tokens, so it takes either, not both;

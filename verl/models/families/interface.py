@@ -91,8 +91,7 @@ class ExampleRow(NamedTuple):
 class Family:
     """A family of language models."""
 
-    model_types: ClassVar[tuple[str, ...]] = ()  # of the models' configs
-    hub_names: ClassVar[tuple[str, ...]] = ()  # examples on the hub, for the documentation
+    model_types: ClassVar[tuple[str, ...]] = ()  # of the models' configs, in users' files
     tiny: ClassVar[Mapping[str, Any]] = {}  # a `TinyModel` by each name that `verl-tiny-model --kind` takes
     position_rows: ClassVar[int] = 1  # 4 for M-RoPE: text, time, height, width
     # Joint experts of shape (experts, in, out) on the hub that transformers holds and writes transposed.
@@ -134,7 +133,6 @@ class MediaFamily(Family, ABC):
     """
 
     kinds: ClassVar[tuple[Kind, ...]] = ()  # of media that the models read
-    processors: ClassVar[tuple[str, ...]] = ()  # names of classes
 
     # --- modules
 
@@ -298,7 +296,10 @@ class MediaFamily(Family, ABC):
 
     def engine_name(self, name: str) -> str | None:
         """Return vLLM's name of a tensor that is named as on the hub; None if it has none."""
-        return language_model_name(name) if self.embeds_prompts else name
+        if not self.embeds_prompts:
+            return name
+        found = LANGUAGE_MODEL.fullmatch(name)
+        return found and (found["head"] or f"model.{found['rest']}")
 
     def engine_features(self, kind: Kind, media: Sequence[EncodedMedium]) -> Any:
         """Return vLLM's multimodal data of a prompt's images, or videos, whose features are known."""
@@ -322,12 +323,11 @@ class VisionFamily(MediaFamily, ABC):
         return {"vision": (self.tower,) if self.projector is None else (self.tower, self.projector)}
 
     @abstractmethod
-    def image_shape(self, processor: Any, height: int, width: int) -> MediumShape:
-        """Return the shape of an image of this size in pixels."""
+    def image_shape(self, processor: Any, height: int, width: int) -> MediumShape: ...
 
-    @abstractmethod
     def image_inputs(self, processor: Any, image: Image.Image) -> dict[str, Tensor]:
-        """Return the tensors of an RGB image's `Medium`."""
+        made = processor.image_processor(images=[image], return_tensors="pt")
+        return {"pixel_values": made["pixel_values"]}
 
     def patches_per_token(self, config: Any, sense: Sense) -> int:
         merge = getattr(config.vision_config, "spatial_merge_size", None)
@@ -348,12 +348,6 @@ class VisionFamily(MediaFamily, ABC):
         meta: dict[str, Any] = {"total_num_frames": 2, "fps": 1.0, "duration": 2.0, "frames_indices": [0, 1]}
         meta |= {"video_backend": "pyav", "do_sample_frames": False}
         return len(self.video_shape(processor, 2, height, width, meta).tokens)
-
-
-def language_model_name(name: str) -> str | None:
-    """Return the name that a tensor of a whole model has in its language model; None for other parts."""
-    found = LANGUAGE_MODEL.fullmatch(name)
-    return found and (found["head"] or f"model.{found['rest']}")
 
 
 def is_part(name: str, parts: Sequence[str]) -> bool:

@@ -12,6 +12,7 @@ Facts of a medium: `tiles`, of an image or frames of a video.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -20,7 +21,7 @@ from PIL import Image
 from torch import Tensor
 
 from verl.models.families.interface import ExampleRow, Kind, Medium, MediumShape, VisionFamily, example_pixels
-from verl.models.families.tiny_sizes import TEXT, TinyModel
+from verl.models.families.tiny_sizes import TEXT, TinyModel, square, tiny_processor
 
 TILE = 56  # pixels of a tiny model's tiles, of 4 tokens
 TOKENS = {
@@ -29,25 +30,9 @@ TOKENS = {
 }  # fmt: skip
 
 
-def tiny_processor(tokenizer: Any) -> Any:
-    """Return a processor that cuts images into at most 4 tiles."""
-    import transformers  # noqa: PLC0415 - these import torchvision, which text models do without
-
-    size = {"height": TILE, "width": TILE}
-    return transformers.InternVLProcessor(
-        image_processor=transformers.GotOcr2ImageProcessor(size=size, max_patches=4),
-        tokenizer=tokenizer,
-        video_processor=transformers.InternVLVideoProcessor(size=size),
-        image_seq_length=4,
-    )
-
-
 class InternVL(VisionFamily):
     """InternVL3 and InternVL3.5."""
 
-    model_types = ("internvl",)
-    hub_names = ("OpenGVLab/InternVL3-8B-hf", "OpenGVLab/InternVL3_5-8B-HF")
-    processors = ("InternVLProcessor",)
     kinds = ("image", "video")
     takes_features, takes_video_features = True, False
     engine_schemas = ("vllm.model_executor.models.interns1:InternS1ImageEmbeddingInputs",)
@@ -65,7 +50,11 @@ class InternVL(VisionFamily):
             token_ids={"image_token_id": TOKENS["context_image_token"]},
             image=TOKENS["context_image_token"] + "\n",
             video=TOKENS["video_token"] + "\n",
-            processor=tiny_processor,
+            processor=partial(
+                tiny_processor, "InternVLProcessor", image_seq_length=4,
+                image_processor=("GotOcr2ImageProcessor", {"size": square(TILE), "max_patches": 4}),
+                video_processor=("InternVLVideoProcessor", {"size": square(TILE)}),
+            ),
         )
     }  # fmt: skip
 

@@ -17,6 +17,7 @@ video also `is_end`, whether the newline follows.
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -34,34 +35,13 @@ from verl.models.families.interface import (
     VisionFamily,
     example_pixels,
 )
-from verl.models.families.tiny_sizes import TEXT, TinyModel
+from verl.models.families.tiny_sizes import TEXT, TinyModel, square, tiny_processor
 
 TILE = 72  # pixels of a tiny model's tiles, of 25 patches; some pixels are unused, as in real models
 PIXELS: dict[Kind, str] = {"image": "pixel_values", "video": "pixel_values_videos"}
 LEAST_REDUCTION = 1.1  # images that are too large by less stay as they are
 TOKENS = {"image_token_index": "<image>", "video_token_index": "<video>"}
-
-
-def tiny_processor(tokenizer: Any) -> Any:
-    """Return a processor for images of 1 to 16 tiles."""
-    import transformers  # noqa: PLC0415 - these import torchvision, which text models do without
-
-    size = {"height": TILE, "width": TILE}
-    return transformers.LlavaOnevisionProcessor(
-        image_processor=transformers.LlavaOnevisionImageProcessor(
-            size=size, image_grid_pinpoints=resolutions(4)
-        ),
-        tokenizer=tokenizer,
-        video_processor=transformers.LlavaOnevisionVideoProcessor(size=size),
-        num_image_tokens=(TILE // 14) ** 2,
-        vision_feature_select_strategy="full",
-    )
-
-
-def resolutions(most: int) -> list[list[int]]:
-    """Return the resolutions of up to `most` x `most` tiles of a tiny model."""
-    sides = range(TILE, TILE * most + 1, TILE)
-    return [[height, width] for height in sides for width in sides]
+RESOLUTIONS = [[rows * TILE, columns * TILE] for rows in range(1, 5) for columns in range(1, 5)]
 
 
 class Grid(NamedTuple):
@@ -88,7 +68,6 @@ class Grid(NamedTuple):
         return cls(side, (tiles[0], tiles[1]), (above, rows - above), (left, columns - left), reduced)
 
     def unit_features(self) -> list[int]:
-        """Return the number of features of each unit."""
         whole = self.side**2
         if self.reduced is not None:
             return [whole, self.reduced[0] * (self.reduced[1] + 1)]
@@ -96,7 +75,6 @@ class Grid(NamedTuple):
         return [whole, *(len(self.rows_of(row)) * width for row in range(self.tiles[0]))]
 
     def facts(self, size: Sequence[int]) -> dict[str, Any]:
-        """Return the facts of an image of this size."""
         return {
             "size": list(size), "tiles": list(self.tiles), "first_unit": 0,
             "unit_tiles": self.unit_tiles(), "unit_features": self.unit_features(),
@@ -108,7 +86,6 @@ class Grid(NamedTuple):
         return range(first, max(first, min(self.rows[1], (row + 1) * self.side)))
 
     def unit_tiles(self) -> list[int]:
-        """Return the number of tiles of each unit."""
         rows, columns = self.tiles
         return [1, *([columns] * rows if self.reduced is None else [rows * columns])]
 
@@ -132,9 +109,6 @@ class Grid(NamedTuple):
 class LlavaOnevision(VisionFamily):
     """LLaVA-OneVision with Qwen2 as its language model."""
 
-    model_types = ("llava_onevision",)
-    hub_names = ("llava-hf/llava-onevision-qwen2-0.5b-ov-hf", "llava-hf/llava-onevision-qwen2-7b-ov-hf")
-    processors = ("LlavaOnevisionProcessor",)
     kinds = ("image", "video")
     takes_features, takes_video_features = True, False
     engine_schemas = ("vllm.model_executor.models.llava_onevision:LlavaOnevisionImageEmbeddingInputs",)
@@ -146,12 +120,20 @@ class LlavaOnevision(VisionFamily):
                 model_type="siglip_vision_model", num_hidden_layers=2, hidden_size=64, num_attention_heads=4,
                 intermediate_size=128, image_size=TILE, patch_size=14, vision_use_head=False,
             ),
-            options={"image_grid_pinpoints": resolutions(4)},
+            options={"image_grid_pinpoints": RESOLUTIONS},
             special_tokens=tuple(TOKENS.values()),
             token_ids=TOKENS,
             image=TOKENS["image_token_index"] + "\n",
             video=TOKENS["video_token_index"] + "\n",
-            processor=tiny_processor,
+            processor=partial(
+                tiny_processor, "LlavaOnevisionProcessor", num_image_tokens=(TILE // 14) ** 2,
+                image_processor=(
+                    "LlavaOnevisionImageProcessor",
+                    {"size": square(TILE), "image_grid_pinpoints": RESOLUTIONS},
+                ),
+                video_processor=("LlavaOnevisionVideoProcessor", {"size": square(TILE)}),
+                vision_feature_select_strategy="full",
+            ),
         )
     }  # fmt: skip
 

@@ -15,10 +15,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor, nn
 
-from verl.models.families.canvas import Markers, canvas_positions
 from verl.models.families.interface import (
     ExampleRow,
     Kind,
@@ -29,7 +27,7 @@ from verl.models.families.interface import (
     VisionFamily,
     example_pixels,
 )
-from verl.models.families.tiny_sizes import HYBRID, TEXT, TinyModel, mrope
+from verl.models.families.tiny_sizes import HYBRID, TEXT, TinyModel, mrope, tiny_processor
 
 PATCHES_OF_TOKEN = {"4x": 4, "16x": 16}  # by `downsample_mode`
 INPUTS: dict[Kind, tuple[str, str]] = {
@@ -41,25 +39,18 @@ NAMED_TOKENS = {
     "image_end_token": "</image>", "slice_start_token": "<slice>", "slice_end_token": "</slice>",
     "image_id_start_token": "<image_id>", "image_id_end_token": "</image_id>",
 }  # fmt: skip
-MARKERS = {  # options of a config, in the order of `Markers`
+MARKERS = {  # options of a config
     "image_start_id": "<image>", "image_end_id": "</image>", "slice_start_id": "<slice>",
     "slice_end_id": "</slice>", "newline_id": "Ċ",
 }  # fmt: skip
 TINY_IDS = {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"}
 TINY_PATCH = 14
-TINY_SIZES: dict[str, Any] = dict(max_slice_nums=4, scale_resolution=8 * TINY_PATCH, patch_size=TINY_PATCH)
+# Images of about 4 tokens, and 4 for each of at most 4 slices.
+TINY_SIZES = dict(max_slice_nums=4, scale_resolution=8 * TINY_PATCH, patch_size=TINY_PATCH)
+TINY_PROCESSORS = {
+    f"{kind.lower()}_processor": (f"MiniCPMV4_6{kind}Processor", TINY_SIZES) for kind in ("Image", "Video")
+}
 TINY_TEXT = TEXT | HYBRID | mrope([3, 3, 2], mrope_interleaved=True, partial_rotary_factor=0.5)
-
-
-def tiny_processor(name: str, tokenizer: Any) -> Any:
-    """Return a processor for images of about 4 tokens, and 4 for each of at most 4 slices."""
-    import transformers  # noqa: PLC0415 - its image processors import torchvision
-
-    return getattr(transformers, name)(
-        image_processor=transformers.MiniCPMV4_6ImageProcessor(**TINY_SIZES),
-        video_processor=transformers.MiniCPMV4_6VideoProcessor(**TINY_SIZES),
-        tokenizer=tokenizer,
-    )
 
 
 class MiniCPMV46(VisionFamily):
@@ -69,9 +60,6 @@ class MiniCPMV46(VisionFamily):
     frame by frame.
     """
 
-    model_types = ("minicpmv4_6",)
-    hub_names = ("openbmb/MiniCPM-V-4.6",)
-    processors = ("MiniCPMV4_6Processor",)
     kinds = ("image", "video")
     projector = "model.merger"
     engine_modules = ("vpm", "vit_merger")
@@ -91,7 +79,7 @@ class MiniCPMV46(VisionFamily):
             token_ids=TINY_IDS,
             image="<|image_pad|>",
             video="<|video_pad|>",
-            processor=partial(tiny_processor, "MiniCPMV4_6Processor"),
+            processor=partial(tiny_processor, "MiniCPMV4_6Processor", **TINY_PROCESSORS),
         )
     }  # fmt: skip
 
@@ -120,10 +108,6 @@ class MiniCPMV46(VisionFamily):
         return super().expand(processor, prompt_ids, shape)
 
     # --- model inputs and features
-
-    def image_inputs(self, processor: Any, image: Image.Image) -> dict[str, Tensor]:
-        made = processor.image_processor(images=[image], return_tensors="pt")
-        return {"pixel_values": made["pixel_values"]}
 
     def video_inputs(self, processor: Any, frames: np.ndarray, meta: Mapping[str, Any]) -> dict[str, Tensor]:
         made = processor.video_processor(videos=[frames], do_sample_frames=False, return_tensors="pt")
@@ -192,11 +176,11 @@ class MiniCPMV46(VisionFamily):
 
 
 class MiniCPMV47(MiniCPMV46):
-    """MiniCPM-V 4.7: the same tower, positions on a canvas, and videos without numbers."""
+    """MiniCPM-V 4.7: the same tower, positions on a canvas, and videos without numbers.
 
-    model_types = ("minicpmv4_7",)
-    hub_names = ("openbmb/MiniCPM-V-4.7",)
-    processors = ("MiniCPMV4_7Processor",)
+    An image and its slices lie on one canvas of height and width; text continues after its longer side.
+    """
+
     numbers_videos = False
     position_rows = 4
     engine_patches = ("slice_images_as_the_processor_does",)
@@ -205,23 +189,22 @@ class MiniCPMV47(MiniCPMV46):
             MiniCPMV46.tiny["minicpmv4_6"],
             model_type="minicpmv4_7",
             token_ids=TINY_IDS | MARKERS,
-            processor=partial(tiny_processor, "MiniCPMV4_7Processor"),
+            processor=partial(tiny_processor, "MiniCPMV4_7Processor", **TINY_PROCESSORS),
         )
     }
 
     def positions(self, config: Any, input_ids: Tensor, shape: MediaShape) -> Tensor:
+        from transformers import MiniCPMV4_7Model  # noqa: PLC0415 - older versions have no such model
+
+        model: Any = MiniCPMV4_7Model.__new__(MiniCPMV4_7Model)  # of its config, which is all that is read
+        vars(model)["config"] = config
         kinds = (input_ids == config.image_token_id) + 2 * (input_ids == config.video_token_id)
-        edge = math.isqrt(PATCHES_OF_TOKEN[config.downsample_mode])
         images, videos = (
-            iter([size for each in shapes for size in each.facts["target_sizes"]])
+            torch.tensor([size for each in shapes for size in each.facts["target_sizes"]])
             for shapes in (shape.images, shape.videos)
         )
-        runs = [kind for kind, _ in itertools.groupby(kinds.tolist()) if kind]
-        crops = [next(images if kind == 1 else videos) for kind in runs]
-        sizes = [(height // edge, width // edge) for height, width in crops]
-        return canvas_positions(
-            input_ids, kinds, sizes, Markers(*(getattr(config, name) for name in MARKERS))
-        )
+        found, _ = model.get_rope_index(input_ids[None], kinds[None], images, videos)  # (3, 1, L)
+        return torch.cat([torch.arange(len(input_ids))[None], found[:, 0]])
 
     def engine_overrides(self, config: Any) -> dict[str, Any]:
         return {"uses_mrope_canvas": True}  # without it vLLM (0.32) counts positions from 0

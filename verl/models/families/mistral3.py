@@ -7,6 +7,7 @@ the last one, which `[IMG_END]` ends; these two tokens have no features.
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -22,7 +23,7 @@ from verl.models.families.interface import (
     VisionFamily,
     example_pixels,
 )
-from verl.models.families.tiny_sizes import TEXT, TinyModel
+from verl.models.families.tiny_sizes import TEXT, TinyModel, tiny_processor
 
 TINY_TOWER = dict(
     hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, patch_size=14,
@@ -37,16 +38,6 @@ TINY_YARN = {
 TINY_TOKENS = ("[IMG]", "[IMG_BREAK]", "[IMG_END]")
 
 
-def tiny_processor(tokenizer: Any) -> Any:
-    """Return a processor for images of at most 8 x 8 tokens."""
-    import transformers  # noqa: PLC0415 - its image processors import torchvision
-
-    patch = TINY_TOWER["patch_size"]
-    size = {"longest_edge": TINY_TOWER["image_size"]}
-    image_processor = transformers.PixtralImageProcessor(patch_size=patch, size=size)
-    return transformers.PixtralProcessor(image_processor, tokenizer, patch_size=patch, spatial_merge_size=2)
-
-
 def _tiny(text: dict[str, Any]) -> TinyModel:
     return TinyModel(
         "mistral3",
@@ -55,14 +46,15 @@ def _tiny(text: dict[str, Any]) -> TinyModel:
         special_tokens=TINY_TOKENS,
         token_ids={"image_token_index": "[IMG]"},
         image="[IMG]",
-        processor=tiny_processor,
-    )
+        processor=partial(
+            tiny_processor, "PixtralProcessor", patch_size=14, spatial_merge_size=2,
+            image_processor=("PixtralImageProcessor", {"patch_size": 14, "size": {"longest_edge": 224}}),
+        ),
+    )  # fmt: skip
 
 
 class Ministral3(Family):
     """The language models of Ministral 3."""
-
-    model_types = ("ministral3",)
 
     def engine_overrides(self, config: Any) -> dict[str, Any]:
         return engine_scaling(config)
@@ -71,13 +63,6 @@ class Ministral3(Family):
 class Mistral3(VisionFamily):
     """Mistral 3; facts of an image: `image_size`, height and width after resizing, and `features`."""
 
-    model_types = ("mistral3",)
-    hub_names = (
-        "mistralai/Mistral-Small-3.1-24B-Instruct-2503",
-        "mistralai/Mistral-Small-3.2-24B-Instruct-2506",
-        "mistralai/Ministral-3-8B-Instruct-2512",
-    )
-    processors = ("PixtralProcessor",)
     tiny: ClassVar = {
         "mistral3": _tiny({"model_type": "mistral", "sliding_window": None}),
         "ministral3": _tiny({"model_type": "ministral3", "rope_parameters": TINY_YARN}),

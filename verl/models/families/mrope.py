@@ -15,8 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-NUM_AXES = 4  # text, time, height, width: the rows that transformers' models take
-
 Grid = tuple[int, int, int]  # patches in time, height and width, before merging
 # Whose tokens follow each other in a video with sound: kind, and number of temporal patches or audio tokens.
 Turns = Sequence[tuple[str, int]]

@@ -5,11 +5,10 @@ Checkpoints on the hub also have a head that drafts further tokens (`mtp.*`), wh
 load: it is not trained.
 """
 
-from functools import partial
 from typing import ClassVar
 
 from verl.models.families.interface import Family
-from verl.models.families.qwen_vl import TINY_TOWER, TOKEN_IDS, Qwen3VL, tiny_processor
+from verl.models.families.qwen_vl import TINY_PROCESSOR_3, TINY_TOWER, TOKEN_IDS, Qwen3VL
 from verl.models.families.tiny_sizes import HALF_ROPE, HYBRID, HYBRID_MOE, TEXT, TinyModel, mrope
 
 TINY_TEXT = TEXT | HYBRID | mrope([3, 3, 2], mrope_interleaved=True, partial_rotary_factor=0.5)
@@ -21,8 +20,6 @@ DRAFT_HEAD = ("mtp.",)
 class HybridText(Family):
     """Qwen3-Next, and the language models of Qwen3.5."""
 
-    model_types = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-    hub_names = ("Qwen/Qwen3-Next-80B-A3B-Instruct",)
     unread = DRAFT_HEAD
     tiny: ClassVar = {
         "qwen3_next": TinyModel(  # vLLM does not tie its head
@@ -35,9 +32,6 @@ class HybridText(Family):
 class Qwen35(Qwen3VL):
     """Qwen3.5, dense and with experts."""
 
-    model_types = ("qwen3_5", "qwen3_5_moe")
-    processors = ()  # that of Qwen3-VL
-    hub_names = ("Qwen/Qwen3.5-4B", "Qwen/Qwen3.5-9B", "Qwen/Qwen3.5-35B-A3B")
     transposed_experts: ClassVar = {}
     unread = DRAFT_HEAD
     tiny: ClassVar = {
@@ -46,7 +40,7 @@ class Qwen35(Qwen3VL):
             TINY_TEXT | experts,
             TINY_TOWER | dict(patch_size=16, num_position_embeddings=64),
             token_ids=TOKEN_IDS,
-            processor=partial(tiny_processor, "Qwen3VLProcessor", "Qwen3VLVideoProcessor", 16),
+            processor=TINY_PROCESSOR_3,
             keeps_words=False,
         )
         for name, experts in (("qwen3_5", {}), ("qwen3_5_moe", HYBRID_MOE))

@@ -15,7 +15,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
 from verl.distributed.device import to_device
@@ -33,7 +32,7 @@ from verl.models.families.interface import (
     processed_video,
 )
 from verl.models.families.mrope import MropeConstants, frames_of, mrope_positions
-from verl.models.families.tiny_sizes import MOE, TEXT, TinyModel, mrope
+from verl.models.families.tiny_sizes import MOE, TEXT, TinyModel, mrope, tiny_processor
 
 VISION_UTILS = "transformers.vision_utils"  # 5.16 and later
 vision_utils: Any = importlib.import_module(VISION_UTILS) if find_spec(VISION_UTILS) else None
@@ -50,29 +49,25 @@ TINY_TOWER = dict(depth=2, num_heads=4, hidden_size=64, intermediate_size=128, o
 TINY_TOWER_3 = TINY_TOWER | dict(patch_size=16, deepstack_visual_indexes=[0], num_position_embeddings=64)
 
 
-def tiny_processor(name: str, video_processor: str, patch_size: int, tokenizer: Any) -> Any:
-    """Return a processor of this class for images of 4 to 64 tokens."""
-    import transformers  # noqa: PLC0415 - these import torchvision, which text models do without
-
-    parts = tiny_vision_processors(video_processor, patch_size)
-    return getattr(transformers, name)(**parts, tokenizer=tokenizer)
-
-
-def tiny_vision_processors(video_processor: str, patch_size: int) -> dict[str, Any]:
-    """Return the parts of a processor that read images and videos."""
-    import transformers  # noqa: PLC0415 - as above
-
-    factor = 2 * patch_size
-    size = dict(shortest_edge=4 * factor * factor, longest_edge=64 * factor * factor)
-    options: dict[str, Any] = dict(patch_size=patch_size, size=size)
+def tiny_parts(patch_size: int, video_processor: str = "Qwen2VLVideoProcessor") -> dict[str, Any]:
+    """Return the parts of a processor that read images and videos, for images of 4 to 64 tokens."""
+    area = (2 * patch_size) ** 2
+    options = dict(patch_size=patch_size, size=dict(shortest_edge=4 * area, longest_edge=64 * area))
     return {
-        "image_processor": transformers.Qwen2VLImageProcessor(**options),
-        "video_processor": getattr(transformers, video_processor)(**options),
+        "image_processor": ("Qwen2VLImageProcessor", options),
+        "video_processor": (video_processor, options),
     }
+
+
+TINY_PROCESSOR_3 = partial(tiny_processor, "Qwen3VLProcessor", **tiny_parts(16, "Qwen3VLVideoProcessor"))
 
 
 class PatchGridFamily(VisionFamily):
     """Models whose images and videos are grids of patches, several of which are merged into one token.
+
+    A video is one grid, with a step of time for each temporal patch; with `seconds_input` steps follow the
+    seconds between patches: time of patch i = floor(i * second_per_grid_ts * tokens_per_second). With
+    `splits_videos` each temporal patch is a separate grid, after its time as text.
 
     Facts of a medium: `grid_thw`, patches in time, height and width; of a video also `second_per_grid_ts`,
     seconds of a temporal patch, and `timestamps`, the time of each in seconds.
@@ -85,6 +80,9 @@ class PatchGridFamily(VisionFamily):
     position_rows = 4
     # Options of the config: the tokens before and after an image.
     image_edges: ClassVar[tuple[str, str]] = ("vision_start_token_id", "vision_end_token_id")
+    seconds_input: ClassVar[str | None] = None  # of the model's own forward: seconds of temporal patches
+    splits_videos: ClassVar[bool] = False
+    engine_facts: ClassVar[tuple[str, ...]] = ()  # of videos, in addition to features and grid
 
     def image_shape(self, processor: Any, height: int, width: int) -> MediumShape:
         grid = image_grid(processor.image_processor, height, width)
@@ -113,11 +111,6 @@ class PatchGridFamily(VisionFamily):
         features = math.prod(facts["grid_thw"]) // processor.video_processor.merge_size**2
         return [self.token_of(processor, "video")] * features
 
-    def image_inputs(self, processor: Any, image: Image.Image) -> dict[str, Tensor]:
-        return {
-            "pixel_values": processor.image_processor(images=[image], return_tensors="pt")["pixel_values"]
-        }
-
     def video_inputs(self, processor: Any, frames: np.ndarray, meta: Mapping[str, Any]) -> dict[str, Tensor]:
         made = processed_video(processor, frames, meta)
         return {"pixel_values_videos": made["pixel_values_videos"]}
@@ -129,7 +122,35 @@ class PatchGridFamily(VisionFamily):
             grids = [medium.facts["grid_thw"] for medium in media if medium.kind == kind]
             if grids:
                 inputs[f"{kind}_grid_thw"] = torch.tensor(grids, device=device)
+        seconds = [medium.facts["second_per_grid_ts"] for medium in media if medium.kind == "video"]
+        if self.seconds_input and seconds:
+            inputs[self.seconds_input] = torch.tensor(seconds, device=device)
         return inputs
+
+    def constants(self, config: Any) -> MropeConstants:
+        """Return what positions depend on in a model's config."""
+        return MropeConstants.from_config(config)
+
+    def positions(self, config: Any, input_ids: Tensor, shape: MediaShape) -> Tensor:
+        constants, facts = self.constants(config), [video.facts for video in shape.videos]
+        images, videos = grids_of(shape.images), grids_of(shape.videos)
+        if self.splits_videos:
+            return mrope_positions(input_ids, constants, images, frames_of(videos))
+        factors = None
+        if self.seconds_input:
+            factors = [time_factor(each["second_per_grid_ts"], constants.tokens_per_second) for each in facts]
+        turns = [each.get("turns") for each in facts]  # of videos with sound
+        return mrope_positions(input_ids, constants, images, videos, factors, turns)
+
+    def engine_features(self, kind: Kind, media: Sequence[EncodedMedium]) -> dict[str, Any]:
+        data: dict[str, Any] = {
+            f"{kind}_embeds": torch.cat([medium.features for medium in media]),
+            f"{kind}_grid_thw": torch.tensor([medium.facts["grid_thw"] for medium in media]),
+        }
+        for name in self.engine_facts if kind == "video" else ():
+            values = [medium.facts[name] for medium in media]
+            data[name] = values if isinstance(values[0], list) else torch.tensor(values)
+        return data
 
     def encode(self, owner: Any, media: Sequence[Medium]) -> list[Tensor]:
         pixels = torch.cat([medium.tensors[PIXELS[medium.kind]] for medium in media])
@@ -184,50 +205,25 @@ class PatchGridFamily(VisionFamily):
 
 
 class QwenVL(PatchGridFamily):
-    """Qwen2-VL (https://arxiv.org/abs/2409.12191), section 2.1: a video has a step of time for each patch."""
+    """Qwen2-VL (https://arxiv.org/abs/2409.12191), section 2.1."""
 
-    model_types = ("qwen2_vl",)
-    processors = ("Qwen2VLProcessor",)
-    hub_names = ("Qwen/Qwen2-VL-2B-Instruct", "Qwen/Qwen2-VL-7B-Instruct")
     takes_features = True
-    engine_facts = ()  # of videos, in addition to features and grid
     tiny: ClassVar = {
         "qwen2_vl": TinyModel(
             "qwen2_vl",
             TEXT | mrope([4, 6, 6]),
             dict(depth=2, num_heads=4, embed_dim=64, hidden_size=128, mlp_ratio=2, patch_size=14),
             token_ids=TOKEN_IDS,
-            processor=partial(tiny_processor, "Qwen2VLProcessor", "Qwen2VLVideoProcessor", 14),
+            processor=partial(tiny_processor, "Qwen2VLProcessor", **tiny_parts(14)),
         )
     }
 
-    def constants(self, config: Any) -> MropeConstants:
-        """Return what positions depend on in a model's config."""
-        return MropeConstants.from_config(config)
 
-    def positions(self, config: Any, input_ids: Tensor, shape: MediaShape) -> Tensor:
-        images, videos = grids_of(shape.images), grids_of(shape.videos)
-        return mrope_positions(input_ids, self.constants(config), images, videos)
+class Qwen25VL(PatchGridFamily):
+    """Qwen2.5-VL (https://arxiv.org/abs/2502.13923), section 2.1.3: time in steps of `tokens_per_second`."""
 
-    def engine_features(self, kind: Kind, media: Sequence[EncodedMedium]) -> dict[str, Any]:
-        data: dict[str, Any] = {
-            f"{kind}_embeds": torch.cat([medium.features for medium in media]),
-            f"{kind}_grid_thw": torch.tensor([medium.facts["grid_thw"] for medium in media]),
-        }
-        for name in self.engine_facts if kind == "video" else ():
-            data[name] = [medium.facts[name] for medium in media]
-        return data
-
-
-class Qwen25VL(QwenVL):
-    """Qwen2.5-VL (https://arxiv.org/abs/2502.13923), section 2.1.3: time in steps of `tokens_per_second`.
-
-    time of temporal patch i = floor(i * second_per_grid_ts * tokens_per_second)
-    """
-
-    model_types = ("qwen2_5_vl",)
-    processors = ("Qwen2_5_VLProcessor",)
-    hub_names = ("Qwen/Qwen2.5-VL-3B-Instruct", "Qwen/Qwen2.5-VL-7B-Instruct")
+    takes_features = True
+    seconds_input = "second_per_grid_ts"
     engine_facts = ("second_per_grid_ts",)
     tiny: ClassVar = {
         "qwen2_5_vl": TinyModel(
@@ -235,37 +231,16 @@ class Qwen25VL(QwenVL):
             TEXT | mrope([4, 6, 6]),
             TINY_TOWER | dict(window_size=56, fullatt_block_indexes=[1], patch_size=14),
             token_ids=TOKEN_IDS,
-            processor=partial(tiny_processor, "Qwen2_5_VLProcessor", "Qwen2VLVideoProcessor", 14),
+            processor=partial(tiny_processor, "Qwen2_5_VLProcessor", **tiny_parts(14)),
         )
     }
 
-    def positions(self, config: Any, input_ids: Tensor, shape: MediaShape) -> Tensor:
-        constants = self.constants(config)
-        per_second = constants.tokens_per_second
-        factors = [time_factor(video.facts["second_per_grid_ts"], per_second) for video in shape.videos]
-        images, videos = grids_of(shape.images), grids_of(shape.videos)
-        return mrope_positions(input_ids, constants, images, videos, factors)
 
-    def own_inputs(self, media: Sequence[Medium]) -> dict[str, Tensor]:
-        inputs = super().own_inputs(media)
-        seconds = [medium.facts["second_per_grid_ts"] for medium in media if medium.kind == "video"]
-        if seconds:
-            inputs["second_per_grid_ts"] = torch.tensor(seconds, device=inputs["pixel_values_videos"].device)
-        return inputs
+class Qwen3VL(PatchGridFamily):
+    """Qwen3-VL, dense and with experts."""
 
-    def engine_features(self, kind: Kind, media: Sequence[EncodedMedium]) -> dict[str, Any]:
-        data = super().engine_features(kind, media)
-        if kind == "video":
-            data["second_per_grid_ts"] = torch.tensor(data["second_per_grid_ts"])
-        return data
-
-
-class Qwen3VL(QwenVL):
-    """Qwen3-VL: each temporal patch of a video is a grid after its time as text."""
-
-    model_types = ("qwen3_vl", "qwen3_vl_moe")
-    processors = ("Qwen3VLProcessor",)
-    hub_names = ("Qwen/Qwen3-VL-4B-Instruct", "Qwen/Qwen3-VL-8B-Instruct", "Qwen/Qwen3-VL-30B-A3B-Instruct")
+    takes_features = True
+    splits_videos = True
     engine_facts = ("timestamps",)
     transposed_experts: ClassVar = {"qwen3_vl_moe": ("experts.gate_up_proj", "experts.down_proj")}
     tiny: ClassVar = {
@@ -274,7 +249,7 @@ class Qwen3VL(QwenVL):
             TEXT | experts | mrope([6, 5, 5], mrope_interleaved=True),
             TINY_TOWER_3,
             token_ids=TOKEN_IDS,
-            processor=partial(tiny_processor, "Qwen3VLProcessor", "Qwen3VLVideoProcessor", 16),
+            processor=TINY_PROCESSOR_3,
         )
         for name, experts in (("qwen3_vl", {}), ("qwen3_vl_moe", MOE))
     }
@@ -287,10 +262,6 @@ class Qwen3VL(QwenVL):
             tokens += processor.tokenizer.encode(f"<{stamp:.1f} seconds>", add_special_tokens=False)
             tokens += [processor.vision_start_token_id, *frame, processor.vision_end_token_id]
         return tokens
-
-    def positions(self, config: Any, input_ids: Tensor, shape: MediaShape) -> Tensor:
-        images, videos = grids_of(shape.images), frames_of(grids_of(shape.videos))
-        return mrope_positions(input_ids, self.constants(config), images, videos)
 
     def expand(self, processor: Any, prompt_ids: list[int], shape: MediaShape) -> list[int]:
         expanded = super().expand(processor, prompt_ids, shape)
@@ -347,7 +318,6 @@ def video_grid(video_processor: Any, num_frames: int, height: int, width: int) -
 
 
 def sampled_fps(meta: Mapping[str, Any]) -> float:
-    """Return the sampled frames per second of video."""
     return len(meta["frames_indices"]) / meta["total_num_frames"] * meta["fps"]
 
 

@@ -22,12 +22,12 @@ from verl.utils.registry import Registry
 
 @dataclass(frozen=True)
 class Listed:
-    """A family that is not imported yet, with what its class declares."""
+    """A family that is not imported yet."""
 
     path: str  # module:CLASS in this folder
-    model_types: tuple[str, ...]
-    processors: tuple[str, ...] = ()
-    wholes: Mapping[str, str] = field(default_factory=dict)
+    model_types: tuple[str, ...]  # of the models' configs
+    processors: tuple[str, ...] = ()  # names of classes
+    wholes: Mapping[str, str] = field(default_factory=dict)  # that of the class
 
 
 LISTED = (
@@ -110,7 +110,6 @@ def all_families() -> list[Family]:
 
 
 def media_family_of(config: Any) -> MediaFamily:
-    """Return the family of a model that reads media."""
     family = family_of(config)
     assert isinstance(family, MediaFamily), f"{config.model_type} reads no media"
     return family

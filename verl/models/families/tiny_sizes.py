@@ -25,6 +25,20 @@ def mrope(section: list[int], **extra: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": section, **extra}}
 
 
+def square(edge: int) -> dict[str, int]:
+    return {"height": edge, "width": edge}
+
+
+def tiny_processor(name: str, tokenizer: Any, **options: Any) -> Any:
+    """Build a processor of transformers; parts among its options are pairs of a class and options."""
+    import transformers  # noqa: PLC0415 - imports torchvision, which text models do without
+
+    for option, value in options.items():
+        if isinstance(value, tuple):
+            options[option] = getattr(transformers, value[0])(**value[1])
+    return getattr(transformers, name)(tokenizer=tokenizer, **options)
+
+
 @dataclass(frozen=True)
 class TinyModel:
     """The recipe of a tiny random model; see `verl.models.tiny`."""

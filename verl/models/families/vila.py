@@ -57,9 +57,6 @@ TINY_PARTS: dict[str, Any] = {"text_config": {"model_type": "qwen2"}, "vision_co
 class Vila(VisionFamily):
     """VILA models with a SigLIP tower."""
 
-    model_types = ("vila",)
-    hub_names = ("Efficient-Large-Model/LongVILA-R1-7B", "Efficient-Large-Model/NVILA-Lite-2B-hf-preview")
-    processors = ("VilaProcessor",)
     kinds = ("image", "video")
     folders = PARTS
     embeds_prompts = True
@@ -124,7 +121,8 @@ class Vila(VisionFamily):
         if "grids" in facts:
             return image_units(config, _grids(facts))
         sizes = [size for count, size in passes(config, facts["frames"]) for _ in range(count)]
-        return [sum(sizes)] if Wrapping.of(config.video_encoder).is_pooled else sizes
+        is_pooled = Wrapping.of(config.video_encoder).pools != Wrapping.pools
+        return [sum(sizes)] if is_pooled else sizes
 
     def cut(self, config: Any, medium: Medium, first: int, stop: int) -> Medium:
         if len(self.units(config, medium.facts)) == 1:

@@ -2,27 +2,73 @@
 """The softmax over a chunk of head products in torch operations, on blocks that stay in the cache."""
 
 from collections.abc import Callable, Iterator
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from verl.distributed.device import is_gpu
-from verl.models.head.interface import (
-    HeadProducts,
-    KLGradients,
-    KLStatistics,
-    LogProbGradients,
-    LogProbStatistics,
-    rows_of,
-)
 from verl.models.head.logit_chunks import LogitTransform, spans
 
 BLOCK_ELEMENTS = 1 << 19  # logits whose softmax is taken at once on CPU: 2 MiB of float32 stay in the cache
 BLOCK_ELEMENTS_CUDA = 1 << 22  # two tensors of 16 MiB stay in the L2 cache of an A100 or H100
 
+Columns = TypeVar("Columns", bound=NamedTuple)
+
+
+class HeadProducts(NamedTuple):
+    """Products of M tokens with a head's weight, and the bias and transform that make them logits."""
+
+    values: Tensor  # (M, V), a contiguous part of a chunk
+    bias: Tensor | None  # (V,)
+    transform: LogitTransform
+
+
+class LogProbStatistics(NamedTuple):
+    """Results for M tokens, (M,) each; None where not requested."""
+
+    log_probs: Tensor  # of the targets
+    lse: Tensor  # logarithm of the sum of the exponentials of all logits
+    entropy: Tensor | None
+    sum_squares: Tensor | None  # of the probabilities
+
+
+class LogProbGradients(NamedTuple):
+    """Gradients of M tokens' results, (M,) each, with the results that they need."""
+
+    lse: Tensor
+    log_probs: Tensor  # gradient
+    entropy: Tensor | None  # value; None if the entropy has no gradient
+    grad_entropy: Tensor | None
+
+
+class KLStatistics(NamedTuple):
+    """The KL divergence of M tokens, (M,) each, with p of the policy and q of the reference."""
+
+    kl: Tensor  # below zero only by rounding
+    lse: Tensor  # of the policy
+    mean_gap: Tensor  # sum over the vocabulary of p (policy's logit - reference's logit)
+    ref_lse: Tensor | None = None  # of the reference, if requested
+
+
+class KLGradients(NamedTuple):
+    """Gradients of M tokens' divergence, (M,) each, with the statistics that they need.
+
+    KL(policy || reference) needs `mean_gap`, KL(reference || policy) `ref_lse`; the other one is None.
+    """
+
+    lse: Tensor  # of the policy
+    kl: Tensor  # gradient
+    mean_gap: Tensor | None = None
+    ref_lse: Tensor | None = None
+
 
 class EagerSoftmax:
-    """`HeadSoftmax` in torch operations; the reference for the kernels."""
+    """Statistics of softmax(logits), written into given tensors, and gradients with respect to products.
+
+    Gradients overwrite the policy's products. They are returned in `dtype`, possibly as a view of the same
+    memory whose rows lie apart, and their sum over the tokens is added to `grad_bias` if it is given.
+    """
 
     def log_probs(self, policy: HeadProducts, targets: Tensor, results: LogProbStatistics) -> None:
         for rows in blocks(policy.values):
@@ -98,8 +144,12 @@ class EagerSoftmax:
         return overwrite(policy.values, block_gradient, dtype, grad_bias)
 
 
+def rows_of(columns: Columns, rows: slice) -> Columns:
+    """Return the same named tuple of some of the tokens."""
+    return columns._make(None if column is None else column[rows] for column in columns)
+
+
 def blocks(values: Tensor) -> Iterator[slice]:
-    """Yield the rows of each block."""
     elements = BLOCK_ELEMENTS_CUDA if is_gpu(values.device) else BLOCK_ELEMENTS
     for first, last in spans(len(values), max(1, elements // values.shape[1])):
         yield slice(first, last)

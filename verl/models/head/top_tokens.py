@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from verl.models.head.eager_softmax import blocks, logits_of, overwrite
-from verl.models.head.interface import HeadProducts, rows_of
+from verl.models.head.eager_softmax import HeadProducts, blocks, logits_of, overwrite, rows_of
 from verl.models.head.logit_chunks import (
     HeadLogits,
     LogitTransform,
@@ -39,7 +38,10 @@ def top_tokens(head: HeadLogits, k: int, chunk_bytes: int | None = None) -> TopT
     head = autocast_head(head)
     ids = torch.empty(len(head.hidden), k, dtype=torch.int64, device=head.hidden.device)
     for chunk, (values,) in chunks([head], chunk_rows([head], chunk_bytes)):
-        write_top_ids(HeadProducts(values, head.bias, head.transform), ids[chunk])
+        products, own = HeadProducts(values, head.bias, head.transform), ids[chunk]
+        for rows in blocks(values):
+            z = logits_of(products, rows, torch.promote_types(values.dtype, torch.float32))
+            own[rows] = z.topk(k, dim=1).indices
     return TopTokens(ids, linear_top_log_probs(head, ids, chunk_bytes))
 
 
@@ -103,13 +105,6 @@ class TopGradients(NamedTuple):
     log_probs: Tensor  # (M, k + 1), gradient
     lse: Tensor  # (M,)
     rest: Tensor  # (M,)
-
-
-def write_top_ids(head: HeadProducts, ids: Tensor) -> None:
-    """Write the most likely tokens, (M, k) int64."""
-    for rows in blocks(head.values):
-        z = logits_of(head, rows, torch.promote_types(head.values.dtype, torch.float32))
-        ids[rows] = z.topk(ids.shape[1], dim=1).indices
 
 
 def write_top_log_probs(head: HeadProducts, ids: Tensor, results: TopStatistics) -> None:

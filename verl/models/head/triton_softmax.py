@@ -12,7 +12,8 @@ from torch import Tensor
 
 from verl.distributed.device import module_of
 from verl.models.head import triton_kernels
-from verl.models.head.interface import (
+from verl.models.head.eager_softmax import (
+    EagerSoftmax,
     HeadProducts,
     KLGradients,
     KLStatistics,
@@ -24,8 +25,8 @@ BLOCK = 4096  # logits that a program holds at once
 NUM_WARPS = 8
 
 
-class TritonSoftmax:
-    """`HeadSoftmax` in kernels that read the products once and hold nothing of their size."""
+class TritonSoftmax(EagerSoftmax):
+    """The same in kernels that read the products once and hold nothing of their size."""
 
     def log_probs(self, policy: HeadProducts, targets: Tensor, results: LogProbStatistics) -> None:
         values, bias, transform = policy

@@ -108,7 +108,7 @@ class Recurrence:
 
     segments: tuple[Segment, ...]
     device: torch.device | str = "cpu"  # of the tokens
-    sp: SequenceParallel = field(default_factory=SequenceParallel.none)
+    sp: SequenceParallel = field(default_factory=SequenceParallel)
 
     @property
     def length(self) -> int:

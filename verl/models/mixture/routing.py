@@ -90,7 +90,6 @@ class Routes:
         self._keeps_logits, self._counts_tokens = keeps_logits, by_token
 
     def add(self, result: Any, index: int) -> None:
-        """Add what a router returned."""
         parts = result if isinstance(result, tuple) else (result,)
         logits = parts[index if isinstance(result, tuple) else 0]
         logits = logits.view(-1, logits.shape[-1])

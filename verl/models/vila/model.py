@@ -101,23 +101,18 @@ class VilaForConditionalGeneration(PreTrainedModel, GenerationMixin):
         return super().from_pretrained(name, *args, state_dict=state_dict, **kwargs)
 
     def get_input_embeddings(self) -> nn.Module:
-        """Return the embedding of tokens."""
         return self.llm.get_input_embeddings()
 
     def set_input_embeddings(self, value: nn.Module) -> None:
-        """Replace the embedding of tokens."""
         self.llm.set_input_embeddings(value)
 
     def get_output_embeddings(self) -> nn.Module:
-        """Return the head."""
         return self.llm.get_output_embeddings()
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
-        """Replace the head."""
         self.llm.set_output_embeddings(new_embeddings)
 
     def get_decoder(self) -> nn.Module:
-        """Return the language model without its head."""
         return self.llm.get_decoder()
 
     def patch_features(self, pixels: Tensor) -> Tensor:
@@ -161,30 +156,21 @@ class VilaForConditionalGeneration(PreTrainedModel, GenerationMixin):
     ) -> CausalLMOutputWithPast:
         """Compute logits; features replace the embeddings of the tokens of media, in their order."""
         embeddings: Any = self.get_input_embeddings()(input_ids) if inputs_embeds is None else inputs_embeds
-        features = {
-            self.config.image_token_id: self._images(pixel_values, image_grids),
-            self.config.video_token_id: self._videos(pixel_values_videos, video_frames),
-        }
-        for token, parts in features.items():
-            if parts:
-                place = (input_ids == token)[..., None]
-                embeddings = embeddings.masked_scatter(place, torch.cat(parts).to(embeddings.dtype))
+        features: dict[int, list[Tensor]] = {}
+        if pixel_values is not None:
+            counts = [sum(rows * columns for rows, columns in shape) for shape in image_grids]
+            parts = zip(self.patch_features(pixel_values).split(counts), image_grids, strict=True)
+            features[self.config.image_token_id] = [self.image_features(*part) for part in parts]
+        if pixel_values_videos is not None:
+            videos = self.patch_features(pixel_values_videos).split(list(video_frames))
+            features[self.config.video_token_id] = [self.video_features(part) for part in videos]
+        for token, found in features.items():
+            place = (input_ids == token)[..., None]
+            embeddings = embeddings.masked_scatter(place, torch.cat(found).to(embeddings.dtype))
         outputs = self.get_decoder()(inputs_embeds=embeddings, **kwargs)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.get_output_embeddings()(outputs.last_hidden_state[:, kept])
         return CausalLMOutputWithPast(logits=logits, past_key_values=outputs.past_key_values)
-
-    def _images(self, pixels: Tensor | None, shapes: Sequence[Sequence[Grid]]) -> list[Tensor]:
-        if pixels is None:
-            return []
-        counts = [sum(rows * columns for rows, columns in shape) for shape in shapes]
-        parts = self.patch_features(pixels).split(counts)
-        return [self.image_features(part, shape) for part, shape in zip(parts, shapes, strict=True)]
-
-    def _videos(self, pixels: Tensor | None, lengths: Sequence[int]) -> list[Tensor]:
-        if pixels is None:
-            return []
-        return [self.video_features(part) for part in self.patch_features(pixels).split(list(lengths))]
 
 
 def chessboard(tiles: Tensor, grid: Grid) -> Tensor:

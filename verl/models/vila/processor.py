@@ -58,7 +58,6 @@ class VilaProcessor:
 
     @classmethod
     def from_pretrained(cls, name: Any, **kwargs: Any) -> "VilaProcessor":
-        """Load tokenizer, settings and config from a folder or hub model."""
         options = {key: kwargs[key] for key in ("cache_dir", "token", "revision") if key in kwargs}
         tokenizer = AutoTokenizer.from_pretrained(name, subfolder=LLM, **options)
         file = cached_file(name, SETTINGS, subfolder=TOWER, **options)
@@ -67,7 +66,6 @@ class VilaProcessor:
         return cls(tokenizer, settings, VilaConfig.from_pretrained(name, **options))
 
     def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:
-        """Write the tokenizer and the settings into their folders."""
         folder = Path(save_directory)
         self.tokenizer.save_pretrained(folder / LLM)
         (folder / TOWER).mkdir(parents=True, exist_ok=True)
@@ -78,7 +76,6 @@ class VilaProcessor:
         return self.tokenizer.apply_chat_template(messages, chat_template=self.chat_template, **kwargs)
 
     def decode(self, *args: Any, **kwargs: Any) -> str:
-        """Return the text of tokens."""
         return self.tokenizer.decode(*args, **kwargs)
 
     def __call__(
@@ -110,11 +107,9 @@ class VilaProcessor:
         return BatchFeature(inputs)
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text."""
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def image_tokens(self, shape: Sequence[Grid]) -> list[int]:
-        """Return the tokens of an image of these grids."""
         after = self.encode(NEWLINE) if self.config.image_aspect_ratio == "dynamic" and len(shape) > 1 else []
         units = image_units(self.config, shape)
         tiles = self._wrapped(self.image_token_id, units, self.config.image_encoder)
@@ -153,5 +148,4 @@ class VilaTokenizer:
 
     @classmethod
     def from_pretrained(cls, name: Any, *args: Any, **kwargs: Any) -> Any:
-        """Load the tokenizer of the language model."""
         return AutoTokenizer.from_pretrained(name, *args, subfolder=LLM, **kwargs)

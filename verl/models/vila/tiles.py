@@ -114,11 +114,6 @@ class Wrapping:
             tuple(pools) or cls.pools,
         )
 
-    @property
-    def is_pooled(self) -> bool:
-        """True if features of several patches or frames become one."""
-        return self.pools != Wrapping.pools
-
 
 def image_units(config: VilaConfig, shape: Sequence[Grid]) -> list[int]:
     """Return the features of each part of an image: its tiles, or all of its scales together."""

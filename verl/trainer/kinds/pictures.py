@@ -6,43 +6,39 @@ and checkpoints are those of text.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from verl.config.data import DataConfig
 from verl.config.rollout import RolloutConfig
-from verl.config.trainer import TrainerConfig
 from verl.config.worker import WorkerConfig
 from verl.data.media.cache import MediaCache
 from verl.data.media.sizes import MediaOptions
 from verl.data.readers import Readers, load_readers
 from verl.diffusion.engine import FinishedPicture
-from verl.diffusion.families.registry import family_of
-from verl.diffusion.files import downloaded
-from verl.diffusion.options import trained_steps
+from verl.diffusion.families.registry import downloaded, family_of
+from verl.diffusion.options import size_of, trained_steps
 from verl.diffusion.worker import DiffusionWorker
 from verl.logger.tracker import Tracker
 from verl.protocol import DataProto, objects
 from verl.single_controller.worker import Worker
-from verl.trainer.kinds.picture_samples import picture_columns
+from verl.trainer.kinds.text import TextRun
 from verl.trainer.model_checks import export_checkpoints
+from verl.trainer.reward_samples import Response, SampledRows
 from verl.trainer.rollouts.engines import Engines
 from verl.trainer.rollouts.picture_log import PictureFiles, PictureLog
 from verl.trainer.rollouts.rollout_log import RolloutLog
 from verl.trainer.rollouts.sampler import SAMPLED_FROM, Sampler
 from verl.trainer.rollouts.scores import Scoring
 
+SHADES = {"black": 0.0, "gray": 0.5, "white": 1.0}  # of blank pictures
 
-@dataclass(frozen=True)
-class PictureRun:
-    """The `RunKind` of pictures and videos."""
 
-    data: DataConfig
-    worker: WorkerConfig
-    trainer: TrainerConfig
+class PictureRun(TextRun):
+    """Builds the parts of a trainer for pictures and videos."""
 
     @property
     def worker_class(self) -> type[Worker]:
@@ -110,3 +106,21 @@ class PictureSampler(Sampler):
 
     def _width(self, responses: Sequence[Any], max_tokens: int) -> int:
         return len(responses[0].token_ids)  # another number in validation
+
+
+def picture_columns(pixels: Tensor) -> dict[str, Any]:
+    """Return the inputs that stand for a response: an image (3, H, W), or a video (F, 3, H, W), in [0, 1]."""
+    return {"images" if pixels.ndim == 3 else "videos": pixels, "response": "", "response_length": 0}
+
+
+def sample_pictures(rows: SampledRows, count: int, worker: WorkerConfig) -> list[Response]:
+    """Make three blank pictures, of the run's size, for each of the first usable rows."""
+    family = family_of(downloaded(worker.actor.model))
+    size = size_of(worker.rollout, family)
+    image = torch.ones(3, size.height, size.width)
+    blank = image if family.makes == "images" else image.expand(size.frames, -1, -1, -1)
+    return [
+        Response(f"row {row}, {name}", row, row, columns | picture_columns(shade * blank))
+        for row, columns in rows.first(count).items()
+        for name, shade in SHADES.items()
+    ]

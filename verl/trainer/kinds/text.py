@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs of a policy for text, after prompts of text and media."""
+"""Parts of a run of reinforcement learning that depend on what its policy makes: here text."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ from verl.workers.fsdp_worker import FSDPWorker
 
 @dataclass(frozen=True)
 class TextRun:
-    """The `RunKind` of text."""
+    """Builds the parts of a trainer for prompts of text and media; a run of another kind overrides them."""
 
     data: DataConfig
     worker: WorkerConfig
@@ -30,9 +30,11 @@ class TextRun:
 
     @property
     def worker_class(self) -> type[Worker]:
+        """The worker of processes that train and sample."""
         return FSDPWorker
 
     def readers(self, media: MediaOptions, cache: MediaCache) -> Readers:
+        """Load the readers of prompts, and check them."""
         multi_turn = self.worker.rollout.multi_turn
         tools = schemas_of(multi_turn)
         readers = load_readers(self.worker.actor.model, self.data.override_chat_template, media, cache, tools)
@@ -51,6 +53,7 @@ class TextRun:
     def sampler(
         self, engines: Engines, reward: Any, readers: Readers, tracker: Tracker, rollout_log: RolloutLog
     ) -> Sampler:
+        """Return the sampler, which also has responses scored."""
         shows_training = self.trainer.async_training.samples_ahead
         is_silent = self.worker.rollout.disable_tqdm or shows_training
         on_progress = None if is_silent else tracker.progress

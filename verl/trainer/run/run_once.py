@@ -35,7 +35,7 @@ from verl.workers.warm_up import import_sft_worker, imports_of
 if TYPE_CHECKING:  # this module is imported before torch
     from verl.trainer.training_loop import TrainingLoop
 
-downloaded = deferred("verl.diffusion.files", "downloaded")  # imports torch
+downloaded = deferred("verl.diffusion.families.registry", "downloaded")  # imports torch
 
 
 def run_once(config: RunTree, wait_s: float | None = None) -> ExitStatus:

@@ -96,7 +96,7 @@ class PackedForward(RowForward):
         | None = None,  # the ranks that shard each sequence; the gradient is the sum of theirs
         tower: FrozenTower | None = None,  # provides the features of media instead of the model's own tower
     ) -> None:
-        super().__init__(model, device, SequenceParallel.none() if sp is None else sp)
+        super().__init__(model, device, SequenceParallel() if sp is None else sp)
         self.config, self.media, self.tower = config, media, tower
         self.family = family_of(config)
         self.reader = self.family if isinstance(self.family, MediaFamily) else None

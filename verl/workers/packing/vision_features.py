@@ -72,7 +72,7 @@ class FrozenTower:
         self.family = media_family_of(config)
         self._blank = self.family.example(config, media.processor).media
         self.device, self.dtype = device, dtype
-        self.sp = sp or SequenceParallel.none()
+        self.sp = sp or SequenceParallel()
         self.num_encoded = 0
         self.held: dict[str, Entry] | None = None
         self._folder = None if folder is None else MediaFolder(folder)

@@ -6,7 +6,9 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+BLANK_FRAMES, EXAMPLE_FRAMES = 4, 30  # of mel features: 1 and 7 tokens
 FRAMES_OF_TOKEN = 2  # of an encoder's layers, which are pooled
+TINY_EXTRACTOR = ("WhisperFeatureExtractor", {"feature_size": 32, "return_attention_mask": True})
 MEL = "input_features"  # (mel frames, mel bins) of a clip
 
 

@@ -15,28 +15,21 @@ import torch
 from torch import Tensor, nn
 
 from verl.distributed.device import to_device
-from verl.models.families.audio.mel import FRAMES_OF_TOKEN, MEL, audio_tokens, mel_features, num_mel_frames
-from verl.models.families.interface import (
-    ExampleRow,
-    Kind,
-    MediaShape,
-    Medium,
-    MediumShape,
-    Sense,
-    example_pixels,
+from verl.models.families.audio.mel import (
+    BLANK_FRAMES,
+    EXAMPLE_FRAMES,
+    FRAMES_OF_TOKEN,
+    MEL,
+    TINY_EXTRACTOR,
+    audio_tokens,
+    mel_features,
+    num_mel_frames,
 )
-from verl.models.families.mrope import MropeConstants, mrope_positions
-from verl.models.families.qwen_vl import (
-    TINY_TOWER,
-    Qwen25VL,
-    grids_of,
-    sampled_fps,
-    time_factor,
-    tiny_vision_processors,
-)
-from verl.models.families.tiny_sizes import TEXT, TinyModel, mrope
+from verl.models.families.interface import ExampleRow, Kind, Medium, MediumShape, Sense, example_pixels
+from verl.models.families.mrope import MropeConstants
+from verl.models.families.qwen_vl import TINY_TOWER, PatchGridFamily, sampled_fps, time_factor, tiny_parts
+from verl.models.families.tiny_sizes import TEXT, TinyModel, mrope, tiny_processor
 
-BLANK_FRAMES, EXAMPLE_FRAMES = 4, 30  # of mel features: 1 and 7 tokens
 CHUNK_S = 2  # seconds of a turn of a video's patches and its sound
 PATCH_FRAMES = 2  # frames of a temporal patch
 TALKER_TOKENS = (
@@ -47,17 +40,6 @@ TINY_EARS = dict(
     num_mel_bins=32, d_model=64, encoder_layers=2, encoder_attention_heads=4, encoder_ffn_dim=128,
     output_dim=128, max_source_positions=200,
 )  # fmt: skip
-
-
-def tiny_processor(name: str, patch_size: int, tokenizer: Any) -> Any:
-    """Return a processor for images of 4 to 64 tokens and audio of at most 30 seconds."""
-    import transformers  # noqa: PLC0415 - these import torchvision, which text models do without
-
-    return getattr(transformers, name)(
-        **tiny_vision_processors("Qwen2VLVideoProcessor", patch_size),
-        feature_extractor=transformers.WhisperFeatureExtractor(feature_size=32, return_attention_mask=True),
-        tokenizer=tokenizer,
-    )
 
 
 def tiny_tokens(start: str, audio: str, end: str, option: str) -> dict[str, Any]:
@@ -74,7 +56,7 @@ def tiny_tokens(start: str, audio: str, end: str, option: str) -> dict[str, Any]
     )
 
 
-class Qwen25Omni(Qwen25VL):
+class Qwen25Omni(PatchGridFamily):
     """Qwen2.5-Omni (https://arxiv.org/abs/2503.20215), section 2.2.
 
     Audio has a token for each 40 ms, and positions like text. Times of videos count 25 positions a second. In
@@ -84,9 +66,6 @@ class Qwen25Omni(Qwen25VL):
     also `turns`: kind and number of the temporal patches or audio tokens that follow each other.
     """
 
-    model_types = ("qwen2_5_omni_thinker",)
-    processors = ("Qwen2_5OmniProcessor",)
-    hub_names = ("Qwen/Qwen2.5-Omni-3B", "Qwen/Qwen2.5-Omni-7B")
     wholes: ClassVar = {"qwen2_5_omni": "thinker_config"}
     hub_prefix = "thinker."
     unread = ("talker.", "token2wav.")
@@ -94,7 +73,7 @@ class Qwen25Omni(Qwen25VL):
     kinds = ("image", "video", "audio")
     media_owner = ""
     tower = "visual"
-    takes_features = False
+    seconds_input = "video_second_per_grid"
     engine_patches = (
         "take_times_of_videos", "size_frames_as_the_files_say", "take_turns_of_videos_and_their_sound",
     )  # fmt: skip
@@ -113,7 +92,9 @@ class Qwen25Omni(Qwen25VL):
                 "talker_config": dict.fromkeys(TALKER_TOKENS, 0),
             },
             **tiny_tokens("<|audio_bos|>", "<|AUDIO|>", "<|audio_eos|>", "token_index"),
-            processor=partial(tiny_processor, "Qwen2_5OmniProcessor", 14),
+            processor=partial(
+                tiny_processor, "Qwen2_5OmniProcessor", **tiny_parts(14), feature_extractor=TINY_EXTRACTOR
+            ),
         )
     }
 
@@ -170,12 +151,6 @@ class Qwen25Omni(Qwen25VL):
             super().constants(config), tokens_per_second=self.per_second, shared_edges=self.shared_edges
         )
 
-    def positions(self, config: Any, input_ids: Tensor, shape: MediaShape) -> Tensor:
-        turns = [video.facts.get("turns") for video in shape.videos]
-        factors = [time_factor(video.facts["second_per_grid_ts"], self.per_second) for video in shape.videos]
-        images, videos = grids_of(shape.images), grids_of(shape.videos)
-        return mrope_positions(input_ids, self.constants(config), images, videos, factors, turns)
-
     # --- model inputs and features
 
     def audio_inputs(self, processor: Any, samples: np.ndarray) -> dict[str, Tensor]:
@@ -185,8 +160,6 @@ class Qwen25Omni(Qwen25VL):
         inputs: dict[str, Tensor] = {}
         if seen := [medium for medium in media if medium.kind != "audio"]:
             inputs |= super().own_inputs(seen)
-            seconds = inputs.pop("second_per_grid_ts", None)
-            inputs |= {} if seconds is None else {"video_second_per_grid": seconds}
         if heard := [medium.tensors[MEL] for medium in media if medium.kind == "audio"]:
             inputs[MEL] = nn.utils.rnn.pad_sequence(heard, batch_first=True).transpose(1, 2)
             masks = [torch.ones(len(clip), dtype=torch.int64, device=clip.device) for clip in heard]
@@ -262,8 +235,10 @@ class Qwen25Omni(Qwen25VL):
 
     def example(self, config: Any, processor: Any, generator: torch.Generator | None = None) -> ExampleRow:
         image = super().example(config, processor, generator)
-        audio = _audio(config, BLANK_FRAMES if generator is None else EXAMPLE_FRAMES, generator)
-        tokens = [config.audio_token_id] * self.audio_tokens(audio.facts["frames"])
+        frames = BLANK_FRAMES if generator is None else EXAMPLE_FRAMES
+        values = example_pixels((frames, config.audio_config.num_mel_bins), generator)
+        audio = Medium("audio", {MEL: values}, {"frames": frames})
+        tokens = [config.audio_token_id] * self.audio_tokens(frames)
         ids = torch.tensor([config.audio_start_token_id, *tokens, config.audio_end_token_id])
         return ExampleRow(torch.cat([image.input_ids, ids]), [*image.media, audio])
 
@@ -274,8 +249,3 @@ class Qwen25Omni(Qwen25VL):
         if videos:
             options["second_per_grid_ts"] = [PATCH_FRAMES / sampled_fps(meta) for meta in videos]
         return options
-
-
-def _audio(config: Any, frames: int, generator: torch.Generator | None = None) -> Medium:
-    values = example_pixels((frames, config.audio_config.num_mel_bins), generator)
-    return Medium("audio", {MEL: values}, {"frames": frames})

@@ -2,6 +2,7 @@
 """Qwen2-Audio: Whisper's encoder, whose frames are pooled in pairs, and a language model that hears only."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -11,26 +12,20 @@ from torch import Tensor, nn
 from verl.distributed.device import to_device
 from verl.models.attention.interface import VISION_ATTENTION
 from verl.models.families.audio.mel import (
+    BLANK_FRAMES,
+    EXAMPLE_FRAMES,
     FRAMES_OF_TOKEN,
     MEL,
+    TINY_EXTRACTOR,
     audio_tokens,
     encoded_frames,
     mel_features,
     num_mel_frames,
 )
 from verl.models.families.interface import ExampleRow, MediaFamily, Medium, MediumShape, Sense, example_pixels
-from verl.models.families.tiny_sizes import TEXT, TinyModel
+from verl.models.families.tiny_sizes import TEXT, TinyModel, tiny_processor
 
-BLANK_FRAMES, EXAMPLE_FRAMES = 4, 30  # of mel features: 1 and 7 tokens
 SPEECH_TOKENS = ("<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>")
-
-
-def tiny_processor(tokenizer: Any) -> Any:
-    """Return a processor for audio of at most 30 seconds."""
-    import transformers  # noqa: PLC0415 - text models do without
-
-    extractor = transformers.WhisperFeatureExtractor(feature_size=32, return_attention_mask=True)
-    return transformers.Qwen2AudioProcessor(feature_extractor=extractor, tokenizer=tokenizer)
 
 
 class Qwen2Audio(MediaFamily):
@@ -43,9 +38,6 @@ class Qwen2Audio(MediaFamily):
     clip. Its tensor has up to two frames more, which the convolutions see.
     """
 
-    model_types = ("qwen2_audio",)
-    processors = ("Qwen2AudioProcessor",)
-    hub_names = ("Qwen/Qwen2-Audio-7B-Instruct", "Qwen/Qwen2-Audio-7B")
     kinds = ("audio",)
     tower_attention = VISION_ATTENTION
     takes_features = True
@@ -63,7 +55,7 @@ class Qwen2Audio(MediaFamily):
             },
             token_ids={"audio_token_index": "<|AUDIO|>"},
             sound="<|audio_bos|><|AUDIO|><|audio_eos|>",
-            processor=tiny_processor,
+            processor=partial(tiny_processor, "Qwen2AudioProcessor", feature_extractor=TINY_EXTRACTOR),
         )
     }  # fmt: skip
 

@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from verl.models.families.audio.mel import MEL, encoded_frames
-from verl.models.families.audio.qwen2_5_omni import TINY_EARS, Qwen25Omni, tiny_processor, tiny_tokens
+from verl.models.families.audio.mel import MEL, TINY_EXTRACTOR, encoded_frames
+from verl.models.families.audio.qwen2_5_omni import TINY_EARS, Qwen25Omni, tiny_tokens
 from verl.models.families.interface import Kind, Medium
-from verl.models.families.qwen_vl import TINY_TOWER_3, time_factor
-from verl.models.families.tiny_sizes import MOE, TEXT, TinyModel, mrope
+from verl.models.families.qwen_vl import TINY_TOWER_3, time_factor, tiny_parts
+from verl.models.families.tiny_sizes import MOE, TEXT, TinyModel, mrope, tiny_processor
 
 CHUNK_FRAMES, CHUNK_TOKENS = 100, 13  # of a second, which the convolutions see on its own
 
@@ -31,9 +31,6 @@ class Qwen3Omni(Qwen25Omni):
     is padded to a whole chunk of the convolutions, which leak the padding, instead of to the longest chunk.
     """
 
-    model_types = ("qwen3_omni_moe_thinker",)
-    processors = ("Qwen3OmniMoeProcessor",)
-    hub_names = ("Qwen/Qwen3-Omni-30B-A3B-Instruct", "Qwen/Qwen3-Omni-30B-A3B-Thinking")
     wholes: ClassVar = {"qwen3_omni_moe": "thinker_config"}
     unread = ("talker.", "code2wav.")
     unread_files = ()
@@ -52,7 +49,9 @@ class Qwen3Omni(Qwen25Omni):
             audio=TINY_EARS | dict(n_window_infer=200, downsample_hidden_size=16, initializer_range=0.1),
             whole={"architectures": ["Qwen3OmniMoeForConditionalGeneration"], "enable_audio_output": False},
             **tiny_tokens("<|audio_start|>", "<|audio_pad|>", "<|audio_end|>", "token_id"),
-            processor=partial(tiny_processor, "Qwen3OmniMoeProcessor", 16),
+            processor=partial(
+                tiny_processor, "Qwen3OmniMoeProcessor", **tiny_parts(16), feature_extractor=TINY_EXTRACTOR
+            ),
         )
     }
 
