@@ -6,16 +6,16 @@ import pytest
 from tests.architecture.shape import measure
 
 CEILINGS = {
-    "lines": 73_430,
-    "files": 503,
+    "lines": 72_835,
+    "files": 491,
     "percent of the largest room": 15,
     "files over 400 lines": 0,
-    "files under 60 lines": 68,
-    "files that share a name": 81,
+    "files under 60 lines": 64,
+    "files that share a name": 77,
     "longest function": 45,
-    "functions that take PPOConfig": 12,
+    "functions that take PPOConfig": 9,
     "modules below the trainer": 129,
-    "modules below the actor": 64,
+    "modules below the actor": 63,
     "modules below the data set": 62,
     "lines of README.md": 175,
 }
