@@ -46,6 +46,17 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
     assert record["last_actor_path"] == str(tmp_path / "global_step_5" / "actor")
 
 
+def test_after_a_resume_from_an_earlier_step_the_last_written_are_kept(tmp_path):
+    for step in (5, 10, 15):
+        save(CheckpointTracker(tmp_path, save_limit=3), step)
+        os.utime(tmp_path / f"global_step_{step}", (step, step))
+
+    for step in (6, 7):
+        save(CheckpointTracker(tmp_path, save_limit=2), step)
+
+    assert steps(tmp_path) == [6, 7]
+
+
 def test_old_steps_stay_until_the_new_one_is_complete(tmp_path):
     tracker = CheckpointTracker(tmp_path, save_limit=1)
     save(tracker, 1)

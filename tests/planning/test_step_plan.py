@@ -86,6 +86,16 @@ def test_an_epoch_has_whole_steps_of_whole_loader_batches():
     assert make_plan(small, 100).training_steps == 6  # 6 batches of 16 make 3 steps
 
 
+def test_a_resumed_run_has_the_steps_that_its_epochs_have_left_whatever_its_batches_were():
+    config = make_config(total_epochs=2)  # 32 rows a step: 192 of 2 x 100 rows
+
+    assert make_plan(config, 100, (4, 4 * 32)).training_steps == 6  # as without a stop
+    assert make_plan(config, 100, (8, 8 * 16)).training_steps == 10  # two steps of 32 are left
+    assert make_plan(config, 100, (1, 64)).training_steps == 5
+    assert make_plan(config, 100, (7, 7 * 64)).training_steps == 7  # of three epochs: nothing is left
+    assert make_plan(make_config(max_steps=3), 100, (2, 64)).training_steps == 3
+
+
 def test_too_few_rows_for_a_step_are_an_error():
     config, small = make_config(), make_config(max_steps=3)
     small = replace(small, data=replace(small.data, mini_rollout_batch_size=16))

@@ -92,11 +92,16 @@ class CheckpointTracker:
     def _prune(self) -> None:
         if self.save_limit <= 0:
             return
-        kept = set(sorted(self._steps(), reverse=True)[: self.save_limit])
+        # A run that resumed from an earlier step writes smaller numbers than those that it leaves behind.
+        newest = sorted(self._steps(), key=lambda step: (self._written_ns(step), step), reverse=True)
+        kept = set(newest[: self.save_limit])
         kept |= {self.record.last_global_step, self.record.best_global_step}
         for step in self._steps():
             if step not in kept:
                 shutil.rmtree(self.root / f"global_step_{step}")
+
+    def _written_ns(self, step: int) -> int:
+        return (self.root / f"global_step_{step}").stat().st_mtime_ns
 
     def _steps(self) -> list[int]:
         matches = [STEP_FOLDER.fullmatch(folder.name) for folder in self.root.iterdir()]

@@ -47,8 +47,11 @@ def table(lines: Sequence[PlanLine]) -> str:
     return text
 
 
-def make_plan(config: PPOConfig, dataset_size: int | None = None) -> StepPlan:
+def make_plan(config: PPOConfig, dataset_size: int | None = None, done: tuple[int, int] = (0, 0)) -> StepPlan:
     """Plan a step of reinforcement learning; `dataset_size` counts usable training rows.
+
+    The steps are those of the whole run: those `done` before it resumed, given with the rows in their
+    batches, whatever size these had, and those that its epochs have left.
 
     Raises:
         ValueError: There are too few rows for a step.
@@ -66,7 +69,7 @@ def make_plan(config: PPOConfig, dataset_size: int | None = None) -> StepPlan:
     optimizer_steps = prompts // actor.global_batch_size * actor.ppo_epochs
     step, size_of_batch = ("data.rollout_batch_size", prompts), config.loader_batch_size
     batch = ("data.mini_rollout_batch_size", size_of_batch) if size_of_batch < prompts else step
-    steps = _count_steps(config.trainer, dataset_size, step, batch)
+    steps = _count_steps(config.trainer, dataset_size, step, batch, done)
     lines = (
         HEADING,
         _processes(config.trainer),
@@ -87,12 +90,14 @@ def make_plan(config: PPOConfig, dataset_size: int | None = None) -> StepPlan:
     return StepPlan(table(lines), steps)
 
 
-def make_sft_plan(config: SFTConfig, dataset_size: int | None = None) -> StepPlan:
+def make_sft_plan(
+    config: SFTConfig, dataset_size: int | None = None, done: tuple[int, int] = (0, 0)
+) -> StepPlan:
     """Plan a step of supervised fine-tuning; see `make_plan`."""
     actor, max_length = config.worker.actor, config.data.max_length
     rows = actor.global_batch_size // config.dp_size
     step = ("worker.actor.global_batch_size", actor.global_batch_size)
-    steps = _count_steps(config.trainer, dataset_size, step, step)
+    steps = _count_steps(config.trainer, dataset_size, step, step, done)
     lines = (
         HEADING,
         _processes(config.trainer),
@@ -106,7 +111,11 @@ def make_sft_plan(config: SFTConfig, dataset_size: int | None = None) -> StepPla
 
 
 def _count_steps(
-    trainer: RunConfig, dataset_size: int | None, step: tuple[str, int], batch: tuple[str, int]
+    trainer: RunConfig,
+    dataset_size: int | None,
+    step: tuple[str, int],
+    batch: tuple[str, int],
+    done: tuple[int, int],
 ) -> int | None:
     """Count the steps of a run from the options and rows of a step and of a loader batch."""
     # Steps may reach over the end of an epoch. An epoch consists of whole loader batches, and those of whole
@@ -118,7 +127,9 @@ def _count_steps(
         )
     if trainer.max_steps is not None or dataset_size is None:
         return trainer.max_steps
-    return dataset_size // batch[1] * batch[1] // step[1] * trainer.total_epochs
+    steps_of_epoch = dataset_size // batch[1] * batch[1] // step[1]
+    left = steps_of_epoch * step[1] * trainer.total_epochs - done[1]
+    return done[0] + max(0, left // step[1])
 
 
 def _processes(trainer: RunConfig) -> PlanLine:

@@ -55,7 +55,7 @@ from verl.trainer.rollouts.group_stream import PartialRollouts
 from verl.trainer.rollouts.sampler import Sampler
 from verl.trainer.rollouts.schedule import InTurn, OneStepAhead, Schedule
 from verl.trainer.rollouts.stream import Stream
-from verl.trainer.run.checkpointing import PPORunState, RunState
+from verl.trainer.run.checkpointing import PPORunState, RunState, done_before
 from verl.trainer.run.resuming import check_resume, origin_of
 from verl.trainer.served_teachers import ServedTeachers
 from verl.trainer.sft_trainer import SFTTrainer
@@ -85,32 +85,32 @@ def build_trainer(run: PreparedRun[PPOConfig], stack: ExitStack) -> RayPPOTraine
         loaders = open_prompts(data, config.distillation, readers, folder, media, cache)
         origin = origin_of(config, planned_ppo(config).models)
         checkpoint = check_resume(config, origin, loaders.train)
-    training_steps = make_plan(config, num_rows(loaders)).training_steps or 0
-
-    shared = model_options(pool, training_steps, data, config.distillation, media, cache)
+    rows = data.rollout_batch_size
+    steps = make_plan(config, num_rows(loaders), done_before(checkpoint, rows)).training_steps or 0
     options = ppo_options(
-        shared, data, algorithm, config.models, has_old_pass=StepNeeds.of(config).old_pass,
-        tools=readers.tools, in_lockstep=trainer.async_training.deterministic,
+        model_options(pool, steps, data, config.distillation, media, cache), data, algorithm, config.models,
+        has_old_pass=StepNeeds.of(config).old_pass, tools=readers.tools,
+        in_lockstep=trainer.async_training.deterministic,
     )  # fmt: skip
     servers.start_own()
     workers, engines = start_workers_and_engines(
         stack, pool, processes, kind.worker_class, worker, trainer, options, config.num_devices
     )
     servers.start_shared_and_wait(workers.processes)
-    tracker = stack.enter_context(open_tracker(config, training_steps, checkpoint))
+    tracker = stack.enter_context(open_tracker(config, steps, checkpoint))
 
     rollout_log = kind.rollout_log(readers)
     sampler = kind.sampler(engines, reward, readers, tracker, rollout_log)
     mini_batches = {role: section.global_batch_size for role, section in config.trained_roles.items()}
     collector = make_collector(sampler, loaders.train, mini_batches, data, algorithm, trainer, worker.reward)
     at_once = worker.rollout.sequences_at_once(is_gpu(pool.device))
-    sampling = make_schedule(engines, collector, trainer.async_training, training_steps, at_once)
+    sampling = make_schedule(engines, collector, trainer.async_training, steps, at_once)
     balancer = Balancer(config.dp_size, worker.rollout.n, mini_batches, worker.actor.share_prompt)
     prime = [PrimeRewards(workers, balancer, worker.prime.update)] if algorithm.use_prime else []
     stages = [*prime, *([servers.metrics] if servers.models else [])]
     validator = make_validator(sampler, workers, loaders.val, data, worker, trainer, config.dp_size)
     controllers = get_kl_controller(algorithm), get_entropy_controller(worker.actor)
-    run_state = PPORunState(trainer, training_steps, *controllers, workers, loaders.train, sampling, origin)
+    run_state = PPORunState(trainer, steps, rows, *controllers, workers, loaders.train, sampling, origin)
     teachers = open_served_teachers(config.distillation, servers)
     return RayPPOTrainer(
         config, workers, sampling, balancer, stages, validator, run_state, rollout_log, tracker, teachers
@@ -131,12 +131,14 @@ def build_sft_trainer(run: PreparedRun[SFTConfig], stack: ExitStack) -> SFTTrain
         loaders = make_sft_loaders(data, worker.actor.global_batch_size, readers, folder, teachers)
         origin = origin_of(config, planned_sft(config).models)
         checkpoint = check_resume(config, origin, loaders.train)
-    training_steps = make_sft_plan(config, num_rows(loaders)).training_steps or 0
+    rows = worker.actor.global_batch_size
+    done = done_before(checkpoint, rows)
+    training_steps = make_sft_plan(config, num_rows(loaders), done).training_steps or 0
 
     options = model_options(pool, training_steps, data, config.distillation, media, cache)
     workers = start_workers(stack, pool, processes, SFTWorker, worker, options, trainer.worker_timeout_s)
     tracker = stack.enter_context(open_tracker(config, training_steps, checkpoint))
-    run_state = RunState(trainer, training_steps, workers, loaders.train, origin)
+    run_state = RunState(trainer, training_steps, rows, workers, loaders.train, origin)
     batches = endless(loaders.train)
     return SFTTrainer(trainer, workers, batches, loaders.val, config.dp_size, run_state, tracker)
 

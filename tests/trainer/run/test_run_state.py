@@ -16,7 +16,14 @@ from verl.data.readers import Readers, load_tokenizer
 from verl.models.tiny import save_tiny_model
 from verl.trainer.rollouts.engines import SharedEngines
 from verl.trainer.rollouts.schedule import InTurn
-from verl.trainer.run.checkpointing import GROUPS_FILE, LOADER_FILE, STATE_FILE, PPORunState
+from verl.trainer.run.checkpointing import (
+    GROUPS_FILE,
+    LOADER_FILE,
+    STATE_FILE,
+    Done,
+    PPORunState,
+    done_before,
+)
 from verl.trainer.setup import endless
 
 FILTERING = {"online_filtering": True}
@@ -52,6 +59,7 @@ def start_run(folder, model, rows, manager, trainer=None, **options):
     return PPORunState(
         config.trainer,
         100,
+        4,
         FixedKLController(0.1),
         FixedEntropyController(0.0),
         engine,
@@ -102,6 +110,27 @@ def test_a_run_that_was_stopped_continues_with_the_carried_groups(
         resumed.collector.num_carried == stopped.collector.num_carried == before[-1][3]["filter/carried_out"]
     )
     assert before + run_steps(resumed, 6) == unbroken
+
+
+def test_a_checkpoint_counts_the_rows_of_all_steps_whatever_their_batches(
+    model, rows, reward_manager, tmp_path
+):
+    state = start_run(tmp_path, model, rows, reward_manager)
+    run_steps(state, 3)
+    state.save()
+    state.flush()
+    resumed = start_run(tmp_path, model, rows, reward_manager)
+    resumed.rows_per_step = 10
+    resumed.load()
+    resumed.step += 2
+    folder = tmp_path / "global_step_3"
+
+    assert (resumed.before, resumed.rows) == (Done(3, 12), 32)
+    assert done_before(folder, 10) == Done(3, 12) and done_before(None, 10) == Done()
+    older = json.loads((folder / STATE_FILE).read_text())
+    older.pop("rows")
+    (folder / STATE_FILE).write_text(json.dumps(older))
+    assert done_before(folder, 10) == Done(3, 30)
 
 
 def test_groups_are_carried_over_the_checkpoints_that_are_compared(model, rows, reward_manager, tmp_path):
@@ -179,6 +208,7 @@ def test_a_run_that_only_validates_resumes_from_a_checkpoint_without_training_ro
     run_state = PPORunState(
         config.trainer,
         0,
+        4,
         FixedKLController(0.1),
         FixedEntropyController(0.0),
         engine,

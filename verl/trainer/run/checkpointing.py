@@ -37,6 +37,25 @@ class ResumableLoader(Protocol):
     def load_state_dict(self, state: Mapping[str, Any], *, allow_changes: bool = False) -> None: ...
 
 
+class Done(NamedTuple):
+    """What a run did before it resumed."""
+
+    steps: int = 0
+    rows: int = 0  # in the batches of these steps, whatever the size of a batch was
+
+
+NOTHING = Done()
+
+
+def done_before(checkpoint: Path | None, rows_per_step: int) -> Done:
+    """Return what a checkpoint's run had done; an older one did not record its rows, and counts as now."""
+    if checkpoint is None:
+        return NOTHING
+    step = checkpoint_step(checkpoint)
+    rows = json.loads((checkpoint / STATE_FILE).read_text()).get("rows")
+    return Done(step, step * rows_per_step if rows is None else rows)
+
+
 class PendingCheckpoint(NamedTuple):
     """A checkpoint that is being written."""
 
@@ -58,12 +77,15 @@ class RunState:
         self,
         config: RunConfig,
         training_steps: int,
+        rows_per_step: int,
         workers: RayWorkerGroup,
         loader: ResumableLoader | None,
         origin: Mapping[str, Any] | None = None,
     ) -> None:
         self.config = config
         self.training_steps = training_steps
+        self.rows_per_step = rows_per_step
+        self.before = NOTHING  # what was done when the run resumed
         self.workers = workers
         self.loader = loader  # None in a run that only validates
         self.origin = origin  # what checkpoints record for `check_resume`
@@ -82,6 +104,11 @@ class RunState:
         if self._pending is not None:
             return self._pending.step == self.step
         return self.saved is not None and checkpoint_step(self.saved) == self.step
+
+    @property
+    def rows(self) -> int:
+        """Rows in the batches of all steps."""
+        return self.before.rows + (self.step - self.before.steps) * self.rows_per_step
 
     def is_due(self, frequency: int) -> bool:
         """Return whether an action of every `frequency` steps, and of the last step, is due now."""
@@ -138,6 +165,7 @@ class RunState:
         if self.loader is not None:
             where = torch.load(folder / LOADER_FILE, weights_only=True)
             self.loader.load_state_dict(where, allow_changes=self.config.allow_changed_inputs)
+        self.before = done_before(folder, self.rows_per_step)
         state = json.loads((folder / STATE_FILE).read_text())
         self._score = state.get("validation_score")
         best = state.get("best_validation")  # older checkpoints do not have it
@@ -151,6 +179,7 @@ class RunState:
         best = None if self.best is None else self.best._asdict()
         common = {
             "step": self.step,
+            "rows": self.rows,
             "validation_score": self._score,
             "best_validation": best,
             ORIGIN: self.origin,
@@ -199,6 +228,7 @@ class PPORunState(RunState):
         self,
         config: RunConfig,
         training_steps: int,
+        rows_per_step: int,
         kl_controller: KLController,
         entropy_controller: EntropyController,
         workers: RayWorkerGroup,
@@ -206,7 +236,7 @@ class PPORunState(RunState):
         sampling: Schedule,
         origin: Mapping[str, Any] | None = None,
     ) -> None:
-        super().__init__(config, training_steps, workers, loader, origin)
+        super().__init__(config, training_steps, rows_per_step, workers, loader, origin)
         self.kl_controller = kl_controller
         self.entropy_controller = entropy_controller
         self.sampling, self.collector = sampling, sampling.collector
