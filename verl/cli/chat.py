@@ -121,7 +121,7 @@ def _talk(options: argparse.Namespace, stack: ExitStack) -> int:
         import readline  # noqa: F401, PLC0415 - importing it lets `input` edit lines and recall earlier ones
 
         sys.stderr.write("loading the model ...\n")
-    from verl.cli.chat_open import open_conversation  # noqa: PLC0415 - torch loads after the options are read
+    from verl.cli.chat_session import open_conversation  # noqa: PLC0415 - torch loads after the options
 
     model = stack.enter_context(loadable(options.model, trust_remote_code=options.trust_remote_code))
     conversation = stack.enter_context(open_conversation(model.path, options))

@@ -101,11 +101,8 @@ class RewardJob:
         failed: FailedCalls,
         awake: Awake | None = None,
     ) -> None:
-        self._pool = pool
-        self._reward_type = reward_type
-        self._config = config
-        self._failed = failed
-        self._awake = awake
+        self._pool, self._reward_type, self._config = pool, reward_type, config
+        self._failed, self._awake = failed, awake
         self._held: list[Row] = []  # not yet handed to the pool
         self._submitted: set[int] = set()
         self._scores: dict[int, Scores] = {}

@@ -68,12 +68,8 @@ class RayPPOTrainer(TrainingLoop):
         super().__init__(config.trainer, workers, run_state, tracker)
         self.config = config
         self.needs = StepNeeds.of(config)
-        self.sampling = sampling
-        self.balancer = balancer
-        self.reward_stages = reward_stages
-        self.validator = validator
-        self.rollout_log = rollout_log
-        self.served_teachers = served_teachers
+        self.sampling, self.balancer, self.reward_stages = sampling, balancer, reward_stages
+        self.validator, self.rollout_log, self.served_teachers = validator, rollout_log, served_teachers
 
     def train_step(self, timer: StageTimer) -> tuple[DataProto, Metrics]:
         """Run one rollout and its updates. Return the finished batch and the metrics of its stages."""

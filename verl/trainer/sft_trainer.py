@@ -35,9 +35,7 @@ class SFTTrainer(TrainingLoop):
         tracker: Tracker,
     ) -> None:
         super().__init__(run, workers, run_state, tracker)
-        self.batches = batches
-        self.validation = validation
-        self.dp_size = dp_size
+        self.batches, self.validation, self.dp_size = batches, validation, dp_size
 
     def train_step(self, timer: StageTimer) -> tuple[DataProto, Metrics]:
         """Take one optimizer step on the next rows."""

@@ -37,10 +37,7 @@ class TrainingLoop(ABC):
     def __init__(
         self, run: RunConfig, workers: RayWorkerGroup, run_state: RunState, tracker: Tracker
     ) -> None:
-        self.run = run
-        self.workers = workers
-        self.run_state = run_state
-        self.tracker = tracker
+        self.run, self.workers, self.run_state, self.tracker = run, workers, run_state, tracker
         self.stop = StopRequest()
         self.profiles = StepProfiles(run, workers)
         self.last_metrics: Metrics = {}  # of the last step

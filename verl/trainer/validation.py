@@ -64,11 +64,8 @@ class Validator:
         self.workers = workers  # score with the reward model
         self.loader = loader or ()
         self.has_prompts = loader is not None
-        self.worker = worker
-        self.dp_size = dp_size
-        self.num_samples = num_samples
-        self.num_recorded = num_recorded
-        self.categories = categories
+        self.worker, self.dp_size, self.categories = worker, dp_size, categories
+        self.num_samples, self.num_recorded = num_samples, num_recorded
         self.samples: list[Generation] = []
         self.recorded: DataProto | None = None
         self._sampled: list[tuple[DataProto, Scoring]] = []

@@ -45,10 +45,7 @@ class Evaluator:
     """
 
     def __init__(self, validator: Validator, log: RolloutLog, folder: Path, tracker: Tracker) -> None:
-        self.validator = validator
-        self.log = log
-        self.folder = folder
-        self.tracker = tracker
+        self.validator, self.log, self.folder, self.tracker = validator, log, folder, tracker
 
     def evaluate(self, model: str, step: int, question: Question) -> Evaluation:
         """Sample, score and report; `model` and `step` are the report's."""

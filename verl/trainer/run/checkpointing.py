@@ -82,9 +82,7 @@ class RunState:
         loader: ResumableLoader | None,
         origin: Mapping[str, Any] | None = None,
     ) -> None:
-        self.config = config
-        self.training_steps = training_steps
-        self.rows_per_step = rows_per_step
+        self.config, self.training_steps, self.rows_per_step = config, training_steps, rows_per_step
         self.before = NOTHING  # what was done when the run resumed
         self.workers = workers
         self.loader = loader  # None in a run that only validates

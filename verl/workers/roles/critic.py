@@ -45,11 +45,7 @@ class DataParallelPPOCritic:
 
         Reads `values` (as computed before the update) and `returns`.
         """
-        for mini_batch in self.updater.mini_batches(batch.select(UPDATE_KEYS, OBJECT_KEYS)):
-            for micro_batch in mini_batch.micro_batches():
-                self.updater.backward(self._loss(micro_batch, mini_batch))
-            self.updater.step()
-        return self.updater.finish()
+        return self.updater.run(batch.select(UPDATE_KEYS, OBJECT_KEYS), self._loss)
 
     def _loss(self, micro_batch: MicroBatch, mini_batch: MiniBatch) -> Tensor:
         tensors, metrics = micro_batch.tensors, mini_batch.metrics

@@ -44,11 +44,8 @@ class RewardModelScorer:
         *,
         policy_model_type: str,  # `model_type` of its transformers config
     ) -> None:
-        self.forward = forward
-        self.tokenizer = tokenizer
-        self.policy_tokenizer = policy_tokenizer
-        self.config = config
-        self.group = group
+        self.config, self.forward, self.group = config, forward, group
+        self.tokenizer, self.policy_tokenizer = tokenizer, policy_tokenizer
         self.policy_model_type = policy_model_type
         self.reads_policy_tokens = has_same_conversations(tokenizer, policy_tokenizer)
         if not self.reads_policy_tokens and tokenizer.chat_template is None:

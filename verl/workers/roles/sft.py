@@ -55,11 +55,7 @@ class DataParallelSFT:
     def update(self, batch: DataProto) -> dict[str, float]:
         """Take an optimizer step on this rank's rows; collective over all ranks."""
         keys = [*FORWARD_KEYS, *(key for key in TEACHER_KEYS if key in batch.batch)]
-        for mini_batch in self.updater.mini_batches(batch.select(keys, OBJECT_KEYS)):
-            for micro_batch in mini_batch.micro_batches():
-                self.updater.backward(self._loss(micro_batch, mini_batch))
-            self.updater.step()
-        return self.updater.finish()
+        return self.updater.run(batch.select(keys, OBJECT_KEYS), self._loss)
 
     @torch.no_grad()
     def losses(self, batch: DataProto) -> Tensor:

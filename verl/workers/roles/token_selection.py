@@ -30,10 +30,7 @@ class MiniBatchSelection:
         group: dist.ProcessGroup | None,
         choose: TokenSelection,
     ) -> None:
-        self.config = config
-        self.forward = forward
-        self.group = group
-        self.choose = choose
+        self.config, self.forward, self.group, self.choose = config, forward, group, choose
         self.ratio = config.kl_cov_ratio if config.loss_type == "kl_cov" else config.clip_cov_ratio
 
     def add_to(self, mini_batch: DataProto, temperature: float, seed: int) -> DataProto:

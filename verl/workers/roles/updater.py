@@ -115,11 +115,7 @@ class Updater:
 
     Example::
 
-        for mini_batch in updater.mini_batches(batch):
-            for micro_batch in mini_batch.micro_batches():
-                updater.backward(loss(micro_batch, mini_batch))
-            updater.step()
-        metrics = updater.finish()  # {"actor/pg_loss": ..., "actor/grad_norm": ...}
+        metrics = updater.run(batch, loss)  # {"actor/pg_loss": ..., "actor/grad_norm": ...}
     """
 
     def __init__(
@@ -142,6 +138,14 @@ class Updater:
         self.balance = RouterBalance(
             role, forward, group, config.model.router_aux_loss_coef, config.fsdp.expert_parallel_size
         )
+
+    def run(self, batch: DataProto, loss: Callable[[MicroBatch, MiniBatch], Tensor]) -> dict[str, float]:
+        """Take a step for each mini batch of each PPO epoch, and return the metrics of `finish`."""
+        for mini_batch in self.mini_batches(batch):
+            for micro_batch in mini_batch.micro_batches():
+                self.backward(loss(micro_batch, mini_batch))
+            self.step()
+        return self.finish()
 
     def mini_batches(self, batch: DataProto, masks: Iterable[str] = ()) -> Iterator[MiniBatch]:
         """Yield the mini batches of an update in order, once for each PPO epoch.
