@@ -80,6 +80,7 @@ def problems_of(*arguments):
         ("name=a: b", "a: b"),
         ("name=x=y", "x=y"),
         ("name='quoted'", "quoted"),
+        ("name='null'", "null"),
         ("owner=null", None),
         ("owner=None", None),
         ("owner=", None),
@@ -98,6 +99,22 @@ def test_every_command_line_form_is_read(argument, expected):
     value = getattr(config, argument.split("=")[0].split(".")[0])
     assert value == expected
     assert type(value) is type(expected)
+
+
+@pytest.mark.parametrize("name", ["name", "files", "armed", "wheel.size"])
+@pytest.mark.parametrize("word", ["null", "~"])
+def test_null_means_the_same_on_the_command_line_and_in_a_file(name, word, tmp_path):
+    file = tmp_path / "car.yaml"
+    section, _, key = name.rpartition(".")
+    file.write_text(f"{section}: {{{key}: {word}}}\n" if section else f"{key}: {word}\n")
+
+    problems = []
+    for argument in (f"{name}={word}", f"config={file}"):
+        with pytest.raises(ConfigError) as caught:
+            load_config(Car, [argument])
+        problems.append(caught.value.problems)
+
+    assert problems[0] == problems[1] and problems[0][0].endswith("got null"), problems
 
 
 @pytest.mark.parametrize(("text", "expected"), [("1.0e-6", 1e-6), ("1e-6", 1e-6), ("3", 3.0), ("0.5", 0.5)])

@@ -68,8 +68,8 @@ def read_config_file(path: Path) -> dict[str, Any]:
 def read_option(text: str, hint: Any) -> Any:
     """Return the value of an option of type `hint` on the command line."""
     members = members_of(hint)
-    if text in NULL_WORDS and (type(None) in members or (hint is Any and text)):
-        return None
+    if text in ("null", "~") or (text in NULL_WORDS and (type(None) in members or (hint is Any and text))):
+        return None  # which an option that cannot be null refuses, as it does in a file
     # Plain text for a text option (`001`, `a: b`) stays as it is, unless it is written as YAML.
     takes_containers = hint is Any or any(get_origin(member) for member in members)
     if str in members and not text.startswith(("'", '"', "[", "{") if takes_containers else ("'", '"')):

@@ -170,6 +170,9 @@ class RunConfig:
         )
 
     def problems(self, path: str) -> Iterator[str]:
+        for name in ("project_name", "experiment_name"):
+            if (value := getattr(self, name)) in ("", ".", "..") or "/" in value or "\0" in value:
+                yield f"`{path}.{name}` must be the name of one folder, got {value!r}"
         try:
             writable_folder(self.checkpoint_folder)
         except ValueError as error:
