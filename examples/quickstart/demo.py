@@ -41,9 +41,9 @@ from moving import NUM_SAMPLED, write_video_questions
 from paintings import paint_pictures, paint_videos, write_pictures, write_prompts
 from runs import HERE, ROOT, curve, make_parser, output_folder
 from shapes import write_questions
+from tiny_pipelines import save_tiny_sd3, save_tiny_wan
 from tones import PITCHES, write_tone_questions
 
-from verl.diffusion.tiny_pipelines import save_tiny_sd3, save_tiny_wan
 from verl.logger.file import read_log
 from verl.models.tiny import save_tiny_model
 

@@ -6,8 +6,8 @@ import pytest
 from tests.architecture.shape import measure
 
 CEILINGS = {
-    "lines": 72_835,
-    "files": 491,
+    "lines": 72_680,
+    "files": 489,
     "percent of the largest room": 15,
     "files over 400 lines": 0,
     "files under 60 lines": 64,

@@ -4,9 +4,9 @@
 import pytest
 from diffusers import DiffusionPipeline
 
+from examples.quickstart.tiny_pipelines import save_tiny_wan
 from tests.diffusion.models import MODELS, save
 from verl.diffusion.families.registry import family_of
-from verl.diffusion.tiny_pipelines import save_tiny_wan
 
 
 def load(folder):

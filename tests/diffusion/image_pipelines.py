@@ -7,7 +7,7 @@ import torch
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 
-from verl.diffusion.tiny_pipelines import (
+from examples.quickstart.tiny_pipelines import (
     CHANNELS,
     LATENTS,
     WIDTH,

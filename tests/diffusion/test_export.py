@@ -13,6 +13,7 @@ from diffusers import DiffusionPipeline
 from peft import PeftModel
 from safetensors.torch import load_file
 
+from examples.quickstart.tiny_pipelines import save_tiny_sd3
 from tests.diffusion import models
 from tests.diffusion.training import KINDS, build, images, save, update
 from tests.helpers.distributed import run_distributed
@@ -21,7 +22,6 @@ from verl.cli.merge import main
 from verl.config.files.paths import model_source
 from verl.config.model import ModelConfig
 from verl.diffusion.families.sd3 import SD3
-from verl.diffusion.tiny_pipelines import save_tiny_sd3
 from verl.trainer.model_checks import export_checkpoints
 
 pytestmark = pytest.mark.heavy

@@ -5,8 +5,8 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline
 
+from examples.quickstart.tiny_pipelines import WORDS
 from tests.diffusion.models import MODELS, save
-from verl.diffusion.tiny_pipelines import WORDS
 
 
 def statistics(config):

@@ -7,10 +7,10 @@ from diffusers.pipelines.wan.pipeline_wan import WanPipeline
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 from diffusers.schedulers.scheduling_unipc_multistep import UniPCMultistepScheduler
 
+from examples.quickstart.tiny_pipelines import MEAN, STD
 from verl.diffusion.families.interface import Size, guided
 from verl.diffusion.families.registry import family_of
 from verl.diffusion.sampler import NoiseSchedule, sample
-from verl.diffusion.tiny_pipelines import MEAN, STD
 
 PROMPTS = ["a red picture", "the color blue"]
 SIZE, STEPS, LENGTH = Size(16, 32, 5), 5, 16

@@ -9,12 +9,12 @@ from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from diffusers.pipelines.wan.pipeline_wan import WanPipeline
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 
+from examples.quickstart.tiny_pipelines import save_tiny_wan
 from tests.diffusion.training import KINDS, TIMES, build, save
 from tests.helpers.distributed import run_distributed
 from verl.checkpoint.merger import merge_checkpoint
 from verl.diffusion.families.interface import Size
 from verl.diffusion.sampler import NoiseSchedule, sample
-from verl.diffusion.tiny_pipelines import save_tiny_wan
 
 pytestmark = [pytest.mark.heavy, pytest.mark.slow]  # the same of Stable Diffusion 3 in every suite
 STORED = {"full": "fp32", "lora": "bf16"}  # data types of the weights

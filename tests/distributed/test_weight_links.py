@@ -159,7 +159,7 @@ def test_an_engine_that_is_lost_while_it_loads_holds_up_neither_training_nor_oth
 
         assert [tensor[0] for _, tensor in other.named_tensors(1, shares)] == list(range(8))
         newer = published(servers, 2, BIG)
-        assert not losses  # the time limit has not passed
+        assert ending == signal.SIGKILL or not losses  # the time limit has not passed
         published(servers, 3, BIG)  # takes the memory of version 1, once no one is sent it
         assert [tensor[0] for _, tensor in other.named_tensors(2, newer)] == list(range(8))
         lost.kill()

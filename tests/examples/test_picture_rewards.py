@@ -24,9 +24,9 @@ from transformers import (
     CLIPVisionConfig,
 )
 
+from examples.quickstart.tiny_pipelines import save_tiny_sd3
 from tests.helpers.chat_server import ChatServer, Reply, image_of
 from verl.config.reward_servers import RewardServerConfig
-from verl.diffusion.tiny_pipelines import save_tiny_sd3
 from verl.rewards.function import load_reward_function
 from verl.rewards.servers import specs_of
 

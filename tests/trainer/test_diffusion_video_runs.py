@@ -6,9 +6,9 @@ import sys
 import pyarrow.parquet as pq
 import pytest
 
+from examples.quickstart.tiny_pipelines import save_tiny_wan
 from tests.helpers.training import QUICKSTART, learned, train
 from verl.data.media.video import probe_video
-from verl.diffusion.tiny_pipelines import save_tiny_wan
 from verl.viewer.rollout_store import FOLDER, MEDIA
 
 sys.path.insert(0, str(QUICKSTART))

@@ -27,7 +27,7 @@ def build_pipeline(folder: Path, dtypes: Mapping[str, torch.dtype]) -> Any:
     """Build a pipeline without values, its models with these data types by name or the `default` one."""
     import diffusers
 
-    from verl.diffusion import tiny_pipelines
+    from examples.quickstart import tiny_pipelines
     from verl.planning.diffusion.shapes import TRANSFORMER, index_of, meta_part, model_names
 
     index = index_of(folder)

@@ -92,7 +92,7 @@ class CheckpointTracker:
     def _prune(self) -> None:
         if self.save_limit <= 0:
             return
-        # A run that resumed from an earlier step writes smaller numbers than those that it leaves behind.
+        # A run that resumed from an earlier step writes smaller numbers than the steps it abandons.
         newest = sorted(self._steps(), key=lambda step: (self._written_ns(step), step), reverse=True)
         kept = set(newest[: self.save_limit])
         kept |= {self.record.last_global_step, self.record.best_global_step}

@@ -127,3 +127,8 @@ def media_options(data: RowsConfig, frames: RolloutConfig | SFTDataConfig) -> Me
     return MediaOptions.from_data(
         data, num_video_frames=frames.num_video_frames, tokens_per_frame=frames.tokens_per_frame
     )
+
+
+def count_tokens(tokenizer: Any, text: str) -> int:
+    """Return the tokens of a text; a lone surrogate, which has no bytes, counts as a question mark."""
+    return len(tokenizer.encode(text.encode(errors="replace").decode(), add_special_tokens=False))

@@ -50,8 +50,8 @@ def table(lines: Sequence[PlanLine]) -> str:
 def make_plan(config: PPOConfig, dataset_size: int | None = None, done: tuple[int, int] = (0, 0)) -> StepPlan:
     """Plan a step of reinforcement learning; `dataset_size` counts usable training rows.
 
-    The steps are those of the whole run: those `done` before it resumed, given with the rows in their
-    batches, whatever size these had, and those that its epochs have left.
+    `done` holds the steps of a resumed run and the rows in their batches, whatever size these had: the plan
+    adds the steps that its epochs have left.
 
     Raises:
         ValueError: There are too few rows for a step.

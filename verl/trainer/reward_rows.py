@@ -11,7 +11,7 @@ from verl.config.worker import WorkerConfig
 from verl.data.bad_rows import BadRow, BadRowError
 from verl.data.dataset import RowDataset
 from verl.data.loader import dataset_class
-from verl.data.readers import Readers, load_readers, media_options
+from verl.data.readers import Readers, count_tokens, load_readers, media_options
 from verl.data.rl_dataset import RLHFDataset, collate_fn
 from verl.protocol import DataProto
 from verl.trainer.reward_samples import Response, sample_responses
@@ -52,7 +52,7 @@ class RowColumns:
         return found
 
     def count_tokens(self, response: str) -> int:
-        return len(self.dataset.tokenizer.encode(response, add_special_tokens=False))
+        return count_tokens(self.dataset.tokenizer, response)
 
 
 def open_unchecked(kind: type[D], data: RowsConfig, readers: Readers, **own: Any) -> D:

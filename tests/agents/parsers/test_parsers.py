@@ -7,10 +7,12 @@ import random
 import pytest
 
 from tests.helpers.conversations import template_of
+from tests.helpers.growth import grows_with_length
 from tests.helpers.tool_templates import TEMPLATES, tool_tokenizer
 from verl.agents.interface import ToolCall
-from verl.agents.parsers.interface import without_thought
+from verl.agents.parsers.interface import MAX_CALLS, without_thought
 from verl.agents.parsers.registry import CALL_FORMATS, call_format, format_of
+from verl.agents.parsers.typed_values import types_of
 from verl.config.multi_turn import FORMATS
 
 FORMAT_OF = {
@@ -367,3 +369,62 @@ def test_any_text_is_read_without_an_error(name):
 
         for call in CALL_FORMATS[name].parse(text, SCHEMAS):
             assert isinstance(call.name, str) and isinstance(call.arguments, dict)
+
+
+# A start, a part that is repeated, and an end: nothing that a policy writes takes a reader long.
+HOSTILE = [
+    ("", "<tool_call>", ""), ("", "<tool_call>a<arg_key>b</arg_key><arg_value>", ""),
+    ("<tool_call>a<arg_key>", " ", "</arg_key>"),
+    ("<tool_call>a<arg_key>b</arg_key><arg_value>", "</arg_value> ", ""), ("<tool_call>a", " ", ""),
+    ("<tool_call>a<arg_key>b</arg_key>", " ", ""), ("", "<tool_call>a", " "),
+    ("", '<tool_call>{"name": "a"}', ""), ("", '<tool_call>{"name": "a"} ', "</tool_call>"),
+    ("", "<tool_call>{", ""), ("", "<tool_call>{}</tool_call>", ""), ("<tool_call>", " ", ""),
+    ("<tool_call>", "{", ""), ("", "<tool_call><function=a><parameter=b>", ""),
+    ("<tool_call><function=a><parameter=b>", "\n</parameter> ", ""), ("<tool_call><function=a>", "\n", ""),
+    ("", "<tool_call><function=a>", ""), ("<tool_call><function=", "a", ""), ("```", " ", ""),
+    ("```", " ", "```"), ("```json", "\n", "a```"), ("", "```", ""), ("", "{}", ""), ("", "{} ", ""),
+    ('{"', '"name":', ""), ('{"', '"name" ', ""), ("[", '{"name": "a"},', ""), ("", "[", ""),
+    ("{}", " ", "{"), ("", "<|tool_call>call:a{", ""), ('<|tool_call>call:a{b:<|"|>', "c", ""),
+    ("<|tool_call>call:a{b:", "[", ""), ("", '<|tool_call>call:a{b:<|"|>', ""),
+    ("<|tool_call>call:a{b:[", "1,", ""), ("<|tool_call>call:", "a", ""), ("<think>", " ", "</think>"),
+    ("", "<think>", ""), ("", "</think>", ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALL_FORMATS)
+@pytest.mark.parametrize(("start", "part", "end"), HOSTILE)
+def test_the_time_of_a_reader_grows_with_the_length_of_the_text_and_not_faster(name, start, part, end):
+    def read(text):
+        CALL_FORMATS[name].parse(without_thought(text), SCHEMAS)
+
+    assert grows_with_length(read, lambda length: start + part * (length // len(part)) + end, 32_000)
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("hermes", '<tool_call>{"name": "run"}</tool_call>'), ("json", '{"name": "run", "parameters": {}} '),
+        ("glm", "<tool_call>run</tool_call>"), ("gemma4", "<|tool_call>call:run{}<tool_call|>"),
+        ("qwen3_coder", "<tool_call><function=run></function></tool_call>"),
+    ],
+)  # fmt: skip
+def test_a_turn_has_so_many_calls_at_most(name, call):
+    parse = CALL_FORMATS[name].parse
+
+    assert len(parse(call * MAX_CALLS, SCHEMAS)) == MAX_CALLS
+    assert parse(call * MAX_CALLS, SCHEMAS)[-1].problem is None
+    assert "at most 256 calls" in parse(call * 5_000, SCHEMAS)[-1].problem
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        *(None, 5, True, [], {"properties": 5}, {"properties": {"a": True}}),
+        {"properties": {"a": {"type": 5, "anyOf": True}}},
+        {"properties": {"a": {"type": ["integer", 3]}}},
+    ],
+)
+def test_a_schema_of_another_form_declares_no_types_of_what_it_does_not_describe(parameters):
+    schemas = [{"type": "function", "function": {"name": "run", "parameters": parameters}}]
+
+    assert types_of(schemas, "run", "a") == ({"integer"} if "integer" in str(parameters) else set())

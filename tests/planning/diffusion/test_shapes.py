@@ -3,11 +3,11 @@
 
 import pytest
 
+from examples.quickstart.tiny_pipelines import save_tiny_wan
 from tests.diffusion.models import MODELS
 from verl.config.model import FSDPConfig, LoraConfig, ModelConfig
 from verl.config.rollout import RolloutConfig
 from verl.diffusion.families.registry import FAMILIES
-from verl.diffusion.tiny_pipelines import save_tiny_wan
 from verl.planning.diffusion.shapes import READS, read_pictures
 
 

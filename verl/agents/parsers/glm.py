@@ -13,32 +13,30 @@ import re
 from functools import partial
 
 from verl.agents.interface import ToolCall
-from verl.agents.parsers.interface import CallFormat, Schemas, call_with, calls_after, malformed
+from verl.agents.parsers.interface import CallFormat, Finder, Schemas, call_with, calls_after, malformed
 from verl.agents.parsers.typed_values import read_values
 
 START, END = "<tool_call>", "</tool_call>"
-NAME = re.compile(r"\s*([^\s<{]+)\s*(?=<)")
+NAME = re.compile(r"\s*+([^\s<{]++)\s*+(?=<)")
+KEY = re.compile(r"<arg_key>([^<]++)</arg_key>\s*+<arg_value>")
 # A value may contain tags; it ends where another argument or the end of the call follows.
-ARGUMENT = re.compile(
-    r"<arg_key>\s*([^<]+?)\s*</arg_key>\s*<arg_value>(.*?)</arg_value>\s*(?=<arg_key>|</tool_call>)",
-    re.DOTALL,
-)
+END_OF_VALUE = re.compile(r"</arg_value>\s*+(?=<arg_key>|</tool_call>)")
 
 
 def parse(text: str, schemas: Schemas) -> list[ToolCall]:
-    return calls_after(START, text, partial(_read, schemas))
+    return calls_after(START, text, partial(_read, schemas, Finder(END_OF_VALUE, text)))
 
 
-def _read(schemas: Schemas, text: str, start: int) -> tuple[ToolCall, int]:
+def _read(schemas: Schemas, ends: Finder, text: str, start: int) -> tuple[ToolCall, int]:
     """Return the call after a start tag, and where to look for the next one."""
     named = NAME.match(text, start)
     if named is None:
         return malformed(f"{START} must be followed by the name of a tool"), start
     name, at = named[1], named.end()
     values = {}
-    while argument := ARGUMENT.match(text, at):
-        values[argument[1]] = argument[2]
-        at = argument.end()
+    while (key := KEY.match(text, at)) and key[1].strip() and (end := ends.after(key.end())):
+        values[key[1].strip()] = text[key.end() : end.start()]
+        at = end.end()
     if not text.startswith(END, at):
         problem = (
             "a call must be a name and arguments, <arg_key>NAME</arg_key><arg_value>VALUE</arg_value>, and"

@@ -8,29 +8,32 @@ Example::
     </tool_call>
 """
 
+import re
+from functools import partial
+
 from verl.agents.interface import ToolCall
-from verl.agents.parsers.interface import CallFormat, Schemas, calls_after, malformed
+from verl.agents.parsers.interface import CallFormat, Finder, Schemas, calls_after, malformed
 from verl.agents.parsers.json_calls import call_of, read_object
 
 START, END = "<tool_call>", "</tool_call>"
+TAG, CLOSING = re.compile("</?tool_call>"), re.compile(r"\s*+</tool_call>")
 
 
 def parse(text: str, schemas: Schemas) -> list[ToolCall]:
-    return calls_after(START, text, _read)
+    return calls_after(START, text, partial(_read, Finder(TAG, text)))
 
 
-def _read(text: str, start: int) -> tuple[ToolCall, int]:
+def _read(tags: Finder, text: str, start: int) -> tuple[ToolCall, int]:
     """Return the call after a start tag, and where to look for the next one."""
     try:
         # The end tag may be part of a text in the arguments, so the object is read first.
         value, stop = read_object(text, start)
     except ValueError as error:
-        stops = [stop for stop in (text.find(END, start), text.find(START, start)) if stop >= 0]
-        stop = min(stops, default=len(text))
+        tag = tags.after(start)
+        stop = len(text) if tag is None else tag.start()
         return malformed(f"the text after {START} is no JSON object: {error}"), stop
     call = call_of(value)
-    rest = text[stop:].lstrip()
-    if call.problem is None and not rest.startswith(END):
+    if call.problem is None and CLOSING.match(text, stop) is None:
         call = malformed(f"the call must end with {END}", call.name)
     return call, stop
 

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ways in which models write calls; `registry.py` lists them."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from verl.agents.interface import MAX_DEPTH, ToolCall, is_too_deep
 
 Schemas = Sequence[Mapping[str, Any]]  # of the tools, as `Tool.schema`
+MAX_CALLS = 256  # of a turn: each costs time, whether it can be read or not
 THOUGHT, END_OF_THOUGHT = "<think>", "</think>"
 
 
@@ -22,8 +24,22 @@ class CallFormat(NamedTuple):
 NO_CALLS = CallFormat(lambda _text, _schemas: [], "")  # of a policy that has no tools
 
 
+class Finder:
+    """Finds a pattern in a text from positions that only grow: all of them together read the text once."""
+
+    def __init__(self, pattern: re.Pattern[str], text: str) -> None:
+        self._pattern, self._text = pattern, text
+        self._next = pattern.search(text)
+
+    def after(self, at: int) -> re.Match[str] | None:
+        """Return the first match that starts at a position or after it."""
+        if self._next is not None and self._next.start() < at:
+            self._next = self._pattern.search(self._text, at)
+        return self._next
+
+
 def calls_after(start: str, text: str, read: Callable[[str, int], tuple[ToolCall, int]]) -> list[ToolCall]:
-    """Read a call after each start tag.
+    """Read a call after each start tag, of `MAX_CALLS` at most.
 
     Args:
         read: Returns the call at a position, and where to look for the next start tag.
@@ -31,6 +47,8 @@ def calls_after(start: str, text: str, read: Callable[[str, int], tuple[ToolCall
     calls = []
     at = text.find(start)
     while at >= 0:
+        if len(calls) == MAX_CALLS:
+            return [*calls, malformed(f"a turn may have at most {MAX_CALLS} calls")]
         call, at = read(text, at + len(start))
         calls.append(call)
         at = text.find(start, at)

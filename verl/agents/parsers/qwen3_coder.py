@@ -16,32 +16,31 @@ import re
 from functools import partial
 
 from verl.agents.interface import ToolCall
-from verl.agents.parsers.interface import CallFormat, Schemas, call_with, calls_after, malformed
+from verl.agents.parsers.interface import CallFormat, Finder, Schemas, call_with, calls_after, malformed
 from verl.agents.parsers.typed_values import read_values
 
 START, END = "<tool_call>", "</tool_call>"
-FUNCTION = re.compile(r"\s*<function=([^>\n]+)>\s*")
+FUNCTION = re.compile(r"\s*+<function=([^>\n]++)>\s*+")
+PARAMETER = re.compile(r"<parameter=([^>\n]++)>\n?+")
 # A value may contain tags; it ends where another parameter or the end of the call follows.
-PARAMETER = re.compile(
-    r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>\s*(?=<parameter=|</function>)", re.DOTALL
-)
-CLOSING = re.compile(r"</function>\s*</tool_call>")
+END_OF_VALUE = re.compile(r"\n?</parameter>\s*+(?=<parameter=|</function>)")
+CLOSING = re.compile(r"</function>\s*+</tool_call>")
 
 
 def parse(text: str, schemas: Schemas) -> list[ToolCall]:
-    return calls_after(START, text, partial(_read, schemas))
+    return calls_after(START, text, partial(_read, schemas, Finder(END_OF_VALUE, text)))
 
 
-def _read(schemas: Schemas, text: str, start: int) -> tuple[ToolCall, int]:
+def _read(schemas: Schemas, ends: Finder, text: str, start: int) -> tuple[ToolCall, int]:
     """Return the call after a start tag, and where to look for the next one."""
     function = FUNCTION.match(text, start)
     if function is None:
         return malformed(f"{START} must be followed by <function=NAME>"), start
     name, at = function[1].strip(), function.end()
     values = {}
-    while parameter := PARAMETER.match(text, at):
-        values[parameter[1].strip()] = parameter[2]
-        at = parameter.end()
+    while (parameter := PARAMETER.match(text, at)) and (end := ends.after(parameter.end())):
+        values[parameter[1].strip()] = text[parameter.end() : end.start()]
+        at = end.end()
     closing = CLOSING.match(text, at)
     if closing is None:
         problem = (

@@ -2,7 +2,7 @@
 """Type values written as text, by the tool's schema."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verl.agents.parsers.interface import Schemas
@@ -24,17 +24,26 @@ def types_of(schemas: Schemas, tool: str, parameter: str) -> set[str]:
     """Return the JSON types of a tool's parameter; none if the schema has no such parameter."""
     for schema in schemas:
         if schema["function"]["name"] == tool:
-            properties = schema["function"].get("parameters", {}).get("properties", {})
-            return _types(properties.get(parameter, {}))
+            parameters = _mapping(schema["function"].get("parameters"))
+            return _types(_mapping(parameters.get("properties")).get(parameter))
     return set()
 
 
-def _types(schema: dict[str, Any]) -> set[str]:
-    declared = schema.get("type", [])
-    types = {declared} if isinstance(declared, str) else set(declared)
-    for option in [*schema.get("anyOf", ()), *schema.get("oneOf", ())]:
+def _types(schema: Any) -> set[str]:
+    """Return the declared types; a schema that is none, such as JSON Schema's `true`, declares nothing."""
+    schema = _mapping(schema)
+    types = {kind for kind in _listed(schema.get("type")) if isinstance(kind, str)}
+    for option in [*_listed(schema.get("anyOf")), *_listed(schema.get("oneOf"))]:
         types |= _types(option)
     return types | {"null"} if schema.get("nullable") else types
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _listed(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list | tuple) else () if value is None else (value,)
 
 
 def read_value(name: str, text: str, types: set[str]) -> Any:

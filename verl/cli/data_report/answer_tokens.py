@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from verl.cli.text_charts import quantile
+from verl.data.readers import count_tokens
 from verl.data.rl_dataset import RLHFDataset
 
 MAX_ANSWERS = 2000  # that are counted, spread over all rows
@@ -22,7 +23,7 @@ def answer_lines(option: str, dataset: RLHFDataset) -> list[str]:
     texts = _answers(dataset)
     if not texts:
         return []
-    lengths = [_count(dataset.tokenizer, text) for text in texts]
+    lengths = [count_tokens(dataset.tokenizer, text) for text in texts]
     single = lengths.count(1)
     lines = [
         f"  tokens of an answer: shortest {min(lengths)}, half up to {quantile(lengths, 0.5)}, longest"
@@ -44,7 +45,7 @@ def answer_lines(option: str, dataset: RLHFDataset) -> list[str]:
 def split_words(tokenizer: Any, texts: Iterable[str]) -> list[str]:
     """Name the words that the tokenizer splits most; a model learns these letter by letter."""
     words = dict.fromkeys(word for text in texts for word in WORD.findall(text))
-    pieces = {word: _count(tokenizer, word) for word in words}
+    pieces = {word: count_tokens(tokenizer, word) for word in words}
     most = sorted((word for word in words if pieces[word] >= MANY_PIECES), key=lambda word: -pieces[word])
     if not most:
         return []
@@ -57,7 +58,3 @@ def _answers(dataset: RLHFDataset) -> list[str]:
     step = -(-len(dataset.indices) // MAX_ANSWERS)
     values = [dataset.rows[index].get(dataset.config.answer_key) for index in dataset.indices[::step]]
     return [str(value) for value in values if isinstance(value, str | int | float) and str(value)]
-
-
-def _count(tokenizer: Any, text: str) -> int:
-    return len(tokenizer.encode(text, add_special_tokens=False))

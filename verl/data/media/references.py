@@ -12,7 +12,7 @@ from typing import Any, TypeGuard
 Reference = str | bytes | dict[str, Any]
 MediaData = Mapping[str, Sequence[Reference]] | None  # of a row, by `images`, `videos` and `audios`
 DATA_URL = re.compile(r"data:[^,;]*(;[^,;]*)*?(?P<base64>;base64)?,", re.IGNORECASE)
-BASE64 = re.compile(r"[A-Za-z0-9+/\s]+={0,2}\s*")
+BASE64 = re.compile(r"[A-Za-z0-9+/\s]++={0,2}\s*+")
 MAX_NAME = 255  # characters of a file's name: a longer text without a dot is no path
 URL = re.compile(r"(?!file:)[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 

@@ -38,7 +38,7 @@ class ResumableLoader(Protocol):
 
 
 class Done(NamedTuple):
-    """What a run did before it resumed."""
+    """Progress of a run before it resumed."""
 
     steps: int = 0
     rows: int = 0  # in the batches of these steps, whatever the size of a batch was
