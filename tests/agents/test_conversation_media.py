@@ -2,6 +2,7 @@
 """Conversations with images and videos, for the processors of several families."""
 
 import io
+import os
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from tests.helpers.families import load_tiny, random_image
 from tests.helpers.media import save_video
 from tests.helpers.tool_templates import TEMPLATES
 from verl.agents.interface import Observation
-from verl.agents.media import ConversationMedia, join_media
+from verl.agents.media import MAX_FILE, ConversationMedia, join_media
 from verl.data.media.audio import wav_bytes
 from verl.data.media.loader import MediaLoader, references_in_order
 from verl.data.media.references import sound_of
@@ -346,3 +347,29 @@ def test_markers_of_images_in_a_text_are_text():
 
     shown = rules.tokenizer.decode(conversation.request().token_ids)
     assert shown.count("<|image_pad|>") == 1 and "< |image_pad|> <image>" in shown
+
+
+@pytest.mark.parametrize("kind", ["device", "pipe", "folder", "large file"])
+def test_a_file_that_cannot_be_held_is_refused_and_not_read(kind, tmp_path):
+    path = tmp_path / "a.png"
+    if kind == "device":
+        path = Path("/dev/zero")
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        with path.open("wb") as file:
+            file.truncate(MAX_FILE + 1)
+    media = rules_with_media("qwen2_5_vl").media
+
+    with pytest.raises(ValueError, match=r"cannot be read: .*(no regular file|larger than 256 MiB)"):
+        media.of(Observation(images=[{"path": str(path)}]))
+
+
+def test_an_image_that_pillow_would_hand_to_a_program_is_refused(tmp_path):
+    path = tmp_path / "a.png"  # its name says nothing
+    Image.new("RGB", (40, 40)).save(path, format="EPS")
+
+    with pytest.raises(ValueError, match="cannot identify image file"):
+        rules_with_media("qwen2_5_vl").media.of(Observation(images=[{"path": str(path)}]))

@@ -2,7 +2,6 @@
 """Images and videos of observations: references, tokens, and positions over the whole row."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,10 +9,12 @@ from torch import Tensor
 
 from verl.agents.interface import Observation
 from verl.data.media.loader import MediaLoader, kinds_in_order
-from verl.data.media.references import MediaData, Reference, payload, reading, sound_of
+from verl.data.media.references import MediaData, Reference, payload, read_file, reading, sound_of
 from verl.data.messages import references
 from verl.data.readers import PositionIds
 from verl.models.families.interface import KINDS, Kind, MediaShape
+
+MAX_FILE = 256 << 20  # bytes of one that a message names, as of a request to the endpoint
 
 
 class ConversationMedia:
@@ -110,6 +111,6 @@ def _with_bytes(kind: Kind, ref: Reference) -> Reference:
     source = payload(ref)
     if isinstance(source, str):
         with reading(kind, ref):
-            source = Path(source).read_bytes()
+            source = read_file(source, MAX_FILE)
     options = {key: value for key, value in ref.items() if key != "path"} if isinstance(ref, dict) else {}
     return options | {"bytes": source}

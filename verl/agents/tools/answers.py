@@ -14,6 +14,7 @@ from PIL import Image
 
 from verl.agents.interface import AgentResult, Observation
 from verl.config.multi_turn import MultiTurnConfig
+from verl.data.media.references import open_image
 
 LONG_TOKEN = 32  # characters; few tokens are longer, so that the tokens decide what is cut of most texts
 MIN_CHARACTERS = 1 << 14
@@ -118,7 +119,7 @@ def _encoded(image: Any) -> dict[str, bytes]:
             source = file.read(MAX_BYTES + 1)
     try:
         if isinstance(source, bytes):
-            with Image.open(io.BytesIO(source)) as opened:  # reads the header only
+            with open_image(io.BytesIO(source)) as opened:  # reads the header only
                 _check_size(opened.size)
             return {"bytes": bytes(memoryview(source))}
         if source is not None and hasattr(source, "__array_interface__") and not _is_picture(source):

@@ -26,7 +26,16 @@ from verl.data.media.cache import Entry, MediaCache, MediaFolder
 from verl.data.media.decoded import DecodedMedia, shape_of, video_shape, with_sound
 from verl.data.media.download import DownloadFolder
 from verl.data.media.item_options import size_options, with_item_options, without_effect
-from verl.data.media.references import MediaData, Reference, content_id, is_url, openable, payload, reading
+from verl.data.media.references import (
+    MediaData,
+    Reference,
+    content_id,
+    is_url,
+    open_image,
+    openable,
+    payload,
+    reading,
+)
 from verl.data.media.sizes import MediaOptions, process_image, resized_size
 from verl.data.media.video import (
     SizeOptions,
@@ -167,7 +176,7 @@ class MediaLoader:
 
     def _header_size(self, ref: Reference) -> tuple[int, int]:
         options = self._image_options(ref)
-        with reading("image", ref), Image.open(openable(ref)) as image:
+        with reading("image", ref), open_image(openable(ref)) as image:
             width, height = self._image_size(options, image)
             return height, width
 
@@ -241,7 +250,7 @@ class MediaLoader:
         options = self._image_options(ref)
 
         def make() -> Entry:
-            with reading("image", ref), Image.open(openable(ref)) as image:
+            with reading("image", ref), open_image(openable(ref)) as image:
                 pixels = np.asarray(process_image(image, self._image_size(options, image)))
             return Entry({"pixels": torch.from_numpy(pixels.copy())}, {})
 

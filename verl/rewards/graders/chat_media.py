@@ -18,6 +18,8 @@ import av
 import numpy as np
 from PIL import Image
 
+from verl.data.media.references import open_image
+
 Part = dict[str, Any]  # an entry of a message's `content`
 Reference = str | bytes | dict[str, Any]
 
@@ -99,7 +101,7 @@ def _modified(source: str | bytes) -> int:
 
 @lru_cache(maxsize=KEPT)
 def _encoded_image(source: str | bytes, _modified: int, max_pixels: int) -> str:
-    with Image.open(_openable(source)) as image:
+    with open_image(_openable(source)) as image:
         return _data_url(_eight_bits(image), max_pixels)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from PIL import Image
 
 from verl.agents.interface import Observation
+from verl.data.media.references import open_image
 
 UNITS = {"pixels": None, "thousandths": 1000.0, "fractions": 1.0}  # the size of an image in each
 MAX_RATIO = 100  # of the sides of a part; vision models refuse narrower images
@@ -98,4 +99,4 @@ def _opened(reference: Any) -> Image.Image:
         return reference
     if isinstance(reference, dict):
         reference = reference.get("bytes") or reference.get("path")
-    return Image.open(io.BytesIO(reference) if isinstance(reference, bytes) else reference)
+    return open_image(io.BytesIO(reference) if isinstance(reference, bytes) else reference)
