@@ -75,6 +75,17 @@ def test_tensorboard_gets_scalars_and_responses(tmp_path):
     assert "[response] <think>easy</think> 2" in text
 
 
+def test_tensorboard_drops_the_steps_that_a_resumed_run_takes_again(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log_a_run(["tensorboard"], tmp_path, steps=(1, 2, 3))
+    log_a_run(["tensorboard"], tmp_path, steps=(2, 3, 4), resumed_step=1)
+
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("actor/pg_loss")] == [1, 2, 3, 4]
+
+
 def test_wandb_gets_metrics_and_one_growing_table(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -101,7 +112,7 @@ def test_a_resumed_run_keeps_its_id_of_a_service_and_a_new_one_gets_another(serv
     run, ids = tmp_path / "run", []
 
     for step, is_resumed in enumerate((False, True, False), start=1):
-        log_a_run([service], run, steps=(step,), is_resumed=is_resumed)
+        log_a_run([service], run, steps=(step,), resumed_step=step - 1 if is_resumed else None)
         ids.append((run / f"{service}_run_id").read_text().strip())
 
     assert ids[0] == ids[1] != ids[2]
@@ -140,10 +151,10 @@ def test_a_resumed_run_asks_wandb_for_the_run_of_its_folder(tmp_path, monkeypatc
 
     log_a_run(["wandb"], run, steps=())
     first = (run / "wandb_run_id").read_text().strip()
-    log_a_run(["wandb"], run, steps=(), is_resumed=True)
-    log_a_run(["wandb"], tmp_path / "another", steps=(), is_resumed=True)  # of a checkpoint that was moved
+    log_a_run(["wandb"], run, steps=(), resumed_step=1)
+    log_a_run(["wandb"], tmp_path / "another", steps=(), resumed_step=1)  # of a checkpoint that was moved
     monkeypatch.setenv("WANDB_RUN_ID", "the user's")
-    log_a_run(["wandb"], run, steps=(), is_resumed=True)
+    log_a_run(["wandb"], run, steps=(), resumed_step=1)
 
     calls = [json.loads(line) for line in (tmp_path / "calls").read_text().splitlines()]
     resumed = {"id": first, "resume": "allow", "allow_val_change": True}

@@ -24,8 +24,12 @@ class Run:
     directory: Path  # also holds its checkpoints
     config: dict[str, Any] = field(default_factory=dict)  # nested plain values
     total_steps: int | None = None
-    is_resumed: bool = False  # from a checkpoint in `directory`
+    resumed_step: int | None = None  # of the checkpoint in `directory` that it goes on from
     console: str = "compact"  # form of the console's output: `trainer.console`
+
+    @property
+    def is_resumed(self) -> bool:
+        return self.resumed_step is not None
 
 
 class Generation(NamedTuple):

@@ -54,7 +54,10 @@ class TensorBoardLogger(Logger):
         directory = run.directory / "tensorboard"
         if "TENSORBOARD_DIR" in os.environ:
             directory = Path(os.environ["TENSORBOARD_DIR"]) / run.project_name / run.experiment_name
-        self._writer = import_optional(self.module, "tensorboard").SummaryWriter(str(directory))
+        # A resumed run takes the steps after its checkpoint again, which would draw each curve twice.
+        first_step = None if run.resumed_step is None else run.resumed_step + 1
+        module = import_optional(self.module, "tensorboard")
+        self._writer = module.SummaryWriter(str(directory), purge_step=first_step)
         self._writer.add_text("config", indent(json.dumps(run.config, indent=2, default=str), VERBATIM))
 
     def log(self, metrics: Metrics, step: int) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from verl.algorithms.controllers import get_entropy_controller, get_kl_controller
 from verl.algorithms.kl import KLLoss
+from verl.checkpoint.tracker import checkpoint_step
 from verl.config.algorithm import EXACT_KL, AlgorithmConfig
 from verl.config.async_training import PARTIAL, STREAM, AsyncConfig
 from verl.config.data import DataConfig, RowsConfig
@@ -296,13 +297,14 @@ def make_validator(
 def open_tracker(config: RunTree, training_steps: int, checkpoint: Path | None) -> Tracker:
     """Open the loggers of a run, which record its config; one that resumes its checkpoint continues them."""
     trainer, folder = config.trainer, Path(config.trainer.checkpoint_folder)
+    is_own = checkpoint is not None and checkpoint.resolve().parent == folder.resolve()
     run = Run(
         project_name=trainer.project_name,
         experiment_name=trainer.experiment_name,
         directory=folder,
         config=dataclasses.asdict(config),
         total_steps=training_steps,
-        is_resumed=checkpoint is not None and checkpoint.resolve().parent == folder.resolve(),
+        resumed_step=checkpoint_step(checkpoint) if checkpoint is not None and is_own else None,
         console=trainer.console,
     )
     return Tracker(trainer.logger, run)
