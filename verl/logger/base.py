@@ -24,7 +24,7 @@ class Run:
     directory: Path  # also holds its checkpoints
     config: dict[str, Any] = field(default_factory=dict)  # nested plain values
     total_steps: int | None = None
-    resumed_step: int | None = None  # of the checkpoint in `directory` that it goes on from
+    resumed_step: int | None = None  # of the checkpoint in `directory` that it continues
     console: str = "compact"  # form of the console's output: `trainer.console`
 
     @property
