@@ -74,7 +74,7 @@ def chat_of(prompt: Any) -> Any:
         return prompt
     try:
         messages = json.loads(prompt)
-    except ValueError:
+    except (ValueError, RecursionError):
         return prompt
     is_chat = all(isinstance(one, dict) and one.keys() & {"role", "from"} for one in messages)
     return messages if is_chat else prompt
