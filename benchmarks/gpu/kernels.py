@@ -243,9 +243,7 @@ def attend_in_ring(
 
 def single_queries(report: Report, place: Place, sizes: Sizes) -> None:
     """Rows of at most one query, one of them empty, under grouped heads."""
-    call = AttentionCall.of(
-        Span.of(0, [1, 0], place.device), Span.of(0, [5, 4], place.device), is_causal=False
-    )
+    call = AttentionCall.of(*Span.of_all([(0, [1, 0]), (0, [5, 4])], place.device), is_causal=False)
     inputs = [
         place.random(length, heads, sizes.head_dim, seed=seed).requires_grad_()
         for seed, (length, heads) in enumerate(((1, sizes.heads), (9, sizes.kv_heads), (9, sizes.kv_heads)))

@@ -6,11 +6,11 @@ import pytest
 from tests.architecture.shape import measure
 
 CEILINGS = {
-    "lines": 72_680,
+    "lines": 72_730,
     "files": 489,
     "percent of the largest room": 15,
     "files over 400 lines": 0,
-    "files under 60 lines": 64,
+    "files under 60 lines": 63,
     "files that share a name": 77,
     "longest function": 45,
     "functions that take PPOConfig": 9,

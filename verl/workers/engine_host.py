@@ -86,10 +86,13 @@ class EngineHost:
 
         With tools, a response is a whole conversation; they read every column.
         """
+        before = self.engine.rng_state() if sampling.is_apart else None
         if self.conversations is not None:
             yield from self.conversations.run(_rows(prompts), sampling)
-            return
-        yield from self.engine.generate(self._requests(prompts), sampling)
+        else:
+            yield from self.engine.generate(self._requests(prompts), sampling)
+        if before is not None:
+            self.engine.set_rng_state(before)
 
     def sample(
         self, prompts: DataProto | None, sampling: SamplingOptions, at_most: int

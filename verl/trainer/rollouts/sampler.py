@@ -63,7 +63,8 @@ class Sampler:
         )
         # For the one response that `remax` compares the others with.
         self.greedy_options = self.options.override({"n": 1, "temperature": 0.0, "top_p": 1.0, "top_k": -1})
-        self.validation_options = self.options.override({"n": 1} | rollout.val_override_config)
+        apart: dict[str, Any] = {"n": 1, "is_apart": True}
+        self.validation_options = self.options.override(apart | rollout.val_override_config)
 
     def sample(self, prompts: DataProto, options: SamplingOptions) -> tuple[DataProto, Scoring]:
         """Sample `options.n` responses to every prompt; those to a prompt become adjacent rows."""

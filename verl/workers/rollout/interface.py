@@ -35,6 +35,7 @@ class SamplingOptions:
         None  # for every prompt its own random numbers; None uses the engine's, which is faster
     )
     ignore_eos: bool = False  # continue after the end-of-sequence token
+    is_apart: bool = False  # leaves the engine's random numbers to others: those of validation to training
     first_sample: int = 0  # number of the first of the `n`: conversations of a later part draw other numbers
     extra: Mapping[str, Any] = field(default_factory=dict)  # other fields of vLLM's `SamplingParams`
 
