@@ -253,7 +253,10 @@ def test_the_first_sync_compares_and_syncs_again_and_later_ones_only_sync(
     worker.config = SimpleNamespace(
         rollout=rollout, actor=SimpleNamespace(fsdp=SimpleNamespace(mp_param_dtype="fp32"))
     )
-    host.config, host.options = worker.config, SimpleNamespace(max_sequence_length=ROOM)
+    host.config, host.options = (
+        worker.config,
+        SimpleNamespace(max_sequence_length=ROOM, max_response_length=1),
+    )
     worker.must_check_engine, worker.tower_is_synced = must_check, False
 
     worker.sync_weights(0)
