@@ -5,6 +5,8 @@ The gradient of every parameter must not depend on micro-batch size, dynamic bat
 The reference goes over sequences one by one, in float64 behind the model's own padded float32 forward.
 """
 
+from functools import cache
+
 import numpy as np
 import pytest
 import torch
@@ -251,9 +253,9 @@ def root(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def results(request, root):
-    world_size, grid = request.param
-    return run_distributed(update_on_ranks, world_size, root, GRIDS[grid])
+def results_of(root):
+    """The results of a number of ranks for a grid, computed once whatever the order of the cases."""
+    return cache(lambda world_size, grid: run_distributed(update_on_ranks, world_size, root, GRIDS[grid]))
 
 
 BY_DAY = (2, "by day")
@@ -264,27 +266,25 @@ def all_cases(run, mark=()):
 
 
 @pytest.mark.parametrize(
-    ("results", "loss", "mode"),
+    ("run", "loss", "mode"),
     [
         *all_cases(BY_DAY),
         *all_cases((2, "at night"), pytest.mark.nightly("verl/workers/roles", "verl/algorithms")),
         *(case for grid in GRIDS for case in all_cases((1, grid), pytest.mark.slow)),
     ],
-    indirect=["results"],
-    scope="module",
 )
-def test_loss_and_gradient_of_every_parameter_equal_the_padded_reference(results, root, loss, mode):
+def test_loss_and_gradient_of_every_parameter_equal_the_padded_reference(results_of, root, run, loss, mode):
     value, _ = torch.load(root / "reference.pt")[loss, mode]
 
-    for rank in results:
+    for rank in results_of(*run):
         for setting in MICRO_BATCHES:
             (error, name), metrics = rank[loss, mode, setting]
             assert error < TOLERANCE, (setting, name)
             assert metrics["actor/pg_loss"] == pytest.approx(value, rel=TOLERANCE, abs=1e-7), setting
 
 
-@pytest.mark.parametrize("results", [BY_DAY], indirect=True, scope="module")
-def test_the_batch_exercises_bounds_and_selections(results):
+def test_the_batch_exercises_bounds_and_selections(results_of):
+    results = results_of(*BY_DAY)
     for loss, name in [
         ("default", "pg_clipfrac_higher"), ("gspo", "pg_clipfrac_higher"), ("gspo", "pg_clipfrac_lower"),
         ("cispo", "pg_clipfrac_higher"),
