@@ -41,7 +41,8 @@ class HostileImage(ImageFile.ImageFile):
             do("kill")
 
 
-Image.register_open(HostileImage.format, HostileImage, lambda prefix: prefix.startswith(MARK))
+Image.init()  # which registers its own decoders
+Image.register_open("SGI", HostileImage, lambda prefix: prefix.startswith(MARK))  # one of those that are read
 
 
 def know_format(connection):

@@ -106,6 +106,7 @@ def test_a_dry_run_imports_no_torch(tmp_path):
     )
     options = [
         f"data.train_files={tmp_path / 'rows.jsonl'}", "data.val_files=null", "data.rollout_batch_size=8",
+            "trainer.val_before_train=false",
         f"worker.actor.model.model_path={folder}", "worker.actor.global_batch_size=8",
         f"worker.reward.reward_function={tmp_path / 'reward.py'}:compute_score",
         "trainer.device=cpu", "trainer.n_gpus_per_node=1",

@@ -194,6 +194,8 @@ def convert(value: Any, hint: Any) -> Any:
     members = members_of(hint)
     # As on the command line, an empty text is null where null is allowed: as a path it would be this folder.
     is_word = isinstance(value, str) and value in NULL_WORDS and str not in members
+    if value is None and str in members and any(map(get_origin, members)) and type(None) not in members:
+        return ""  # no files
     is_null = value is None or is_word or (value == "" and type(None) in members)
     if is_null and (type(None) in members or hint is Any):
         return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Imports of Python files that a user names by path, and errors that point into them."""
+"""Files of a user: imports of Python files, errors that point into them, and opening of images."""
 
 import hashlib
 import importlib.util
@@ -9,10 +9,15 @@ import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING, BinaryIO
+
+if TYPE_CHECKING:  # most processes open no image
+    from PIL import Image
 
 EXCERPT_HEAD, EXCERPT_TAIL = 200, 100  # characters of a text that an error shows
 ERROR_HEAD, ERROR_TAIL = 4000, 2000  # characters of an exception, and of its traceback
-
+# That Pillow decodes itself; a Pillow may lack some.
+IMAGE_FORMATS = "AVIF BMP DDS DIB GIF ICNS ICO JPEG JPEG2000 PCX PNG PPM PSD QOI SGI TGA TIFF WEBP"
 
 _imported: dict[str, Path] = {}  # by the names of their modules
 
@@ -53,6 +58,14 @@ def import_again(files: Mapping[str, Path]) -> None:
         if name not in sys.modules:
             prefix = name.removesuffix(f"_{path.stem}")
             import_file(path, "a file of the run", prefix, "Traceback (most recent call last):")
+
+
+def open_image(source: str | BinaryIO) -> "Image.Image":
+    """Open an image of one of the formats; for PostScript, Pillow would run a program."""
+    from PIL import Image  # noqa: PLC0415
+
+    Image.init()
+    return Image.open(source, formats=[name for name in IMAGE_FORMATS.split() if name in Image.OPEN])
 
 
 def _remedy_of(error: BaseException) -> str:

@@ -14,7 +14,7 @@ from PIL import Image
 
 from verl.agents.interface import AgentResult, Observation
 from verl.config.multi_turn import MultiTurnConfig
-from verl.data.media.references import open_image
+from verl.utils.user_file import open_image
 
 LONG_TOKEN = 32  # characters; few tokens are longer, so that the tokens decide what is cut of most texts
 MIN_CHARACTERS = 1 << 14

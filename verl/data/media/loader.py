@@ -31,7 +31,6 @@ from verl.data.media.references import (
     Reference,
     content_id,
     is_url,
-    open_image,
     openable,
     payload,
     reading,
@@ -49,6 +48,7 @@ from verl.data.media.video import (
 )
 from verl.models.families.interface import KINDS, Kind, MediaFamily, MediaShape, Medium, MediumShape
 from verl.models.families.registry import family_of_processor
+from verl.utils.user_file import open_image
 
 # A model that reads the first of these knows the markers of all.
 TOGETHER: tuple[tuple[Kind, ...], ...] = (("image", "video"), ("audio",))

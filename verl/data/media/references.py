@@ -8,15 +8,10 @@ import re
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
 from typing import Any, TypeGuard
-
-from PIL import Image
 
 Reference = str | bytes | dict[str, Any]
 MediaData = Mapping[str, Sequence[Reference]] | None  # of a row, by `images`, `videos` and `audios`
-# That Pillow decodes itself; a Pillow may lack some.
-IMAGE_FORMATS = "AVIF BMP DDS DIB GIF ICNS ICO JPEG JPEG2000 PCX PNG PPM PSD QOI SGI TGA TIFF WEBP"
 DATA_URL = re.compile(r"data:[^,;]*(;[^,;]*)*?(?P<base64>;base64)?,", re.IGNORECASE)
 BASE64 = re.compile(r"[A-Za-z0-9+/\s]++={0,2}\s*+")
 MAX_NAME = 255  # characters of a file's name: a longer text without a dot is no path
@@ -84,17 +79,6 @@ def shown_name(ref: Reference) -> str:
     """Return the name for errors: the original URL, the path, or the number of bytes."""
     source = (ref.get("url") if isinstance(ref, dict) else None) or payload(ref)
     return source if isinstance(source, str) else f"of {len(source)} bytes"
-
-
-def open_image(source: str | io.BytesIO) -> Image.Image:
-    """Open an image of one of the formats; for PostScript, Pillow would run a program."""
-    return Image.open(source, formats=_formats())
-
-
-@cache
-def _formats() -> list[str]:
-    Image.init()
-    return [name for name in IMAGE_FORMATS.split() if name in Image.OPEN]
 
 
 def read_file(path: str, max_bytes: int) -> bytes:

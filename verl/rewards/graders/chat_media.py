@@ -18,7 +18,7 @@ import av
 import numpy as np
 from PIL import Image
 
-from verl.data.media.references import open_image
+from verl.utils.user_file import open_image
 
 Part = dict[str, Any]  # an entry of a message's `content`
 Reference = str | bytes | dict[str, Any]

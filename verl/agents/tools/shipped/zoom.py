@@ -9,7 +9,7 @@ from typing import Any
 from PIL import Image
 
 from verl.agents.interface import Observation
-from verl.data.media.references import open_image
+from verl.utils.user_file import open_image
 
 UNITS = {"pixels": None, "thousandths": 1000.0, "fractions": 1.0}  # the size of an image in each
 MAX_RATIO = 100  # of the sides of a part; vision models refuse narrower images
