@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the work of a reader grows with the length of what it reads."""
+"""Check that the work of a reader grows linearly with its input."""
 
 import time
 from collections.abc import Callable

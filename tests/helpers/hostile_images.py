@@ -42,7 +42,7 @@ class HostileImage(ImageFile.ImageFile):
 
 
 Image.init()  # which registers its own decoders
-Image.register_open("SGI", HostileImage, lambda prefix: prefix.startswith(MARK))  # one of those that are read
+Image.register_open("SGI", HostileImage, lambda prefix: prefix.startswith(MARK))  # an allowed format
 
 
 def know_format(connection):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a masked response holds changes no advantage, weight or metric of the others, wherever it stands."""
+"""A masked response, in any position, changes no advantage, weight or metric of the others."""
 
 import pytest
 import torch

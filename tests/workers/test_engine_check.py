@@ -255,7 +255,7 @@ def test_the_first_sync_compares_and_syncs_again_and_later_ones_only_sync(
     )
     host.config, host.options = (
         worker.config,
-        SimpleNamespace(max_sequence_length=ROOM, max_response_length=1),
+        SimpleNamespace(max_prompt_length=ROOM - 1, max_response_length=1),
     )
     worker.must_check_engine, worker.tower_is_synced = must_check, False
 

@@ -20,7 +20,7 @@ SAMPLING_PARAMETERS = (  # vLLM's that change what is sampled
     *("structured_outputs", "extra_args", "thinking_token_budget", "repetition_detection", "detokenize"),
     *("spaces_between_special_tokens", "watermarking"),
 )
-# Of some parameters: whether they are integers, least and largest value, and what else they may be.
+# For each that is a number: is it an integer, its minimum and maximum, and other values it may have.
 SAMPLING_RANGES: dict[str, tuple[bool, float, float, tuple[Any, ...]]] = {
     "n": (True, 1, math.inf, ()),
     "temperature": (False, 0, sys.float_info.max, ()),
@@ -246,8 +246,8 @@ class RolloutConfig:
                 return  # an engine of the user's takes what it likes
             longer = [known for known in SAMPLING_PARAMETERS if known.startswith(name)]
             found = longer or difflib.get_close_matches(name, SAMPLING_PARAMETERS, n=1, cutoff=0.7)
-            hint = f"; did you mean `{found[0]}`?" if found else ""
-            yield f"{key} is not a sampling parameter{hint or f': it must be one of {SAMPLING_PARAMETERS}'}"
+            hint = f"; did you mean `{found[0]}`?" if found else f": it must be one of {SAMPLING_PARAMETERS}"
+            yield f"{key} is not a sampling parameter{hint}"
         elif name in SAMPLING_RANGES:
             is_integer, low, high, others = SAMPLING_RANGES[name]
             is_number = isinstance(value, int if is_integer else int | float) and not isinstance(value, bool)

@@ -9,7 +9,7 @@ import io
 import json
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from verl.data.bad_rows import BadRowError
 from verl.data.columns import media_column
 from verl.data.media.audio import wav_bytes
 from verl.data.media.item_options import read_item_options
-from verl.data.media.references import DATA_URL, Reference, decoded, inline_bytes, is_url, sound_of
+from verl.data.media.references import Reference, inline_bytes, is_url, sound_of
 from verl.data.media.sizes import to_8_bits
 from verl.data.plain_files import Row
 from verl.data.prompt_template import PromptFormat
@@ -294,9 +294,9 @@ def references(value: Any, kind: str, folder: str | None, *, allow_urls: bool = 
     return references
 
 
-def _decoded(text: str, kind: str, decode: Callable[[str], bytes | None]) -> bytes | None:
+def _inline(text: str, kind: str, may_be_path: bool) -> bytes | None:
     try:
-        return decode(text)
+        return inline_bytes(text, may_be_path=may_be_path)
     except ValueError as error:
         raise BadRowError(f"the {kind} of a row cannot be read: {error}") from error
 
@@ -313,12 +313,10 @@ def _reference(item: Any, kind: str, folder: str | None, allow_urls: bool) -> st
     """Return a path, a URL or bytes; an image in memory becomes a PNG."""
     if isinstance(item, dict) and kind == "audio" and item.get("array") is not None:  # of `datasets`
         return wav_bytes(np.asarray(item["array"], dtype=np.float32), int(item["sampling_rate"]))
+    may_be_path = not (isinstance(item, dict) and item.get("bytes"))
     if isinstance(item, dict):
-        content = item.get("bytes")
-        item = content or item.get("path") or item.get(kind)
-        if isinstance(content, str) and content:
-            item = _decoded(content, kind, decoded if DATA_URL.match(content) is None else inline_bytes)
-    if isinstance(item, str) and (content := _decoded(item, kind, inline_bytes)) is not None:
+        item = item.get("bytes") or item.get("path") or item.get(kind)
+    if isinstance(item, str) and (content := _inline(item, kind, may_be_path)) is not None:
         return content
     if isinstance(item, str) and is_url(item):
         if not allow_urls:

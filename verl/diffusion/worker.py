@@ -57,7 +57,7 @@ class DiffusionWorker(SavingWorker[DiffusionModel]):
 
     def _build_forward(self, sp: SequenceParallel) -> StepForward:
         actor, family = self.config.actor, self.policy.family
-        longest = self.run.max_sequence_length - self.run.max_response_length
+        longest = self.run.max_prompt_length
         prompts = PromptEncoder(family, self.policy.parts, self.device, min(longest, family.longest_prompt))
         return StepForward(
             family, self.policy.model, self.schedule, prompts,

@@ -128,8 +128,9 @@ def _count_steps(
     if trainer.max_steps is not None or dataset_size is None:
         return trainer.max_steps
     steps_of_epoch = dataset_size // batch[1] * batch[1] // step[1]
-    left = steps_of_epoch * step[1] * trainer.total_epochs - done[1]
-    return done[0] + max(0, left // step[1])
+    done_steps, done_rows = done
+    left = steps_of_epoch * step[1] * trainer.total_epochs - done_rows
+    return done_steps + max(0, left // step[1])
 
 
 def _processes(trainer: RunConfig) -> PlanLine:

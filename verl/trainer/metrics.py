@@ -75,9 +75,9 @@ def compute_batch_metrics(batch: DataProto, step: int) -> Metrics:
     mask, responses = tensors["loss_mask"].bool(), tensors["response_mask"].bool()  # (B, R)
     sampled = sampled_mask(batch)  # (B, R)
     counted, metrics = mask.any(-1), Metrics()  # (B,): a masked response has no score
-    for name, key in (("score", "token_level_scores"), ("rewards", "token_level_rewards")):
-        if counted.any():
-            metrics |= mean_max_min(f"critic/{name}", tensors[key][counted].sum(-1))
+    if counted.any():
+        metrics |= mean_max_min("critic/score", tensors["token_level_scores"][counted].sum(-1))
+        metrics |= mean_max_min("critic/rewards", tensors["token_level_rewards"][counted].sum(-1))
     for key in ("advantages", "returns", "values"):
         if key in tensors and mask.any():
             metrics |= mean_max_min(f"critic/{key}", tensors[key][mask])

@@ -133,8 +133,8 @@ def build_sft_trainer(run: PreparedRun[SFTConfig], stack: ExitStack) -> SFTTrain
         origin = origin_of(config, planned_sft(config).models)
         checkpoint = check_resume(config, origin, loaders.train)
     rows = worker.actor.global_batch_size
-    done = done_before(checkpoint, rows)
-    training_steps = make_sft_plan(config, num_rows(loaders), done).training_steps or 0
+    plan = make_sft_plan(config, num_rows(loaders), done_before(checkpoint, rows))
+    training_steps = plan.training_steps or 0
 
     options = model_options(pool, training_steps, data, config.distillation, media, cache)
     workers = start_workers(stack, pool, processes, SFTWorker, worker, options, trainer.worker_timeout_s)
@@ -297,14 +297,15 @@ def make_validator(
 def open_tracker(config: RunTree, training_steps: int, checkpoint: Path | None) -> Tracker:
     """Open the loggers of a run, which record its config; one that resumes its checkpoint continues them."""
     trainer, folder = config.trainer, Path(config.trainer.checkpoint_folder)
-    is_own = checkpoint is not None and checkpoint.resolve().parent == folder.resolve()
+    if checkpoint is not None and checkpoint.resolve().parent != folder.resolve():
+        checkpoint = None  # of another run, whose curves this one does not continue
     run = Run(
         project_name=trainer.project_name,
         experiment_name=trainer.experiment_name,
         directory=folder,
         config=dataclasses.asdict(config),
         total_steps=training_steps,
-        resumed_step=checkpoint_step(checkpoint) if checkpoint is not None and is_own else None,
+        resumed_step=None if checkpoint is None else checkpoint_step(checkpoint),
         console=trainer.console,
     )
     return Tracker(trainer.logger, run)

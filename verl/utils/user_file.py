@@ -16,8 +16,8 @@ if TYPE_CHECKING:  # most processes open no image
 
 EXCERPT_HEAD, EXCERPT_TAIL = 200, 100  # characters of a text that an error shows
 ERROR_HEAD, ERROR_TAIL = 4000, 2000  # characters of an exception, and of its traceback
-# That Pillow decodes itself; a Pillow may lack some.
-IMAGE_FORMATS = "AVIF BMP DDS DIB GIF ICNS ICO JPEG JPEG2000 PCX PNG PPM PSD QOI SGI TGA TIFF WEBP"
+# That Pillow decodes itself, tried in this order; a Pillow may lack some.
+IMAGE_FORMATS = "JPEG PNG WEBP GIF BMP PPM TIFF AVIF JPEG2000 DDS DIB ICNS ICO PCX PSD QOI SGI TGA"
 
 _imported: dict[str, Path] = {}  # by the names of their modules
 

@@ -195,7 +195,7 @@ class EngineHost:
             multi_turn,
             options.tools,
             max_tokens=options.max_response_length,
-            max_prompt_tokens=options.max_sequence_length - options.max_response_length,
+            max_prompt_tokens=options.max_prompt_length,
             max_prompt_images=self.config.rollout.limit_images,
             template_variables=options.template_variables,
             override_chat_template=options.override_chat_template,
@@ -210,8 +210,8 @@ class EngineHost:
 
     @property
     def _longest(self) -> int:
-        most, response = self.options.max_sequence_length, self.options.max_response_length
-        return self.config.rollout.longest_sequence(most - response, response)
+        options = self.options
+        return self.config.rollout.longest_sequence(options.max_prompt_length, options.max_response_length)
 
     def _setup(self, adapter: EngineAdapter | None) -> EngineSetup:
         model = self.config.actor.model

@@ -43,3 +43,7 @@ class RunOptions(ModelRunOptions):
     template_variables: Mapping[str, Any] = field(default_factory=dict)  # of the chat template
     tools: Sequence[Mapping[str, Any]] = ()  # schemas, for the chat template
     in_lockstep: bool = False  # conversations wait for each other's tools, so that runs repeat
+
+    @property
+    def max_prompt_length(self) -> int:
+        return self.max_sequence_length - self.max_response_length

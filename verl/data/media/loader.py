@@ -26,15 +26,7 @@ from verl.data.media.cache import Entry, MediaCache, MediaFolder
 from verl.data.media.decoded import DecodedMedia, shape_of, video_shape, with_sound
 from verl.data.media.download import DownloadFolder
 from verl.data.media.item_options import size_options, with_item_options, without_effect
-from verl.data.media.references import (
-    MediaData,
-    Reference,
-    content_id,
-    is_url,
-    openable,
-    payload,
-    reading,
-)
+from verl.data.media.references import MediaData, Reference, content_id, is_url, openable, payload, reading
 from verl.data.media.sizes import MediaOptions, process_image, resized_size
 from verl.data.media.video import (
     SizeOptions,

@@ -23,7 +23,7 @@ def is_url(source: str | bytes) -> TypeGuard[str]:
     return isinstance(source, str) and URL.match(source) is not None
 
 
-def inline_bytes(text: str) -> bytes | None:
+def inline_bytes(text: str, *, may_be_path: bool = True) -> bytes | None:
     """Return what a text holds as a data URL or in base64; None for a path or another URL.
 
     Raises:
@@ -32,12 +32,14 @@ def inline_bytes(text: str) -> bytes | None:
     if (url := DATA_URL.match(text)) is not None:
         if url["base64"] is None:
             raise ValueError("a data URL must be base64")
-        return decoded(text[url.end() :])
-    return decoded(text) if len(text) > MAX_NAME and BASE64.fullmatch(text) else None
+        return _decoded(text[url.end() :])
+    if may_be_path and (len(text) <= MAX_NAME or BASE64.fullmatch(text) is None):
+        return None
+    return _decoded(text)
 
 
-def decoded(text: str) -> bytes:
-    """Decode base64, which may have line breaks."""
+def _decoded(text: str) -> bytes:
+    # it may have line breaks
     try:
         return base64.b64decode("".join(text.split()), validate=True)
     except ValueError as error:

@@ -51,9 +51,12 @@ def done_before(checkpoint: Path | None, rows_per_step: int) -> Done:
     """Return what a checkpoint's run had done; an older one did not record its rows, and counts as now."""
     if checkpoint is None:
         return NOTHING
-    step = checkpoint_step(checkpoint)
-    rows = json.loads((checkpoint / STATE_FILE).read_text()).get("rows")
-    return Done(step, step * rows_per_step if rows is None else rows)
+    state = json.loads((checkpoint / STATE_FILE).read_text())
+    return _done(checkpoint_step(checkpoint), state, rows_per_step)
+
+
+def _done(step: int, state: Mapping[str, Any], rows_per_step: int) -> Done:
+    return Done(step, state.get("rows", step * rows_per_step))
 
 
 class PendingCheckpoint(NamedTuple):
@@ -163,8 +166,8 @@ class RunState:
         if self.loader is not None:
             where = torch.load(folder / LOADER_FILE, weights_only=True)
             self.loader.load_state_dict(where, allow_changes=self.config.allow_changed_inputs)
-        self.before = done_before(folder, self.rows_per_step)
         state = json.loads((folder / STATE_FILE).read_text())
+        self.before = _done(self.step, state, self.rows_per_step)
         self._score = state.get("validation_score")
         best = state.get("best_validation")  # older checkpoints do not have it
         self.best = None if best is None else Validated(best["step"], best["score"])
