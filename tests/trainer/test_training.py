@@ -150,7 +150,8 @@ def test_a_resumed_run_ends_bit_for_bit_as_the_unbroken_one_however_often_it_val
     output = text_folder / "resumed"
     checkpoint = f"trainer.load_checkpoint_path={text_folder / 'unbroken' / f'global_step_{SAVED}'}"
 
-    arguments = [*text_arguments, f"trainer.max_steps={STEPS}", "trainer.val_freq=1"]
+    often = ["trainer.val_freq=1", "worker.rollout.val_override_config={temperature: 1.0}"]
+    arguments = [*text_arguments, f"trainer.max_steps={STEPS}", *often]
     resumed = start_training(*arguments, checkpoint, f"trainer.save_checkpoint_path={output}")
     assert resumed.returncode == 0, resumed.stderr
 
