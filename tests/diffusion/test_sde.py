@@ -55,7 +55,7 @@ def test_the_sde_keeps_the_marginal_distribution(drawn):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_log_probs_are_those_of_the_normal_distribution_in_float64(drawn, kind):
+def test_log_probs_are_those_of_the_normal_distribution_or_of_flowcps_in_float64(drawn, kind):
     latents, velocity, value, _ = drawn
     found = step(latents, velocity, SIGMA, NEXT, noise_level=0.7, kind=kind, largest=LARGEST)
 
@@ -71,6 +71,8 @@ def test_log_probs_are_those_of_the_normal_distribution_in_float64(drawn, kind):
             std = n * math.sin(0.35 * math.pi)
             mean = (1 - n) * (x - s * v) + torch.sqrt(n**2 - std**2) * (x + (1 - s) * v)
         expected = Normal(mean, std).log_prob(value[row].double()).mean()
+        if kind == "cps":
+            expected = -((value[row].double() - mean) ** 2).mean()
         assert found.log_prob(value)[row].double() == pytest.approx(expected.item(), rel=1e-5)
 
 
@@ -92,5 +94,23 @@ def test_what_was_sampled_has_the_density_of_its_noise(drawn, kind):
 
     value = found.sample(noise)
 
-    density = -(noise**2) / 2 - torch.log(found.std).view(-1, 1, 1, 1) - 0.5 * math.log(2 * math.pi)
+    std = found.std.view(-1, 1, 1, 1)
+    density = -(noise**2) / 2 - torch.log(std) - 0.5 * math.log(2 * math.pi)
+    if kind == "cps":
+        density = -((std * noise) ** 2)
     assert torch.allclose(found.log_prob(value), density.flatten(1).mean(-1), atol=1e-4)
+
+
+def test_the_same_change_of_the_mean_counts_alike_at_every_step_of_cps():
+    """SD3's last noisy step would have 735 times the log-ratio of its first, by the deviations alone."""
+    sigmas = torch.tensor([1.0, 0.954, 0.899, 0.833, 0.75, 0.643, 0.5, 0.3, 0.0089])
+    latents, *velocities = torch.randn(3, 8, 4, 8, 8, generator=torch.Generator().manual_seed(0))
+
+    one, other = (
+        step(latents, velocity, sigmas[:-1], sigmas[1:], noise_level=0.7, kind="cps")
+        for velocity in velocities
+    )
+
+    squares = ((one.mean - other.mean) ** 2).flatten(1).mean(-1)
+    assert torch.equal(one.kl(other), squares)
+    assert torch.allclose(one.log_prob(other.mean), -squares)

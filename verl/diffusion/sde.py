@@ -11,7 +11,9 @@ A latent is `x = (1 - sigma) x0 + sigma e` of an image x0 and noise e; the model
           std = next_sigma sin(noise_level pi / 2)
           mean = (1 - next_sigma) (x - sigma v) + sqrt(next_sigma^2 - std^2) (x + (1 - sigma) v)
 
-Without noise both are Euler's step of the ODE, `x + v d`.
+Without noise both are Euler's step of the ODE, `x + v d`. The deviations of `cps` differ by orders of
+magnitude, and the densities of its last steps would outweigh all others: as in its authors' FlowCPS, squared
+distances stand for `-log_prob` and KL, without the factor `1 / (2 std^2)`.
 """
 
 import math
@@ -28,6 +30,7 @@ class Gaussian(NamedTuple):
 
     mean: Tensor  # (B, ...) float32
     std: Tensor  # (B,) float32; 0: the step is certain
+    is_scaled: bool = True  # densities and KL count distances in deviations; False: as they are, as FlowCPS
 
     def sample(self, noise: Tensor) -> Tensor:
         """Return the next latents for standard normal noise (B, ...)."""
@@ -39,14 +42,19 @@ class Gaussian(NamedTuple):
         The sum of thousands of elements would make every ratio 0 or infinite; Flow-GRPO takes the mean too,
         and clips ratios within 1e-4 or so.
         """
+        squares = (value.float() - self.mean) ** 2
+        if not self.is_scaled:
+            return -squares.flatten(1).mean(-1)
         std = expanded(self.std, self.mean)
-        density = -((value.float() - self.mean) ** 2) / (2 * std**2) - torch.log(std)
+        density = -squares / (2 * std**2) - torch.log(std)
         return density.flatten(1).mean(-1) - 0.5 * math.log(2 * math.pi)
 
     def kl(self, other: "Gaussian") -> Tensor:
         """Return the KL divergence from a Gaussian of the same deviation, (B,): the mean over elements."""
-        std = expanded(self.std, self.mean)
-        return ((self.mean - other.mean) ** 2 / (2 * std**2)).flatten(1).mean(-1)
+        squares = (self.mean - other.mean) ** 2
+        if self.is_scaled:
+            squares = squares / (2 * expanded(self.std, self.mean) ** 2)
+        return squares.flatten(1).mean(-1)
 
 
 def step(
@@ -77,7 +85,8 @@ def step(
         std = next_sigma * torch.sin(level * math.pi / 2)
         kept = torch.sqrt(next_sigma**2 - std**2)
         image, noise = x - expanded(sigma, x) * v, x + expanded(1 - sigma, x) * v
-        return Gaussian(expanded(1 - next_sigma, x) * image + expanded(kept, x) * noise, std)
+        mean = expanded(1 - next_sigma, x) * image + expanded(kept, x) * noise
+        return Gaussian(mean, std, is_scaled=False)
     difference = next_sigma - sigma
     rest = 1 - torch.where(sigma == 1, torch.full_like(sigma, largest), sigma)
     variance = level**2 * sigma / rest  # s^2
