@@ -377,6 +377,17 @@ def test_an_open_ended_reward_chooses_the_shipped_function_and_says_that_yours_i
     assert config_notes(load(minimal, *options)) == []
 
 
+@pytest.mark.parametrize(("option", "everything"), [("top_p=0.7", "top_p=1.0"), ("top_k=20", "top_k=-1")])
+def test_training_on_samples_of_a_part_of_the_vocabulary_is_said_to_have_another_gradient(
+    minimal, option, everything
+):
+    (note,) = config_notes(load(minimal, f"worker.rollout.{option}"))
+
+    assert f"`worker.rollout.{option[:5]}`" in note and everything in note and "val_override_config" in note
+    assert config_notes(load(minimal, f"worker.rollout.{everything}", "worker.rollout.top_k=0")) == []
+    assert not config_notes(load(minimal, "worker.rollout.val_override_config={top_p: 0.7, top_k: 5}"))
+
+
 def test_disable_kl_overrides_the_kl_loss_and_loads_no_reference(minimal):
     config = load(minimal, "algorithm.disable_kl=true", "algorithm.use_kl_loss=true")
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A rollout engine's log-probs of a family's tiny model against those of plain transformers."""
 
+import math
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,8 @@ from tests.workers.rollout.reference import (
     reference_log_probs,
 )
 from verl.data.media.loader import DecodedMedia
+from verl.models.families.registry import load_config
+from verl.planning.model_sizes import layer_caches
 from verl.workers.rollout.interface import RolloutRequest, SamplingOptions
 
 
@@ -54,6 +58,21 @@ def engine_error(
         responses = collect(engine, given, sampling)
         found.append(largest_media_difference(model, tiny.processor, requests, responses, temperature)[0])
     return max(found)
+
+
+def assert_cache_is_planned(engine: Any, folder: Path) -> None:
+    """Assert that vLLM keeps of each kind of layer what the planner counts."""
+    (specs,) = engine.llm.collective_rpc("get_kv_cache_spec")
+    found: Counter[tuple[float, bool]] = Counter()
+    for spec in specs.values():
+        if hasattr(spec, "shapes"):  # a state
+            found[math.inf, True] += sum(map(math.prod, spec.shapes))
+        else:
+            window = getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None)
+            size = spec.unpadded_page_size_bytes // spec.dtype.itemsize
+            found[window or math.inf, False] += size // spec.block_size
+    caches = layer_caches(load_config(folder).get_text_config())
+    assert found == {(each.window, not each.numbers): each.numbers or each.state for each in caches}
 
 
 def rounding_ratio(

@@ -2,9 +2,12 @@
 """A model with 2**30 weights, and machines to plan its memory for."""
 
 from verl.planning.machine import GIB, Machine
-from verl.planning.memory_model import ModelShape, Stack
+from verl.planning.memory_model import LayerCache, ModelShape, Stack
 
-STACK = Stack(layers=16, hidden=4096, intermediate=16384, heads=32, kv_heads=8, head_dim=128, params=1 << 26)
+STACK = Stack(
+    layers=16, hidden=4096, intermediate=16384, heads=32, kv_heads=8, head_dim=128, params=1 << 26,
+    caches=(LayerCache(16 * 2 * 8 * 128, 8),),
+)  # fmt: skip
 TOWER = Stack(layers=2, hidden=1024, intermediate=4096, heads=8, kv_heads=8, head_dim=128, params=1 << 22)
 GPU = Machine("cuda", 80 * GIB, 1000 * GIB, "a GPU")
 NODE = Machine("cpu", 0, 400 * GIB, "a node")

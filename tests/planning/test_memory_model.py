@@ -12,11 +12,11 @@ from verl.models.head import logit_chunks
 from verl.planning import memory_model
 from verl.planning.memory_model import (
     TILE,
+    LayerCache,
     MicroBatch,
     ModelSetup,
     ModelShape,
     Stack,
-    cache_bytes_per_token,
     gathered,
     gradients,
     load_peak,
@@ -206,8 +206,16 @@ def test_a_vision_tower_saves_activations_of_its_patches():
     assert more == 2 * (2 * 8) * 5
 
 
-def test_the_cache_holds_a_key_and_a_value_of_a_token_in_each_layer():
-    assert cache_bytes_per_token(STACK, 2) == 2 * 2 * 1 * 2 * 2
+def test_a_layers_cache_depends_on_its_kind_and_ranks_divide_heads_but_no_latent():
+    full, window, latent = LayerCache(32, heads=2), LayerCache(32, heads=2, window=5), LayerCache(24)
+    linear = LayerCache(0, heads=4, state=100)
+    stack = replace(STACK, caches=(full, window, latent, linear))
+
+    assert stack.cached(3) == 3 * (32 + 32 + 24) + 100
+    assert stack.cached(9) == 9 * 32 + 5 * 32 + 9 * 24 + 100
+    assert stack.cached(9, ranks=2) == (9 * 32 + 5 * 32) / 2 + 9 * 24 + 100 / 2
+    assert stack.cached(9, ranks=4) == (9 * 32 + 5 * 32) / 2 + 9 * 24 + 100 / 4  # heads are repeated
+    assert STACK.keys_and_values == 2 * 2 * 1 * 2
 
 
 @pytest.mark.parametrize("peak", [log_prob_peak, update_peak])

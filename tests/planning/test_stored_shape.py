@@ -9,12 +9,13 @@ import pytest
 from safetensors.torch import load_file
 
 from verl.config.model import FSDPConfig, LoraConfig, ModelConfig
+from verl.models.families.registry import load_config
 from verl.models.tiny import TINY_MODELS, save_tiny_model
 from verl.planning.model_sizes import read_shape
 from verl.planning.stored_shape import stored_shape
 from verl.utils.weight_files import save_weights
 
-DENSE = ["deepseek", "llama", "mistral", "qwen2", "qwen2_5_vl", "qwen2_vl", "qwen3", "qwen3_vl"]
+DENSE = ["deepseek", "llama", "qwen2", "qwen2_5_vl", "qwen2_vl", "qwen3", "qwen3_vl"]
 CHANGES = {
     "overridden": {"override_config": {"tie_word_embeddings": False}},
     "adapted": {"lora": LoraConfig(rank=4)},
@@ -39,6 +40,13 @@ def test_the_sizes_equal_those_of_the_empty_model(tmp_path, family, tied):
         for is_trained in (True, False):
             stored, empty = both(folder, FSDPConfig(torch_dtype=dtype), is_trained=is_trained)
             assert stored == empty
+
+
+def test_a_model_with_windows_is_left_to_torch(tmp_path):
+    stored, empty = both(save_tiny_model(tmp_path, "mistral"))
+
+    assert stored is None
+    assert [cache.window for cache in empty.text.caches] == [load_config(tmp_path).sliding_window]
 
 
 def test_several_files_count_as_one_model(tmp_path):

@@ -39,6 +39,11 @@ SAMPLING_RANGES: dict[str, tuple[bool, float, float, tuple[Any, ...]]] = {
 # logits, and counts of sampled tokens.
 GPU_SEQUENCES, CPU_SEQUENCES = 512, 256
 
+# Tokens of a block of vLLM's cache on CPUs, the fewest that its attention takes (its default is 128): a group
+# of responses shares the whole blocks of its prompt, and computes the rest once for each response.
+CPU_BLOCK = 32
+MAX_CPU_CACHE = 1 << 30  # vLLM fills it with zeros at start, 2 seconds for each GiB
+
 ENGINES = ("vllm", "hf")
 FP8 = "fp8"
 OBJECT_STORE, COLLECTIVE = "object_store", "collective"  # ways of weights
@@ -219,6 +224,14 @@ class RolloutConfig:
             return self.max_num_seqs
         return min(GPU_SEQUENCES if on_gpu else CPU_SEQUENCES, self.max_num_batched_tokens)
 
+    def cpu_cache_bytes(self, token_bytes: int, length: int) -> int:
+        """Return the size of vLLM's cache on CPUs for sequences of a length.
+
+        It holds the sequences at once, up to 1 GiB, but always four.
+        """
+        sequence = (-(-length // CPU_BLOCK) + 1) * CPU_BLOCK * token_bytes
+        return max(4 * sequence, min(self.sequences_at_once(on_gpu=False) * sequence, MAX_CPU_CACHE))
+
     def weights_go_by(self, on_gpu: bool) -> str:
         """Return the transport of weights to engines in separate processes."""
         if self.weight_transport != "auto":
@@ -239,6 +252,15 @@ class RolloutConfig:
         yield from self.speculative.engine_problems(path, self.name, self.val_override_config)
         for name, value in self.val_override_config.items():
             yield from self._sampling_problems(f"`{path}.val_override_config.{name}`", str(name), value)
+
+    def notes(self, path: str) -> Iterator[str]:
+        for name, everything in (("top_p", 1.0), ("top_k", -1)):
+            if (value := getattr(self, name)) not in (everything, 0):
+                yield (
+                    f"`{path}.{name}` ({value}) samples from a part of the vocabulary, and training computes"
+                    " log-probs of all of it: the gradient is not quite that of what samples. Train with"
+                    f" `{name}={everything}`, and set another for validation in `{path}.val_override_config`"
+                )
 
     def _sampling_problems(self, key: str, name: str, value: Any) -> Iterator[str]:
         if name not in SAMPLING_PARAMETERS:

@@ -5,6 +5,7 @@ Letters: `H` hidden size, `A` heads x head size, `I` intermediate size, `c` byte
 backward. `docs/memory.md` compares the results with measured peaks.
 """
 
+import math
 from dataclasses import dataclass
 
 from verl.distributed.backends import on_gpu
@@ -14,6 +15,16 @@ CHUNK_BYTES = {False: 256 << 20, True: 1 << 30}  # of logits, by `on_gpu`, see `
 BLOCK_BYTES = {False: 4 * (2 << 20), True: 0}  # four float32 tensors of a softmax; kernels need none
 PRODUCT_ROWS = 1 << 14  # of the head's gradient made at once
 TILE = 1 << 13  # tokens of an MLP's tile, see `models/tiled_mlp.py`
+
+
+@dataclass(frozen=True)
+class LayerCache:
+    """What a rollout engine keeps of a sequence in layers of one kind, in numbers."""
+
+    numbers: int  # of a token
+    heads: int = 1  # that an engine's ranks divide among them; each rank keeps a latent whole
+    window: float = math.inf  # the last tokens that are kept
+    state: int = 0  # of a sequence of any length
 
 
 @dataclass(frozen=True)
@@ -32,6 +43,19 @@ class Stack:
     is_tiled: bool = False  # MLPs run in tiles
     experts: int = 0  # weights of a layer's joint experts
     choices: int = 0  # experts that a token runs through
+    caches: tuple[LayerCache, ...] = ()  # of all layers, by kind
+
+    @property
+    def keys_and_values(self) -> int:
+        """Numbers of a token in all layers, if each keeps them."""
+        return 2 * self.layers * self.kv_heads * self.head_dim
+
+    def cached(self, tokens: float, ranks: int = 1) -> float:
+        """Numbers that one of an engine's ranks keeps of a sequence."""
+        return sum(
+            (cache.numbers * min(tokens, cache.window) + cache.state) / min(ranks, cache.heads)
+            for cache in self.caches
+        )
 
     def saved(self, c: int) -> int:
         """Bytes of a token that a layer saves for its backward pass.
@@ -310,8 +334,3 @@ def _root_backward(shape: ModelShape, setup: ModelSetup) -> int:
     copies = 2 if setup.device == "cpu" and setup.ranks > 1 else 1  # gloo sends a copy
     received = int(setup.r * root * (copies + 1 / setup.ranks))
     return max(joined, sent, received)
-
-
-def cache_bytes_per_token(text: Stack, number: int) -> int:
-    """Keys and values of a token in all layers, of `number` bytes each."""
-    return 2 * text.layers * text.kv_heads * text.head_dim * number

@@ -16,16 +16,14 @@ from verl.config.sft import SFTConfig
 from verl.config.trainer import RunConfig
 from verl.config.worker import WorkerConfig
 from verl.distributed.backends import on_gpu
-from verl.planning import memory_model
 from verl.planning.diffusion.planned import PlannedPictures, planned_pictures
-from verl.planning.machine import GIB, Machine, Parts
+from verl.planning.machine import Machine, Parts
 from verl.planning.memory_model import ModelSetup, ModelShape
 from verl.planning.planned_model import PlannedModel, PlannedPass, RowLengths
 from verl.planning.step_needs import StepNeeds
 
 LOG_PROB_PHASES = {"actor": "old", "critic": "values", "prime": "process_rewards"}  # by trained role
 SFT_BATCH_TENSORS = 5  # of int64: ids, mask, positions, responses and response mask
-MAX_CPU_CACHE = GIB
 QUANTIZED_BYTES = 1  # of a weight in fp8; its scales are one in thousands
 JOINED_WEIGHTS = 2  # gate and up, of which vLLM makes one
 TEACHER = "teacher"  # phase
@@ -70,12 +68,11 @@ class PlannedEngine:
 
     def cpu_cache(self, policy: ModelShape) -> int:
         """Keys and values on CPU: vLLM's cache, or those of the prompts that `hf` runs together."""
-        token = memory_model.cache_bytes_per_token(policy.text, self.number)
+        token = self.number * policy.text.keys_and_values
         if self.options.name == "hf":
             prompts = max(1, self.options.max_num_batched_tokens // self.max_prompt_length)
             return min(prompts, self.prompts) * self.options.n * self.max_sequence_length * token
-        sequence = (-(-self.max_model_len // 128) + 1) * 128 * token
-        return max(4 * sequence, min(self.options.sequences_at_once(on_gpu=False) * sequence, MAX_CPU_CACHE))
+        return self.options.cpu_cache_bytes(token, self.max_model_len)
 
     def sampling(
         self, policy: ModelShape, setup: ModelSetup, machine: Machine, *, sends_adapters: bool

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.config.model import FSDPConfig, ModelConfig
-from verl.planning.memory_model import ModelShape, Stack
+from verl.planning.memory_model import LayerCache, ModelShape, Stack
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 TOWER_BLOCK = re.compile(r"visual\.blocks\.(\d+)\.")
@@ -49,11 +49,16 @@ def stored_shape(model: ModelConfig, fsdp: FSDPConfig, *, is_trained: bool, head
     try:
         config = json.loads((folder / "config.json").read_text())
         sizes = dict(stored_sizes(folder))
-        if not all(map(KNOWN.search, sizes)):
+        if not all(map(KNOWN.search, sizes)) or _has_windows(config.get("text_config", config)):
             return None
         return _shape(config, sizes, number, is_trained, model.runs_tiles(is_trained=is_trained))
     except (OSError, ValueError, KeyError, TypeError):  # what is wrong with it, `read_shape` says better
         return None
+
+
+def _has_windows(text: dict[str, Any]) -> bool:
+    # Qwen's configs have one that they do not use.
+    return bool(text.get("sliding_window")) and text.get("use_sliding_window", True)
 
 
 def stored_sizes(folder: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -111,9 +116,9 @@ def _blocks(sizes: Sizes, pattern: re.Pattern[str]) -> dict[int, int]:
 
 
 def _text_stack(text: dict[str, Any], keys: int, params: int, has_head_norms: bool, is_tiled: bool) -> Stack:
-    kv_heads = text["num_key_value_heads"]
+    kv_heads, layers = text["num_key_value_heads"], text["num_hidden_layers"]
     return Stack(
-        layers=text["num_hidden_layers"],
+        layers=layers,
         hidden=text["hidden_size"],
         intermediate=text["intermediate_size"],
         heads=text["num_attention_heads"],
@@ -122,6 +127,7 @@ def _text_stack(text: dict[str, Any], keys: int, params: int, has_head_norms: bo
         params=params,
         has_head_norms=has_head_norms,
         is_tiled=is_tiled,
+        caches=(LayerCache(2 * layers * keys, kv_heads),),
     )
 
 

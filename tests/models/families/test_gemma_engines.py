@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.families import load_tiny, random_clip, random_image
-from tests.helpers.family_engines import engine_error
+from tests.helpers.family_engines import assert_cache_is_planned, engine_error
 from tests.workers.rollout.reference import rollout_config, setup_of
 from verl.workers.rollout.engines import build_rollout_engine
 
@@ -45,5 +45,6 @@ def test_vllm_samples_with_the_models_own_log_probs(kind, single_process):
     engine = build_rollout_engine(rollout_config(limit_images=2), long_setup(tiny))
     try:
         assert engine_error(tiny, engine, rows_of(kind)) < 1e-4
+        assert_cache_is_planned(engine, tiny.folder)
     finally:
         engine.close()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.families import load_tiny, random_clip, random_image, random_sound
-from tests.helpers.family_engines import engine_error, requests_of, rounding_ratio
+from tests.helpers.family_engines import assert_cache_is_planned, engine_error, requests_of, rounding_ratio
 from tests.workers.rollout.media import largest_media_difference, media_requests
 from tests.workers.rollout.reference import (
     change_weights,
@@ -125,6 +125,7 @@ def test_recurrent_text_models_have_the_noise_of_bfloat16_after_each_sync(kind, 
     engine = build_rollout_engine(rollout_config(dtype="bf16"), setup_of(path))
 
     ratios = [rounding_ratio(path, engine, text_requests(), seed=seed) for seed in (1, 2)]
+    assert_cache_is_planned(engine, path)
     engine.close()
 
     assert max(ratios) < 1.5

@@ -7,7 +7,7 @@ until many run; a batch is as slow as its longest responses.
 
 from dataclasses import dataclass
 
-from verl.planning.memory_model import ModelShape, cache_bytes_per_token
+from verl.planning.memory_model import ModelShape
 from verl.planning.planned_run import PlannedEngine
 from verl.planning.speed.cluster import Cluster
 from verl.planning.speed.operations import layer_weights
@@ -66,11 +66,10 @@ def sequences_at_once(
     engine: PlannedEngine, policy: ModelShape, lengths: ExpectedLengths, cluster: Cluster
 ) -> int:
     """Return how many sequences an engine samples at once, as far as its cache holds them."""
-    options, text = engine.options, policy.text
-    token = cache_bytes_per_token(text, engine.number) / min(options.tensor_parallel_size, text.kv_heads)
+    options, tokens = engine.options, lengths.prompt / engine.options.n + lengths.responses.mean
+    sequence = engine.number * policy.text.cached(tokens, options.tensor_parallel_size)
     used = options.gpu_memory_utilization * cluster.gpu.memory_bytes
-    room = max(used - engine.weights(policy) - ACTIVATION_GIB * 2**30, token)
-    in_cache = int(room / (token * (lengths.prompt / options.n + lengths.responses.mean)))
+    in_cache = int((used - engine.weights(policy) - ACTIVATION_GIB * 2**30) / sequence)
     return max(1, min(in_cache, options.sequences_at_once(on_gpu=True)))
 
 
@@ -92,7 +91,6 @@ def decoding_step(
     touched = min(held, held * ranks / policy.params * dense * _spread(policy, running))
     weights = touched / cluster.memory
     flops = 2 * _active(engine, policy) * running / cluster.products
-    token = cache_bytes_per_token(text, number) / min(ranks, text.kv_heads)
     sampler = running * SAMPLER_BYTES * policy.vocab / ranks / cluster.memory
     layer = EAGER_LAYER_SECONDS + ADAPTER_LAYER_SECONDS * has_adapters if options.enforce_eager else 0.0
     reduces = 0.0
@@ -101,7 +99,7 @@ def decoding_step(
         reduces = 2 * text.layers * (REDUCE_SECONDS + moved)
     return {
         "weights": weights,
-        "cache": running * token * context / cluster.memory,
+        "cache": running * number * text.cached(context, ranks) / cluster.memory,
         "products": max(0.0, flops - weights),
         "reduces": reduces,
         "engine": STEP_SECONDS + SEQUENCE_SECONDS * running + sampler + layer * text.layers,

@@ -2,7 +2,7 @@
 from transformers import Qwen2Config
 
 from tests.workers.rollout.reference import rollout_config
-from verl.workers.rollout.vllm.llm_arguments import cpu_cache_bytes
+from verl.workers.rollout.vllm.llm_arguments import _cpu_arguments
 
 
 def test_the_cpu_cache_holds_the_sequences_up_to_one_gib_and_four_of_any_length():
@@ -13,7 +13,8 @@ def test_the_cpu_cache_holds_the_sequences_up_to_one_gib_and_four_of_any_length(
     one_block = 32 * 1024
 
     short, long, longest = (
-        cpu_cache_bytes(config, rollout_config(), length) for length in (100, 8192, 10**6)
+        _cpu_arguments(rollout_config(), config, length)["kv_cache_memory_bytes"]
+        for length in (100, 8192, 10**6)
     )
 
     assert short == 256 * 5 * one_block

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
+from tests.helpers.family_engines import assert_cache_is_planned
 from tests.workers.rollout.reference import (
     OPTIONS,
     change_weights,
@@ -300,6 +301,7 @@ def test_log_probs_equal_the_models_after_each_sync(family, tmp_path, single_pro
         engine.sync_weights(hub_tensors(model))
         differences.append(largest_difference(model, text_requests(), collect(engine, text_requests())))
     loose = loose_tensors(engine.model)  # sleep would discard them
+    assert_cache_is_planned(engine, path)
     engine.close()
 
     assert max(differences) < 1e-4

@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from verl.config.rollout import FP8
+from verl.config.rollout import CPU_BLOCK, FP8
 from verl.distributed.device import is_gpu
 from verl.distributed.fsdp import torch_dtype
 from verl.models.families.registry import family_of, kinds_of, trained_part
@@ -21,10 +21,6 @@ from verl.workers.rollout.vllm.lora_sync import adapter_arguments
 
 # vLLM's names. Each row of a weight has a scale of its own, and each token's activations have one.
 QUANTIZATIONS = {FP8: "fp8_per_channel"}
-MAX_CPU_CACHE_BYTES = 1 << 30  # vLLM fills it with zeros at start, 2 seconds for each GiB
-# Tokens of a block of the cache, on CPUs the fewest that vLLM's attention takes (its default is 128): a group
-# of responses shares the whole blocks of its prompt, and computes the rest once for each response.
-CPU_BLOCK = 32
 
 
 def engine_arguments(config: Any, setup: EngineSetup, hf_config: Any) -> dict[str, Any]:
@@ -76,7 +72,7 @@ def engine_arguments(config: Any, setup: EngineSetup, hf_config: Any) -> dict[st
 
 
 def _cpu_arguments(config: Any, hf_config: Any, max_model_len: int) -> dict[str, Any]:
-    cache_bytes = cpu_cache_bytes(hf_config, config, max_model_len)
+    cache_bytes = _cache_bytes(hf_config, config, max_model_len)
     # compiling on CPU takes 22 s and gains nothing
     arguments = dict(enforce_eager=True, kv_cache_memory_bytes=cache_bytes)
     if config.multi_turn.enable:
@@ -141,12 +137,7 @@ def _language_model(hf_config: Any) -> Any:
     return text
 
 
-def cpu_cache_bytes(hf_config: Any, config: Any, max_model_len: int) -> int:
-    """Size of a cache for the sequences at once, at most 1 GiB, but always enough for four."""
-    text = hf_config.get_text_config()
-    values = sum(2 * heads.keys * heads.dim for heads in layer_heads(text))  # keys and values of a token
-    token_bytes = values * torch_dtype(config.dtype).itemsize
-    blocks_of_sequence = -(-max_model_len // CPU_BLOCK) + 1
-    sequence_bytes = blocks_of_sequence * CPU_BLOCK * token_bytes
-    sequences = config.sequences_at_once(on_gpu=False)
-    return max(4 * sequence_bytes, min(sequences * sequence_bytes, MAX_CPU_CACHE_BYTES))
+def _cache_bytes(hf_config: Any, config: Any, max_model_len: int) -> int:
+    layers = layer_heads(hf_config.get_text_config())
+    values = sum(2 * heads.keys * heads.dim for heads in layers)  # keys and values of a token
+    return config.cpu_cache_bytes(values * torch_dtype(config.dtype).itemsize, max_model_len)
