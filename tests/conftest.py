@@ -4,9 +4,11 @@
 import gc
 import os
 import random
+import re
 import signal
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -30,6 +32,25 @@ def listen_again(numbers: tuple[int, ...] = (signal.SIGINT, signal.SIGHUP)) -> N
 
 
 listen_again()
+
+
+# Files whose tests start workers: one process of the suite has them all, so that Ray and the processes of
+# whole runs start once.
+ON_A_CLUSTER = re.compile(r"tests/(?:api|single_controller|trainer/test_|contract/test_bad_input)")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Divide the suite by files, but keep those together that start workers."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling  # there if this is called
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "workers" if ON_A_CLUSTER.match(nodeid) else super()._split_scope(nodeid)
+
+    return Scheduling(config, log)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -25,8 +25,9 @@ from rich.console import Console
 from rich.progress import track
 
 from verl.data.bad_rows import BadRowError
-from verl.data.files import Row, Rows, load_rows, use_modelscope_hub_if_asked
+from verl.data.files import Row, Rows, load_rows
 from verl.data.messages import references
+from verl.utils.imports import deferred
 
 # All columns of a converted file, in this order; columns that are empty in all rows are left out.
 COLUMN_TYPES = {
@@ -176,7 +177,7 @@ def open_rows(source: str, data_set: DataSet) -> Rows:
     """Open the input; from a hub repository with several subsets, use the one of this data set."""
     name, _, split = source.partition("@")
     if data_set.subset is not None and name in data_set.hub_names and not Path(name).exists():
-        use_modelscope_hub_if_asked()
+        deferred("verl.models.auto", "use_modelscope_hub_if_asked")()
         try:
             folder = huggingface_hub.snapshot_download(
                 name, repo_type="dataset", allow_patterns=f"{data_set.subset}/*"

@@ -189,7 +189,12 @@ BAD_OPENINGS = {
 }
 
 
-@pytest.mark.parametrize("kind", marked(BAD_OPENINGS, "hang", "spin", "fill_memory", "large_image", "long"))
+AT_NIGHT = [
+    *("hang", "spin", "stop", "fill_memory", "large_image", "long", "thing", "empty_image", "odd_part"),
+]
+
+
+@pytest.mark.parametrize("kind", marked(BAD_OPENINGS, *AT_NIGHT))
 def test_a_reset_that_fails_says_why_and_leaves_nothing(make_pool, kind, tmp_path):
     log = tmp_path / "log"
     pool = make_pool(tool_timeout_s=4.0, environment_kwargs={"start": 10, "log": str(log)})

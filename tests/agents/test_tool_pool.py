@@ -12,6 +12,7 @@ import pytest
 from PIL import Image
 
 from tests.agents.tool_files import GOOD
+from tests.helpers.nightly import by_day
 from verl.agents.interface import Observation, ToolCall
 from verl.agents.tools.tool_pool import ToolPool
 from verl.config.multi_turn import MultiTurnConfig
@@ -175,7 +176,7 @@ def test_every_failure_costs_its_own_call_only(make_pool):
         assert observation.seconds >= (4.0 if "did not answer" in reason else 0.0)
 
 
-@pytest.mark.parametrize("kind", ["hang", "leave", "kill_guardian"])
+@pytest.mark.parametrize("kind", by_day(["hang", "leave", "kill_guardian"], "leave", "kill_guardian"))
 def test_a_process_that_is_lost_takes_the_state_of_its_conversation_only(make_pool, kind):
     pool = make_pool(tool_timeout_s=3.0 if kind == "hang" else 30.0)
     for key in "ab":
@@ -303,6 +304,7 @@ def test_open_calls_of_an_ended_conversation_are_dropped(make_pool):
     assert pool.ready(0.3) == []
 
 
+@pytest.mark.nightly
 def test_a_daemon_of_a_call_that_hangs_is_ended_with_it(make_pool, tool_file):
     pool = make_pool(tool_timeout_s=3.0)
     pool.start("a", {})
@@ -356,6 +358,7 @@ def test_hundreds_of_conversations_have_a_state_each(make_pool, tmp_path):
     assert log.read_text().count("closed at") == 200
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("has_turn", [False, True])
 def test_only_a_turn_of_the_policy_gives_an_agent_time_again(tmp_path, has_turn):
     path = tmp_path / "agent.py"

@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.nightly("verl/models/head")
 def test_kernels_move_each_logit_once_and_torch_operations_many_times():
     done = subprocess.run(
         [sys.executable, "benchmarks/head_softmax.py", "--tiny", "--device", "cpu"],

@@ -2,6 +2,8 @@
 import subprocess
 import sys
 
+import pytest
+
 from tests.architecture.source import ROOT
 from verl.cli.examples import main
 
@@ -31,6 +33,7 @@ def test_a_folder_in_use_is_left_alone(tmp_path, capsys):
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
+@pytest.mark.nightly("examples")
 def test_converters_run_from_the_copy(tmp_path):
     main([str(tmp_path / "mine")])
     command = [sys.executable, "scripts/convert_data.py", "--list"]

@@ -18,6 +18,7 @@ from tests.helpers.file_server import FileServer
 from tests.helpers.films import save_film
 from tests.helpers.hostile_images import HostileRows, save_hostile
 from tests.helpers.media import image_bytes, save_image
+from tests.helpers.nightly import by_day
 from verl.config.ppo import PPOConfig
 from verl.data.loader import PromptLoader, make_loaders
 from verl.data.media.cache import MediaCache, read_entry
@@ -176,7 +177,7 @@ def make_media_rows(tmp_path, bad):
     return write(tmp_path / "rows.jsonl", rows)
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", by_day([0, 2], 2))
 def test_bad_rows_are_left_out_batches_stay_full_and_a_resumed_run_agrees(num_workers, media_model, tmp_path):
     bad = {1, 5, 6, 17}
     options = dict(
@@ -233,7 +234,7 @@ def make_hostile_rows(tmp_path, deeds):
     return files
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", by_day([0, 2], 2))
 def test_pictures_that_crash_their_decoder_take_nothing_down_and_are_reported_once(
     num_workers, media_model, tmp_path
 ):
@@ -267,7 +268,7 @@ def test_pictures_that_crash_their_decoder_take_nothing_down_and_are_reported_on
     cache.close()
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", by_day([0, 2], 2))
 def test_a_picture_that_holds_up_its_decoder_takes_nothing_down(num_workers, media_model, tmp_path):
     usual = make_train(
         media_model, tmp_path, train_files=make_hostile_rows(tmp_path, {3: "hang"}), image_dir=str(tmp_path),
@@ -392,6 +393,7 @@ def test_while_a_step_works_the_next_frames_are_decoded_and_no_more_than_read_ah
     cache.close()
 
 
+@pytest.mark.nightly
 def test_at_the_end_of_an_epoch_the_frames_of_the_next_one_are_decoded(media_model, tmp_path):
     cache = MediaCache("test", owner=True, root=tmp_path)
     batches = epochs(film_loader(media_model, tmp_path, cache, 8, num_workers=1))
@@ -408,6 +410,7 @@ def test_at_the_end_of_an_epoch_the_frames_of_the_next_one_are_decoded(media_mod
     cache.close()
 
 
+@pytest.mark.nightly
 def test_reading_ahead_keeps_the_cache_within_its_bound(media_model, tmp_path):
     film = 4 * 84 * 84 * 3  # bytes
     cache = MediaCache("test", owner=True, root=tmp_path, max_bytes=8 * film)
@@ -423,6 +426,7 @@ def test_reading_ahead_keeps_the_cache_within_its_bound(media_model, tmp_path):
     cache.close()
 
 
+@pytest.mark.nightly
 def test_processes_that_read_ahead_do_not_keep_what_they_have_decoded(media_model, tmp_path):
     for number in range(32):
         Image.new("RGB", (1120, 1120), (number, 0, 0)).save(tmp_path / f"{number}.png")  # 3.6 MiB decoded

@@ -14,6 +14,7 @@ import torch
 from transformers import AutoConfig
 
 from tests.helpers.media import image_bytes, save_image, save_video
+from tests.helpers.nightly import by_day
 from verl.config.ppo import DataConfig
 from verl.config.sft import SFTDataConfig
 from verl.data.bad_rows import BadRow, BadRowError
@@ -34,7 +35,7 @@ def text_model(tmp_path_factory):
     return save_tiny_model(tmp_path_factory.mktemp("qwen2"), "qwen2")
 
 
-@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl"])
+@pytest.fixture(scope="module", params=by_day(["qwen2_5_vl", "qwen3_vl"], "qwen2_5_vl"))
 def media_model(request, tmp_path_factory):
     return save_tiny_model(tmp_path_factory.mktemp(request.param), request.param)
 
@@ -417,6 +418,7 @@ def test_a_scan_whose_process_dies_says_how_far_it_came():
         scan_rows(die_at, 1003, 2, rows_for_one=10)
 
 
+@pytest.mark.nightly
 def test_a_scan_ends_also_where_this_process_does_not_die_of_sigterm():
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # forked processes inherit it
     try:

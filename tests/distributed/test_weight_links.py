@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.helpers.distributed import run_distributed
+from tests.helpers.nightly import by_day
 from tests.helpers.weights import TENSORS
 from verl.distributed.weights.peer_lost import PeerLostError
 from verl.distributed.weights.reader import RecycledMemory, WeightReader
@@ -174,7 +175,7 @@ def serve_and_end(results):
     time.sleep(600)
 
 
-@pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("ending", by_day([signal.SIGKILL, signal.SIGSTOP], signal.SIGKILL))
 def test_an_engine_learns_in_time_that_a_process_that_trains_is_lost(ending):
     context = multiprocessing.get_context("spawn")
     results = context.Queue()

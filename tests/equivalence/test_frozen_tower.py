@@ -13,6 +13,7 @@ from tests.equivalence.test_packed_forward import as_batch, load
 from tests.equivalence.test_packed_forward_fsdp import sharded
 from tests.helpers.distributed import run_distributed
 from tests.helpers.media import save_image, save_video
+from tests.helpers.nightly import by_day
 from verl.data.media.cache import MediaCache
 from verl.data.media.loader import MediaLoader
 from verl.data.media.sizes import MediaOptions
@@ -231,7 +232,7 @@ def on_ranks(rank, world_size, root, run_id, sp_size):
     return (found - expected).abs().max().item(), encoding, seen[len(encoding) :], tower.num_encoded
 
 
-@pytest.mark.parametrize("sp_size", [1, 2], ids=["other rows", "the same rows"])
+@pytest.mark.parametrize("sp_size", by_day([1, 2], 1), ids=["other rows", "the same rows"])
 def test_two_ranks_encode_missing_media_and_then_run_no_tower(root, sp_size, tmp_path):
     cache = MediaCache(f"frozen-tower-{os.getpid()}-{sp_size}", owner=True)
     try:

@@ -144,7 +144,13 @@ def compare_all(rank, world_size, cases, folders):
     return [compare(case, folders, rank, world_size) for case in cases]
 
 
-@pytest.mark.parametrize(("world_size", "cases"), [(1, ALONE), (2, TOGETHER)], ids=["one rank", "two ranks"])
+@pytest.mark.parametrize(
+    ("world_size", "cases"),
+    [
+        pytest.param(1, ALONE, marks=pytest.mark.nightly("verl/workers", "verl/models"), id="one rank"),
+        pytest.param(2, TOGETHER, id="two ranks"),
+    ],
+)
 def test_adapters_compute_and_learn_as_in_peft_with_a_frozen_base(folders, world_size, cases):
     for found in run_distributed(compare_all, world_size, cases, folders):
         for case, (log_probs, gradients, base_is_exact) in zip(cases, found, strict=True):

@@ -176,7 +176,13 @@ def compare_all(rank, world_size, cases, folder):
     return found
 
 
-@pytest.mark.parametrize(("world_size", "cases"), [(1, ALONE), (2, TOGETHER)], ids=["one rank", "two ranks"])
+@pytest.mark.parametrize(
+    ("world_size", "cases"),
+    [
+        pytest.param(1, ALONE, marks=pytest.mark.nightly("verl/workers", "verl/models"), id="one rank"),
+        pytest.param(2, TOGETHER, id="two ranks"),
+    ],
+)
 def test_the_balance_loss_of_an_update_is_that_of_transformers_however_it_is_cut(folder, world_size, cases):
     for found in run_distributed(compare_all, world_size, cases, folder):
         for case, (gradients, loss, moved, load_max) in zip(cases, found, strict=True):

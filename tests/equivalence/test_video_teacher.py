@@ -126,6 +126,7 @@ def plain_log_probs(folder, responses):
     return torch.stack(found)
 
 
+@pytest.mark.nightly("verl/trainer/served_teachers.py", "verl/workers")
 def test_the_teachers_log_probs_are_those_of_its_own_frames(folder):
     batch = batch_of(folder)
 

@@ -19,6 +19,8 @@ from verl.models.fused_log_probs import softmax_for
 from verl.models.head.eager_softmax import EagerSoftmax
 from verl.models.head.triton_softmax import TritonSoftmax
 
+pytestmark = pytest.mark.nightly("verl/models/head")
+
 ROWS, VOCABULARY = 200, 12289  # three blocks and one token
 EAGER = EagerSoftmax()
 RUNS = 3  # a race between threads would show as a difference

@@ -7,6 +7,8 @@ import torch
 from tests.gpu.alone import run_apart
 from tests.helpers.optimizers import IN_BF16, MARKED_STRATEGIES, Parameters, gradients
 
+pytestmark = pytest.mark.nightly("verl/optim")
+
 UPDATES, RATE = 3, 1e-2
 BF16_STEP = 2**-5  # of weights below 8
 BF16_SPACING = 2**-7  # relative to a weight, at most

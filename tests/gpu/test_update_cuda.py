@@ -25,6 +25,8 @@ from verl.models.hub_names import auto_class
 from verl.models.tiny import save_tiny_model
 from verl.protocol import DataProto
 
+pytestmark = pytest.mark.nightly("verl/workers", "verl/models")
+
 # Of log-probs, in nats, and of the whole gradient, beside its norm. bfloat16 keeps 8 bits.
 TOLERANCE = {"fp32": (1e-4, 1e-4), "bf16": (0.1, 0.1)}
 

@@ -9,6 +9,7 @@ import subprocess
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,6 +49,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if left_out:
         terminalreporter.section(f"{len(left_out)} nightly tests {NO_TIME}; `make test-all` runs them")
         terminalreporter.write_line("\n".join(left_out))
+
+
+def by_day(values: Iterable[Any], *kept: Any, paths: Sequence[str] = ()) -> list[Any]:
+    """Return the values of a parameter, nightly but for the kept ones; `paths` as of the marker."""
+    mark = pytest.mark.nightly(*paths)
+    return [value if value in kept else pytest.param(value, marks=mark) for value in values]
 
 
 def changed_files(commits: int, repository: Path = ROOT) -> list[str]:

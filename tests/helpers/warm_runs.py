@@ -57,9 +57,10 @@ class Handle:
     """The handle of a warm process. Told to terminate, the process makes room for the next worker."""
 
     def __init__(self, actor: Any) -> None:
-        self.actor, self.reset = actor, None
+        self.actor, self.reset, self.hosts = actor, None, False
 
     def __getattr__(self, name: str) -> Any:
+        self.hosts |= name == "host"
         return getattr(self.actor, name)
 
     @property
@@ -101,15 +102,16 @@ class WarmProcesses(WorkerProcesses):
                 handle.warm_up.remote(warm_up)
 
     def kill(self) -> None:
-        """Keep the processes if each of them ended its worker; else kill them."""
+        """Keep the processes if each of them ended its worker or never had one; else kill them."""
         handles, self.handles = self.handles, []
         self.pool.group = None
         if not handles or not ray.is_initialized():
             return
         try:
-            if None in [handle.reset for handle in handles]:
+            ended = [handle.reset for handle in handles if handle.hosts]
+            if None in ended:
                 raise RayError("a failed run")
-            ray.get([handle.reset for handle in handles])
+            ray.get(ended)
         except RayError:
             for each in self.taken:
                 each.process.kill()

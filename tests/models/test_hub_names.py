@@ -4,6 +4,7 @@ import torch
 from transformers import AutoConfig
 
 from tests.helpers.checkpoints import stored_tensors
+from tests.helpers.nightly import by_day
 from verl.distributed.fsdp import full_named_tensors
 from verl.models.families.registry import family_of, load_config
 from verl.models.hub_names import HubNames, auto_class
@@ -68,7 +69,7 @@ def test_joint_experts_are_transposed_for_the_hub_and_vllm(tmp_path):
 
 
 @pytest.mark.parametrize("family", sorted(TINY_MODELS.keys() - {"qwen3_vl_moe"}))
-@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("has_bias", by_day([False, True], True))
 def test_a_scalar_model_has_the_same_names_with_a_score_instead_of_the_head(family, has_bias, tmp_path):
     folder = save_tiny_model(tmp_path, family)
     config = load_config(folder)

@@ -323,6 +323,7 @@ def sampling_config(changes):
     return on_gpus({"trainer.n_gpus_per_node": 4, "data.rollout_batch_size": 64} | changes)
 
 
+@pytest.mark.nightly
 def test_modes_are_compared_on_the_same_number_of_gpus_and_the_fastest_of_each_is_kept():
     config = sampling_config({"data.max_response_length": 8192})
     now, *others = compare_modes(config, predictor(response=1000), planner())
@@ -338,6 +339,7 @@ def test_modes_are_compared_on_the_same_number_of_gpus_and_the_fastest_of_each_i
         assert problems_of(with_options(config, changes)) <= problems_of(config)
 
 
+@pytest.mark.nightly
 def test_partial_rollouts_gain_with_long_tails_and_nothing_where_engines_are_full_to_the_end():
     def gain(mean, maximum):
         config = sampling_config({"data.max_response_length": maximum, "worker.rollout.max_num_seqs": 64})

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.nightly import by_day
 from verl.config.worker import RewardConfig
 from verl.rewards.manager import RewardManager
 
@@ -84,7 +85,7 @@ def test_a_call_that_fails_is_repeated_and_then_ends_the_run_by_its_reason(rewar
         scored(manager, five_with(way))
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", by_day(WAYS, "raises", "aborts"))
 def test_a_failure_may_mask_its_response_and_no_other(reward_file, way):
     with make_manager(reward_file(FAILS), on_failure="mask", timeout_s=timeout_of(way)) as manager:
         scores = scored(manager, five_with(way))
@@ -98,9 +99,7 @@ def test_a_failure_may_mask_its_response_and_no_other(reward_file, way):
     assert again == {"overall": [3.0] * 5, "accuracy": [1.0] * 5}
 
 
-@pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=[pytest.mark.nightly] * (way == "hangs")) for way in WAYS]
-)
+@pytest.mark.parametrize("way", by_day(WAYS, "raises", "aborts"))
 def test_a_failure_may_get_a_score_and_no_other_value(reward_file, way):
     options = {"on_failure": "score", "failure_score": -0.5, "timeout_s": timeout_of(way)}
     with make_manager(reward_file(FAILS), **options) as manager:
@@ -201,6 +200,7 @@ def test_an_error_names_the_call_that_ended_a_shared_process(reward_file):
         scored(manager, ["a", "a", "end"])
 
 
+@pytest.mark.nightly
 def test_a_function_that_leaks_memory_scores_every_response(reward_file):
     path = reward_file(
         """
@@ -324,6 +324,7 @@ def test_calls_that_hang_beside_others_that_succeed_do_not_end_the_run(reward_fi
     assert scores["overall"][0] == 1.0 and scores["overall"][-1] == 2.0 and sum(scores["failures"]) == 6
 
 
+@pytest.mark.nightly
 def test_a_function_that_always_hangs_ends_the_run_after_two_time_limits(reward_file):
     path = reward_file(HANGS_EVERYWHERE)
     with (

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.nightly import by_day
 from tests.rewards.test_failures import make_manager, scored
 from tests.rewards.test_manager import is_alive, wait_until
 
@@ -66,7 +67,7 @@ REASONS = {
 }
 
 
-@pytest.mark.parametrize("way", REASONS)
+@pytest.mark.parametrize("way", by_day(REASONS, "garbage", "long_error"))
 def test_a_message_or_error_without_measure_costs_its_own_call_and_a_short_line(reward_file, tmp_path, way):
     options = {"memory_limit_gb": None, "max_retries": 0, "max_failure_ratio": 0.3, "num_cpus": 1}
     timeout_s = 2.0 if way == "half" else 30.0
@@ -93,6 +94,7 @@ def test_a_process_that_stops_amid_a_message_stops_no_other(reward_file):
         assert time.monotonic() - start < 30.0
 
 
+@pytest.mark.nightly
 def test_a_daemon_dies_with_the_process_that_started_it(reward_file):
     path = reward_file(HOSTILE)
     with make_manager(

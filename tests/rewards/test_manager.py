@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from tests.helpers.nightly import by_day
 from verl.config.worker import RewardConfig
 from verl.rewards.manager import RewardManager, spread_groups
 from verl.utils.processes.child_process import ChildProcess
@@ -383,7 +384,9 @@ def test_a_hanging_call_is_killed_and_its_line_and_row_are_named(reward_file, st
 
 
 @pytest.mark.parametrize(
-    "statement", ["await asyncio.sleep(100)", "time.sleep(100)"], ids=["waiting", "blocking"]
+    "statement",
+    by_day(["await asyncio.sleep(100)", "time.sleep(100)"], "await asyncio.sleep(100)"),
+    ids=["waiting", "blocking"],
 )
 def test_a_hanging_async_call_is_named(reward_file, statement):
     path = reward_file(

@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from tests.helpers.chat_server import ChatServer, Reply
+from tests.helpers.nightly import by_day
 from verl.config.reward_servers import RewardServerConfig
 from verl.config.worker import RewardConfig
 from verl.rewards.function import load_reward_function
@@ -60,7 +61,7 @@ def test_a_model_by_url_and_a_served_one_get_the_same_request(tmp_path):
     assert keys == ["Bearer none", "Bearer the key"]
 
 
-@pytest.mark.parametrize("has_url", [True, False])
+@pytest.mark.parametrize("has_url", by_day([True, False], True))
 def test_the_pool_hands_the_models_to_the_function(reward_file, tmp_path, has_url):
     with ChatServer(Reply("0.5")) as server:
         specs = by_url(server) if has_url else served(tmp_path, server.url)

@@ -169,6 +169,7 @@ def test_the_runs_own_list_of_bad_rows_is_not_overwritten(run, tmp_path, capsys)
     assert "holds the run's own list of bad rows" in capsys.readouterr().err
 
 
+@pytest.mark.nightly("verl/cli")
 def test_the_script_runs_from_anywhere_without_ray_or_an_engine(run, tmp_path):
     code = (
         "import runpy, sys\n"

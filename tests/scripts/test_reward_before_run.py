@@ -67,7 +67,10 @@ def test_the_scores_of_the_samples_are_one_line_of_the_log(reward, caplog, kind)
     ("statement", "on_failure", "reason"),
     [
         ("1 / 0", "error", "raised ZeroDivisionError"),
-        ("time.sleep(1000)", "mask", r"did not return within .* it is at .*reward.py:9, in judge"),
+        pytest.param(
+            *("time.sleep(1000)", "mask", r"did not return within .* it is at .*reward.py:9, in judge"),
+            marks=pytest.mark.nightly("verl/trainer", "verl/rewards"),
+        ),
         ("return 1.0", "score", "must return a dict with `overall`"),
     ],
 )

@@ -132,11 +132,13 @@ def test_ctrl_c_during_a_call_ends_the_workers(interrupted):
     assert "KeyboardInterrupt" in interrupted
 
 
+@pytest.mark.nightly
 def test_worker_output_reaches_the_console_with_its_rank(interrupted):
     assert re.search(r"\(rank [01] pid=\d+\).*from a worker", interrupted)
     assert not [line for line in interrupted.splitlines() if "WARNING" in line or "usage stats" in line]
 
 
+@pytest.mark.nightly
 def test_each_process_of_a_cuda_pool_sees_one_gpu_as_its_device_zero(interrupted):
     assert "DEVICES ['0', '1'] ['0', '0']" in interrupted  # Ray hands out numbers; no GPU is touched
     assert "ALLOCATOR expandable_segments:True expandable_segments:True" in interrupted

@@ -59,6 +59,7 @@ def test_an_exception_on_one_rank_ends_the_run_while_the_other_waits_in_a_barrie
         joined.sum_of_ranks()
 
 
+@pytest.mark.nightly
 def test_a_killed_rank_is_named_although_its_partner_fails_too(joined):
     pids = [info.pid for info in joined.infos]
 

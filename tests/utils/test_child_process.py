@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.endings import ACTIONS, ENDINGS, do
+from tests.helpers.nightly import by_day
 from verl.utils.processes.child_process import STACK_SIGNAL, ChildEndedError, ChildProcess
 from verl.utils.processes.isolated_calls import IsolatedCalls
 
@@ -359,7 +360,7 @@ def start_daemon(connection):
             os.abort()
 
 
-@pytest.mark.parametrize("deed", ["hang", "abort", "return"])
+@pytest.mark.parametrize("deed", by_day(["hang", "abort", "return"], "hang", "abort"))
 def test_a_daemon_ends_with_the_fresh_interpreter_that_started_it(deed):
     child = ChildProcess.start(start_daemon)
     daemon = child.connection.recv()
@@ -375,6 +376,7 @@ def test_a_daemon_ends_with_the_fresh_interpreter_that_started_it(deed):
     assert not is_there(daemon)
 
 
+@pytest.mark.nightly
 def test_a_daemon_ends_though_its_guardian_has_no_time_to_end_it():
     child = ChildProcess.start(start_daemon)
     daemon = child.connection.recv()
@@ -396,6 +398,7 @@ def test_a_daemon_ends_though_its_guardian_has_no_time_to_end_it():
     wait_until_gone(daemon)
 
 
+@pytest.mark.nightly
 def test_a_daemon_ends_though_its_guardian_was_killed():
     child, other = ChildProcess.start(start_daemon), ChildProcess.start(start_daemon)
     daemon, of_other = child.connection.recv(), other.connection.recv()
@@ -410,6 +413,7 @@ def test_a_daemon_ends_though_its_guardian_was_killed():
     other.kill()
 
 
+@pytest.mark.nightly
 def test_a_daemon_of_a_fresh_interpreter_ends_when_the_controller_is_killed():
     code = """
 import time

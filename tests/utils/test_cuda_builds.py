@@ -183,6 +183,7 @@ def test_plain_transformers_loads_models_of_text_images_and_audio_in_this_enviro
     ]  # fmt: skip
 
 
+@pytest.mark.nightly
 def test_the_installed_torchvision_works_in_a_process_that_only_inherits_the_environment():
     code = (
         "import torchvision, torch\n"

@@ -73,3 +73,9 @@ def test_what_runs_before_ray_starts_imports_no_torch(module):
     )
 
     assert subprocess.run([sys.executable, "-c", check]).returncode == 0
+
+
+def test_rows_of_files_are_read_without_torch_and_transformers():
+    check = "import sys, verl.data.files; sys.exit(bool({'torch', 'transformers'} & {*sys.modules}))"
+
+    assert subprocess.run([sys.executable, "-c", check]).returncode == 0

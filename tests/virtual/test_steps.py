@@ -55,7 +55,7 @@ PAIRS = {
 @pytest.mark.parametrize(
     "name",
     [
-        "ulysses and ring",
+        pytest.param("ulysses and ring", marks=pytest.mark.nightly("verl/workers", "verl/distributed")),
         pytest.param("images on one rank", marks=pytest.mark.nightly("verl/workers")),
         pytest.param("text", marks=pytest.mark.slow),
     ],

@@ -13,6 +13,7 @@ import pickle
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from importlib import import_module
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,6 @@ from verl.data.plain_files import (
     split_name,
     unreadable,
 )
-from verl.models.auto import use_modelscope_hub_if_asked
 from verl.utils.processes.child_process import ChildEndedError, limit_memory
 from verl.utils.processes.isolated_calls import IsolatedCalls
 
@@ -145,7 +145,7 @@ def _open_directory(path: Path, split: str | None) -> list[Source]:
 
 
 def _open_hub(path: str, split: str) -> Source:
-    use_modelscope_hub_if_asked()
+    import_module("verl.models.auto").use_modelscope_hub_if_asked()  # files need no transformers
     name, colon, subset = path.partition(":")
     if not colon:
         name, subset = "/".join(path.split("/")[:2]), "/".join(path.split("/")[2:])

@@ -81,6 +81,7 @@ def test_a_second_command_asks_nothing_and_writes_the_same(command, whole, tmp_p
     assert times_of_clips(out) == clips and len(clips) == 9
 
 
+@pytest.mark.nightly("examples/verl_longvideo")
 def test_a_killed_command_continues_and_ends_as_an_uninterrupted_one(command, whole, tmp_path):
     out, _ = whole
     answered = 0

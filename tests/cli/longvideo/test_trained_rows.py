@@ -26,6 +26,7 @@ def in_the_repository(monkeypatch):
     monkeypatch.chdir(ROOT)
 
 
+@pytest.mark.nightly("examples/verl_longvideo")
 def test_a_question_is_a_prompt_with_its_video_whose_response_gets_the_full_score(whole, videos, model):
     config = DataConfig(
         prompt_key="problem", format_prompt=str(TEMPLATE), video_dir=str(videos), max_prompt_length=4096,

@@ -11,6 +11,7 @@ from tests.helpers.conversations import rules_of
 from tests.helpers.distributed import run_distributed
 from tests.helpers.families import open_tiny
 from tests.helpers.family_training import TEMPERATURE
+from tests.helpers.nightly import by_day
 from tests.workers.rollout.contexts import compare_contexts, contexts_of
 from tests.workers.rollout.reference import hub_tensors, rollout_config, setup_of
 from verl.agents.endpoint.server import Endpoint
@@ -249,6 +250,7 @@ def test_log_probs_of_each_context_are_the_trainers(tiny, engine, lead):
     assert difference < 1e-4 and num_sampled > 100
 
 
+@pytest.mark.nightly("verl/agents")
 def test_calls_continue_after_rests_with_the_tokens_that_they_had(tiny, engine, lead):
     responses, _, rules = lead(AGENT, through=with_rests)
 
@@ -286,7 +288,7 @@ def ask(client, **options):
 
 def run(row, policy):
     client = OpenAI(max_retries=0)
-    faults = ["none", "raises", "hangs", "dies", "leaves", "calls nothing", "bad reward", "asks too much"]
+    faults = ["none", "raises", "dies", "leaves", "calls nothing", "bad reward", "asks too much", "hangs"]
     fault = faults[row["number"]]
     if fault == "calls nothing":
         return 1.0
@@ -322,21 +324,22 @@ def by_row(responses):
     return {int(one.uid.split()[1]): one for one in responses}
 
 
-def test_each_fault_costs_its_own_conversation_only(tiny, engine, lead):
+@pytest.mark.parametrize("faults", by_day([7, 8], 7, paths=["verl/agents"]))  # the last one hangs
+def test_each_fault_costs_its_own_conversation_only(tiny, engine, lead, faults):
     one = SAMPLING.override({"n": 1})
-    responses, _, _ = lead(FAULTS, 8, one, tool_timeout_s=15.0, on_tool_error="end")
+    responses, _, _ = lead(FAULTS, faults, one, tool_timeout_s=15.0, on_tool_error="end")
 
     found = by_row(responses)
-    none, raises, hangs, dies, leaves, nothing, bad, asks = (found[number] for number in range(8))
-    assert len(responses) == 8
-    assert [one.trajectory.is_masked for one in found.values()].count(True) == 5
+    none, raises, dies, leaves, nothing, bad, asks, *hangs = (found[number] for number in range(faults))
+    assert len(responses) == faults
+    assert [one.trajectory.is_masked for one in found.values()].count(True) == faults - 3
     for fine, reward in ((none, 1.0), (leaves, 1.0), (asks, 3.0)):
         assert not fine.trajectory.is_masked and fine.trajectory.turns[-1].reward == reward
     for failed, text in (
         (raises, "OSError: no such file"),
-        (hangs, "neither returned nor had a turn of the policy within 15 s"),
         (dies, "was killed by SIGKILL"),
         (bad, "a reward that is no finite number: 'good'"),
+        *((one, "neither returned nor had a turn of the policy within 15 s") for one in hangs),
     ):
         assert failed.trajectory.is_masked and len(failed.trajectory.turns) == 1
         observation = failed.trajectory.turns[0].observations[-1]
@@ -366,6 +369,7 @@ def run(row, policy):
 """
 
 
+@pytest.mark.nightly("verl/agents")
 def test_a_turn_that_no_reader_can_read_ends_its_agent_with_the_reason(tiny, engine, lead):
     def parse(text, schemas):
         raise RecursionError("too deep")

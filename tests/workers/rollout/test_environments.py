@@ -174,6 +174,7 @@ def test_log_probs_of_contexts_that_an_environment_begins_are_the_trainers(tiny,
         assert [turn.reward for turn in one.turns] == [1.0, 2.0, 3.0]
 
 
+@pytest.mark.nightly("verl/agents")
 def test_with_a_seed_the_order_of_answers_changes_no_conversation(tiny, engine, make):
     rows, sampling = rows_of(tiny, 6), SAMPLING.override({"seed": 5})
     pool, rules = make(slow=0.05)

@@ -115,6 +115,7 @@ def engine(request, qwen2_5_vl, single_process):
     engine.close()
 
 
+@pytest.mark.nightly
 def test_both_turns_have_the_log_probs_of_the_whole_row(engine, qwen2_5_vl):
     _, model, processor = qwen2_5_vl
 
