@@ -21,6 +21,7 @@ AT_NIGHT = {
     "checkpoints": "--million 1 --repeats 1",
     "embeddings": "--steps 1",
     "families": "--kind qwen2_5_vl --engine hf --steps 1 --accuracy 0",
+    "hour": "tokens --tokens 1024 --frames 8",
     "long": "--prompt 64 --response 8 --n 2 --rounds 1",
     "memory_plan": "--shapes step",
     "step": "--rounds 1 --prompts 2 --responses 2 --tokens 8 --micro-batch 2 --bare-micro-batch 2",
@@ -31,7 +32,7 @@ TABLES = {"checkpoints", "memory_plan"}  # for people; others end with JSON
 WITH_A_TEST = {"gpu_update", "head_softmax", "learning", "math_answers", "mistakes", "soak"}
 # Other trainers, or minutes in any size: run by hand, see benchmarks/README.md.
 LARGE = {
-    "async_modes", "beside_trl", "hour", "lora", "optimizers", "published_steps", "reward_parity",
+    "async_modes", "beside_trl", "lora", "optimizers", "published_steps", "reward_parity",
     "trl_trainer",
 }  # fmt: skip
 
