@@ -143,6 +143,19 @@ def test_answers_that_no_response_can_hold_are_warned_of(run, folder, tmp_path, 
     assert "warning:" not in capsys.readouterr().out
 
 
+def test_an_answer_with_a_lone_surrogate_is_counted_as_a_template_renders_it(run, folder, tmp_path, capsys):
+    rows = rows_of(folder / "train.jsonl")
+    rows[0]["answer"] = "red \ud800"
+    path = tmp_path / "odd.jsonl"
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+    assert main([*run, f"data.train_files={path}", "--rows", "2"]) == 0
+
+    text = capsys.readouterr().out
+    assert r"answer: 'red \ud800'" in text and "longest " in text
+    text.encode()  # a terminal can show it
+
+
 def test_answers_with_parts_are_not_counted():
     rows = [{"answer": {"ground_truth": "red"}}, {"answer": None}, {"answer": ""}]
     config = SimpleNamespace(answer_key="answer", max_response_length=1)

@@ -148,6 +148,13 @@ def test_the_scores_of_a_group_do_not_depend_on_the_order_of_its_responses():
     assert sorted(score for _, score in results.pop()) == [0.0, 0.5, 1.0]
 
 
+def test_texts_with_lone_surrogates_are_ranked():
+    async def ask(text):
+        return "[1] > [2]" if text[0] == "\ud800" else "[2] > [1]"
+
+    assert asyncio.run(rank(ask, ",".join, ["\udc00", "\ud800"])) == [0.0, 1.0]
+
+
 def test_equal_responses_of_a_group_are_shown_once_and_share_their_score():
     async def ask(text):
         assert sorted(text.split(",")) == ["a", "b"]

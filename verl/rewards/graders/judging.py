@@ -135,7 +135,7 @@ async def rank(
     They are shown in an order that depends on their texts only, so that the order in which they come does not
     count; equal responses are shown once and share their score.
     """
-    shown = sorted(set(responses), key=lambda text: hashlib.sha256(text.encode()).digest())
+    shown = sorted(set(responses), key=lambda text: hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest())
     if len(shown) == 1:
         return [0.5] * len(responses)
     scores = read_ranking(await ask(question(shown)), len(shown))
