@@ -340,7 +340,10 @@ def test_the_media_of_a_prompt_without_any_marker_come_before_its_text(
     ("row", "message"),
     [
         ({"problem": "<image><image>", "images": ["a.png"]}, "2 <image> but the row has 1 images in column"),
-        ({"problem": "<video>", "images": ["a.png"], "videos": ["a.mp4"]}, "0 <image> but the row has 1 images"),
+        (
+            {"problem": "<video>", "images": ["a.png"], "videos": ["a.mp4"]},
+            "0 <image> but the row has 1 images",
+        ),
         ({"problem": "<video>"}, "row has 0 videos in column `videos` \\(`data.video_key`\\)"),
         ({"problem": "<image>", "images": ["absent.png"]}, "absent.png cannot be read"),
         ({"problem": "<image>", "images": ["notes.txt"]}, "notes.txt cannot be read"),

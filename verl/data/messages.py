@@ -22,16 +22,15 @@ from verl.config.sft import SFTDataConfig
 from verl.data.bad_rows import BadRowError
 from verl.data.columns import media_column
 from verl.data.media.audio import wav_bytes
-from verl.data.media.item_options import read_item_options
 from verl.data.media.references import Reference, inline_bytes, is_url, sound_of
-from verl.data.media.sizes import to_8_bits
+from verl.data.media.sizes import read_item_options
 from verl.data.plain_files import Row
 from verl.data.prompt_template import PromptFormat
+from verl.utils.images import to_rgb
 
 Message = dict[str, Any]
 MARKERS = {"<image>": "image", "<video>": "video", "<audio>": "audio"}
 CHAT_TEXT = re.compile(r"\s*\[\s*\{")
-PNG_MODES = ("1", "L", "LA", "I;16", "P", "RGB", "RGBA")
 ROLES = ("system", "user", "assistant", "tool", "developer")
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
 
@@ -335,7 +334,7 @@ def _reference(item: Any, kind: str, folder: str | None, allow_urls: bool) -> st
         return bytes(item)
     if isinstance(item, Image.Image) and kind == "image":
         buffer = io.BytesIO()
-        (item if item.mode in PNG_MODES else to_8_bits(item).convert("RGB")).save(buffer, format="PNG")
+        to_rgb(item).save(buffer, format="PNG")
         return buffer.getvalue()
     raise BadRowError(
         f"{kind}s must be paths, bytes, or dictionaries with `bytes` or `path`, got {item!r:.80}"

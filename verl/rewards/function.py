@@ -19,9 +19,7 @@ import inspect
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from decimal import Decimal
 from itertools import groupby
-from numbers import Real
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -44,7 +42,6 @@ ARGUMENTS = {
     "dataproto": ("data", "all responses as columns"),
 }
 REWARD_TYPES = tuple(ARGUMENTS)
-MAX_FLOAT32 = (2 - 2**-23) * 2.0**127
 SHOWN_COLUMNS = ("prompt", "response", "ground_truth")  # what an error shows of a row
 
 Scores = dict[str, float]
@@ -116,7 +113,9 @@ class RewardFunction:
     async def call_async(self, inputs: Sequence[dict[str, Any]]) -> Any:
         """Call an `async def` function once and await its result, which is that of `call`."""
         called = self.call(inputs)
-        return [await called[0]] if self.reward_type == "sequential" else await called
+        found = called[0] if self.reward_type == "sequential" else called
+        found = await found if inspect.isawaitable(found) else found  # a decorator may have awaited it
+        return [found] if self.reward_type == "sequential" else found
 
     def call(self, inputs: Sequence[dict[str, Any]]) -> Any:
         """Call the function once; a `sequential` one takes one dict, and its result is put into a list."""
@@ -130,6 +129,8 @@ class RewardFunction:
     def check(self, returned: Any, rows: Sequence[int], inputs: Sequence[dict[str, Any]]) -> list[Scores]:
         """Turn the result of `call`, awaited, into plain floats, or raise a `BadScoresError`."""
         try:
+            if inspect.iscoroutine(returned[0] if self.reward_type == "sequential" else returned):
+                raise self._bad(" returned a coroutine: its decorator hides `async def`; add functools.wraps")
             if self.reward_type == "dataproto":
                 returned = self._rows_of_columns(returned, len(rows))
             if _size(returned) != len(rows):
@@ -202,9 +203,9 @@ class RewardFunction:
     def _as_float(self, key: str, value: Any, where: str) -> float:
         if getattr(value, "ndim", None) == 0:  # a scalar of numpy or torch
             value = value.item()
-        number = _nearest_float(value)
-        if not abs(number) <= MAX_FLOAT32:
-            bound = f" of at most {MAX_FLOAT32:.4g}, as in float32" if math.isfinite(number) else ""
+        number = turns.nearest_float(value)
+        if not abs(number) <= turns.MAX_FLOAT32:
+            bound = f" of at most {turns.MAX_FLOAT32:.4g}, as in float32" if math.isfinite(number) else ""
             raise self._bad(
                 f": `{shorten(key)}` must be a finite number{bound}, got {shorten(repr(value))} for {where}"
             )
@@ -240,7 +241,7 @@ def load_reward_function(
     code = getattr(inspect.unwrap(function), "__code__", None)
     line = code.co_firstlineno if code else 0
     _check_convention(function, function_name, f"{path}:{line}", path)
-    is_async = inspect.iscoroutinefunction(function)
+    is_async = inspect.iscoroutinefunction(inspect.unwrap(function))
     if is_async and reward_type == "dataproto":
         what = f"`{function_name}` is `async def`, which `REWARD_TYPE` {reward_type!r} does not call"
         raise ValueError(f'{path}: {what}: set REWARD_TYPE = "sequential" or "batch"')
@@ -357,18 +358,6 @@ def _as_list(value: Any) -> list[Any] | None:
     if getattr(value, "ndim", None) == 1:  # of numpy or torch
         return value.tolist()
     return list(value) if isinstance(value, list | tuple) else None
-
-
-def _nearest_float(value: Any) -> float:
-    """Return a number, or a truth value of a library such as SymPy, as a float; NaN for anything else."""
-    try:
-        if isinstance(value, Real | Decimal):
-            return float(value)
-        return float(bool(value)) if hasattr(value, "is_Boolean") and value.is_Boolean else math.nan
-    except TypeError:  # a relation of symbols is neither true nor false
-        return math.nan
-    except OverflowError:  # an integer or fraction beyond the range of a float
-        return math.inf
 
 
 def timeout_message(function: str, timeout_s: float, where: str) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of a user: imports of Python files, errors that point into them, and opening of images."""
+"""Python files of a user: their imports, and errors that point into them."""
 
 import hashlib
 import os
@@ -9,16 +9,11 @@ from importlib.machinery import ModuleSpec
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any
 from urllib.parse import quote, unquote
-
-if TYPE_CHECKING:  # most processes open no image
-    from PIL import Image
 
 EXCERPT_HEAD, EXCERPT_TAIL = 200, 100  # characters of a text that an error shows
 ERROR_HEAD, ERROR_TAIL = 4000, 2000  # characters of an exception, and of its traceback
-# That Pillow decodes itself, tried in this order; a Pillow may lack some.
-IMAGE_FORMATS = "JPEG PNG WEBP GIF BMP PPM TIFF AVIF JPEG2000 DDS DIB ICNS ICO PCX PSD QOI SGI TGA"
 
 __path__: list[str] = []  # makes this module a package: the files are its modules
 
@@ -61,14 +56,6 @@ def import_file(path: Path, option: str, prefix: str, heading: str) -> ModuleTyp
         what = describe_error(error, path, heading)
         raise ValueError(f"`{option}`: importing {path} failed: {what}{_remedy_of(error)}") from error
     return module
-
-
-def open_image(source: str | BinaryIO) -> "Image.Image":
-    """Open an image of one of the formats; for PostScript, Pillow would run a program."""
-    from PIL import Image  # noqa: PLC0415
-
-    Image.init()
-    return Image.open(source, formats=[name for name in IMAGE_FORMATS.split() if name in Image.OPEN])
 
 
 def _remedy_of(error: BaseException) -> str:

@@ -3,18 +3,18 @@
 
 import io
 import json
-import math
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
-from numbers import Real
+from decimal import Decimal
 from typing import Any
 
 from PIL import Image
 
 from verl.agents.interface import AgentResult, Observation
 from verl.config.multi_turn import MultiTurnConfig
-from verl.utils.user_file import open_image
+from verl.rewards.turns import MAX_FLOAT32, nearest_float
+from verl.utils.images import open_image, to_rgb
 
 LONG_TOKEN = 32  # characters; few tokens are longer, so that the tokens decide what is cut of most texts
 MIN_CHARACTERS = 1 << 14
@@ -89,7 +89,7 @@ def _gathered(returned: Any) -> Observation:
     if images and all(isinstance(text, str) for text in texts):
         return Observation("\n".join(texts), images)
     try:
-        return Observation(json.dumps(returned, ensure_ascii=False))
+        return Observation(json.dumps(returned, ensure_ascii=False, default=_plain_number))
     except (TypeError, ValueError, RecursionError) as error:
         kind = type(returned).__name__
         raise BadAnswerError(
@@ -132,7 +132,7 @@ def _encoded(image: Any) -> dict[str, bytes]:
         raise BadAnswerError(f"{type(source).__name__}, not an image, bytes, a path or an array")
     _check_size(source.size)
     file = io.BytesIO()
-    source.convert("RGB").save(file, "PNG", compress_level=1)
+    to_rgb(source).save(file, "PNG", compress_level=1)
     return {"bytes": file.getvalue()}
 
 
@@ -162,8 +162,16 @@ def plain_text(text: Any) -> str:
 def plain_reward(reward: Any) -> float | None:
     if reward is None:
         return None
-    if getattr(reward, "ndim", None) == 0:  # a scalar of numpy or torch
-        reward = reward.item()
-    if not isinstance(reward, Real) or not math.isfinite(reward):
-        raise BadAnswerError(f"a reward that is no finite number: {reward!r:.100}")
-    return float(reward)
+    number = nearest_float(reward.item() if getattr(reward, "ndim", None) == 0 else reward)
+    if not abs(number) <= MAX_FLOAT32:
+        raise BadAnswerError(f"a reward that is no finite number in float32: {reward!r:.100}")
+    return number
+
+
+def _plain_number(value: Any) -> Any:
+    """Return a value that JSON does not know: a scalar or array of numpy or torch, or a decimal number."""
+    if isinstance(value, Decimal):
+        return float(value)
+    if not hasattr(value, "tolist"):
+        raise TypeError(f"{type(value).__name__} is no JSON value")
+    return value.tolist()

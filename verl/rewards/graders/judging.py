@@ -135,7 +135,8 @@ async def rank(
     They are shown in an order that depends on their texts only, so that the order in which they come does not
     count; equal responses are shown once and share their score.
     """
-    shown = sorted(set(responses), key=lambda text: hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest())
+    texts = {hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest(): text for text in responses}
+    shown = [texts[digest] for digest in sorted(texts)]
     if len(shown) == 1:
         return [0.5] * len(responses)
     scores = read_ranking(await ask(question(shown)), len(shown))

@@ -9,7 +9,7 @@ from typing import Any
 from PIL import Image
 
 from verl.agents.interface import Observation
-from verl.utils.user_file import open_image
+from verl.utils.images import open_image, to_rgb
 
 UNITS = {"pixels": None, "thousandths": 1000.0, "fractions": 1.0}  # the size of an image in each
 MAX_RATIO = 100  # of the sides of a part; vision models refuse narrower images
@@ -80,7 +80,7 @@ class Zoom:
                 f"the box {list(box)} is too narrow: one side is over {MAX_RATIO} times the other"
             )
         scale = max(1.0, self.size / max(sides))
-        part = image.crop(edges).convert("RGB")
+        part = image.crop(edges)
         return part.resize(
             (round(sides[0] * scale) or 1, round(sides[1] * scale) or 1), Image.Resampling.BICUBIC
         )
@@ -96,7 +96,7 @@ class Zoom:
 
 def _opened(reference: Any) -> Image.Image:
     if isinstance(reference, Image.Image):
-        return reference
+        return to_rgb(reference)
     if isinstance(reference, dict):
         reference = reference.get("bytes") or reference.get("path")
-    return open_image(io.BytesIO(reference) if isinstance(reference, bytes) else reference)
+    return to_rgb(open_image(io.BytesIO(reference) if isinstance(reference, bytes) else reference))
