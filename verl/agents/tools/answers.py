@@ -136,6 +136,18 @@ def _encoded(image: Any) -> dict[str, bytes]:
     return {"bytes": file.getvalue()}
 
 
+def read_image(content: bytes) -> Image.Image:
+    """Decode an image that a program of the policy wrote; a BadAnswerError says what is wrong."""
+    try:
+        with open_image(io.BytesIO(content)) as image:
+            _check_size(image.size)
+            return to_rgb(image)
+    except BadAnswerError:
+        raise
+    except Exception as error:  # damaged files make Pillow raise almost anything
+        raise BadAnswerError(f"an image that cannot be read ({error})") from error
+
+
 def _check_size(size: tuple[int, int]) -> None:
     width, height = size
     if not 0 < width * height <= MAX_PIXELS:

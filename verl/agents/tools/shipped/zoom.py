@@ -8,7 +8,8 @@ from typing import Any
 
 from PIL import Image
 
-from verl.agents.interface import Observation
+from verl.agents.interface import CallRefusedError, Observation
+from verl.rewards.turns import nearest_float
 from verl.utils.images import open_image, to_rgb
 
 UNITS = {"pixels": None, "thousandths": 1000.0, "fractions": 1.0}  # the size of an image in each
@@ -57,10 +58,10 @@ class Zoom:
             image: Number of the image, from 1; enlarged parts are counted after the given images.
         """
         if not 1 <= image <= len(images):
-            raise ValueError(f"there is no image {image}: there are {len(images)}")
+            raise CallRefusedError(f"there is no image {image}: there are {len(images)}")
         if len(box) != 4:
-            raise ValueError(f"a box has 4 edges: left, top, right, bottom; got {len(box)}")
-        part = self._part(_opened(images[image - 1]), box)
+            raise CallRefusedError(f"a box has 4 edges: left, top, right, bottom; got {len(box)}")
+        part = self._part(_opened(images[image - 1]), [nearest_float(edge) for edge in box])
         images.append(part)
         return Observation(f"Image {len(images)}: this part of image {image}.", [part])
 
@@ -71,12 +72,12 @@ class Zoom:
         edges = math.floor(left), math.floor(top), math.ceil(right), math.ceil(bottom)
         sides = edges[2] - edges[0], edges[3] - edges[1]
         if min(sides) < 1:
-            raise ValueError(
+            raise CallRefusedError(
                 f"the box {list(box)} has no area inside the image, whose width is {width:g} and height"
                 f" {height:g}; give left < right and top < bottom"
             )
         if max(sides) > MAX_RATIO * min(sides):
-            raise ValueError(
+            raise CallRefusedError(
                 f"the box {list(box)} is too narrow: one side is over {MAX_RATIO} times the other"
             )
         scale = max(1.0, self.size / max(sides))
