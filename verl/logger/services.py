@@ -57,24 +57,19 @@ class ServiceLogger(Logger):
 
     def send(self, things: Mapping[str, Any], call: Callable[[dict[str, Any]], object]) -> None:
         """Send things by their names at once, each alone if they are refused; warn once of what is lost."""
-        alone = [name for name in things if name in self._refused]
-        try:
-            call({name: value for name, value in things.items() if name not in alone})
-        except Exception as error:
-            if getattr(error, "error_code", MLFLOW_REFUSALS[0]) not in MLFLOW_REFUSALS:
-                raise
-            alone = list(things)
-        causes: dict[str, Exception] = {}
-        for name in alone:
+        batches = [{name: things[name]} for name in things if name in self._refused]
+        batches.append({name: value for name, value in things.items() if name not in self._refused})
+        for batch in batches:  # which get longer
             try:
-                call({name: things[name]})
-            except Exception as error:  # noqa: BLE001 (whatever a service's package raises)
-                causes[name] = error
-        if len(causes) == len(things) > 1:  # it is not the names
-            raise causes[alone[0]]
-        for name in causes.keys() - self._refused:
-            logger.warning("a service refuses a name: name=%r cause=%s", name, causes[name])
-        self._refused |= causes.keys()
+                call(batch)
+            except Exception as error:
+                if getattr(error, "error_code", MLFLOW_REFUSALS[0]) not in MLFLOW_REFUSALS:
+                    raise
+                if len(batch) > 1:
+                    batches += [{name: value} for name, value in batch.items()]
+                elif not batch.keys() <= self._refused:
+                    self._refused |= batch.keys()
+                    logger.warning("a service refuses a name: name=%r cause=%s", *batch, error)
 
 
 @LOGGERS.register("tensorboard")

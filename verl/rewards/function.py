@@ -19,6 +19,7 @@ import inspect
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -42,6 +43,8 @@ ARGUMENTS = {
     "dataproto": ("data", "all responses as columns"),
 }
 REWARD_TYPES = tuple(ARGUMENTS)
+describe_error = partial(user_file.describe_error, heading=TRACEBACK_HEADING)
+describe_place = partial(user_file.describe_place, heading=TRACEBACK_HEADING)
 SHOWN_COLUMNS = ("prompt", "response", "ground_truth")  # what an error shows of a row
 
 Scores = dict[str, float]
@@ -233,7 +236,7 @@ def load_reward_function(
     """
     kwargs = dict(kwargs or {})
     path, function_name = split_spec(spec)
-    module = _import_file(path)
+    module = import_file(path, OPTION, "reward_file", TRACEBACK_HEADING)
     function = _find_function(module, path, function_name)
     reward_type = getattr(module, "REWARD_TYPE", default_type)
     if reward_type not in REWARD_TYPES:
@@ -277,10 +280,6 @@ def split_spec(spec: str) -> tuple[Path, str]:
     if not Path(path).is_file():
         raise FileNotFoundError(f"`{OPTION}`: no file {Path(path).absolute()}")
     return Path(path).absolute(), function_name
-
-
-def _import_file(path: Path) -> ModuleType:
-    return import_file(path, OPTION, "reward_file", TRACEBACK_HEADING)
 
 
 def _find_function(module: ModuleType, path: Path, function_name: str) -> Callable[..., Any]:
@@ -374,13 +373,3 @@ def describe(rows: Sequence[int], inputs: Sequence[dict[str, Any]]) -> str:
         which = f"{len(rows)} responses (rows {min(rows)} to {max(rows)}), the first of which is {which}"
     shown = [f"{key}: {shorten(repr(inputs[0][key]))}" for key in SHOWN_COLUMNS if key in inputs[0]]
     return "\n  ".join([which, *shown])
-
-
-def describe_error(error: BaseException, path: Path) -> str:
-    """Describe an error with its line in the user's file and the traceback from there on."""
-    return user_file.describe_error(error, path, TRACEBACK_HEADING)
-
-
-def describe_place(error: BaseException, path: Path) -> str:
-    """Give the line of the user's file that raised an error, and the traceback from its first line on."""
-    return user_file.describe_place(error, path, TRACEBACK_HEADING)

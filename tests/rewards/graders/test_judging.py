@@ -126,6 +126,7 @@ def test_a_response_without_a_readable_comparison_has_no_score():
         ("[1] > [2] > [2]", None),
         ("[0] > [1] > [2]", None),
         ("1 > 2 > 3", None),
+        (f"[{'1' * 500_000}] > [2] > [3]", None),
     ],
 )
 def test_a_ranking_names_all_responses_once_and_ties_share_places(answer, scores):

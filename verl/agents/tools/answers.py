@@ -4,7 +4,8 @@
 import io
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
@@ -84,8 +85,8 @@ def _gathered(returned: Any) -> Observation:
     if returned is None or isinstance(returned, str):
         return Observation(returned or "")
     items = returned if isinstance(returned, list | tuple) else [returned]
-    images = [item for item in items if _is_picture(item)]
-    texts = [item for item in items if not _is_picture(item)]
+    images = [item for item in items if isinstance(item, Image.Image)]
+    texts = [item for item in items if not isinstance(item, Image.Image)]
     if images and all(isinstance(text, str) for text in texts):
         return Observation("\n".join(texts), images)
     try:
@@ -95,10 +96,6 @@ def _gathered(returned: Any) -> Observation:
         raise BadAnswerError(
             f"{kind}, not text, an image, JSON values or an Observation ({error})"
         ) from error
-
-
-def _is_picture(value: Any) -> bool:
-    return isinstance(value, Image.Image)
 
 
 def _listed(values: Any, what: str, limit: int) -> list[Any]:
@@ -117,17 +114,13 @@ def _encoded(image: Any) -> dict[str, bytes]:
     if isinstance(source, str | os.PathLike):
         with open(source, "rb") as file:
             source = file.read(MAX_BYTES + 1)
-    try:
+    with _reading():
         if isinstance(source, bytes):
             with open_image(io.BytesIO(source)) as opened:  # reads the header only
                 _check_size(opened.size)
             return {"bytes": bytes(memoryview(source))}
-        if source is not None and hasattr(source, "__array_interface__") and not _is_picture(source):
+        if hasattr(source, "__array_interface__") and not isinstance(source, Image.Image):
             source = Image.fromarray(source)
-    except (OSError, TypeError, ValueError, Image.DecompressionBombError) as error:
-        if isinstance(error, BadAnswerError):
-            raise
-        raise BadAnswerError(f"an image that cannot be read ({error})") from error
     if not isinstance(source, Image.Image):
         raise BadAnswerError(f"{type(source).__name__}, not an image, bytes, a path or an array")
     _check_size(source.size)
@@ -138,10 +131,15 @@ def _encoded(image: Any) -> dict[str, bytes]:
 
 def read_image(content: bytes) -> Image.Image:
     """Decode an image that a program of the policy wrote; a BadAnswerError says what is wrong."""
+    with _reading(), open_image(io.BytesIO(content)) as image:
+        _check_size(image.size)
+        return to_rgb(image)
+
+
+@contextmanager
+def _reading() -> Iterator[None]:
     try:
-        with open_image(io.BytesIO(content)) as image:
-            _check_size(image.size)
-            return to_rgb(image)
+        yield
     except BadAnswerError:
         raise
     except Exception as error:  # damaged files make Pillow raise almost anything

@@ -115,7 +115,8 @@ def read_ranking(answer: str, count: int) -> list[float] | None:
     found = RANKING.findall(final_answer(answer))
     if not found or count < 2:
         return None
-    places = [[int(number) - 1 for number in re.findall(r"\d+", tie)] for tie in found[-1].split(">")]
+    # Python reads no number of over 4,300 digits.
+    places = [[int(number[:9]) - 1 for number in re.findall(r"\d+", tie)] for tie in found[-1].split(">")]
     if sorted(itertools.chain(*places)) != list(range(count)):
         return None
     scores, before = [0.0] * count, 0
