@@ -24,7 +24,7 @@ def rows_of(path):
 
 @pytest.fixture
 def odd(folder, tmp_path):
-    """Eight rows: 1 with another marker, 2 much too long, 3 with a missing image, 5 with one that is cut off."""
+    """Eight rows: 1 with another marker, 2 much too long, 3 with a missing image, 5 with a cut one."""
     rows = rows_of(folder / "train.jsonl")
     rows[1]["problem"] = "<video>What colour?"
     rows[2]["problem"] += " and again?" * 20

@@ -250,10 +250,6 @@ def _first_of_json(path: Path) -> FirstRows | None:
     return FirstRows(read_json(path), are_all=True)
 
 
-def _first_of_csv(path: Path) -> FirstRows:
-    return _read_csv(path, FIRST_ROWS)
-
-
 def _first_of_table(path: Path) -> FirstRows:
     # The sizes in a damaged file may be wrong, and some small files become very large.
     calls = IsolatedCalls(_decode_first, TABLE_TIMEOUT_S, partial(limit_memory, TABLE_MEMORY))
@@ -307,7 +303,7 @@ def _arrow_rows(path: Path) -> tuple[list[str], list[Row], bool]:
 
 
 FIRST_READERS: dict[str, Callable[[Path], FirstRows | None]] = {
-    ".jsonl": _first_lines, ".json": _first_of_json, ".csv": _first_of_csv, ".parquet": _first_of_table,
+    ".jsonl": _first_lines, ".json": _first_of_json, ".csv": partial(_read_csv, limit=FIRST_ROWS), ".parquet": _first_of_table,
     ".arrow": _first_of_table,
 }  # fmt: skip
 

@@ -24,7 +24,8 @@ def open_image(source: str | BinaryIO) -> Image.Image:
 
 def shown_size(image: Image.Image) -> tuple[int, int]:
     """Return the width and height that `to_rgb` gives an image, from the header of its file."""
-    return image.size[::-1] if _orientation(image) > 4 else image.size
+    width, height = image.size
+    return (height, width) if _orientation(image) > 4 else (width, height)
 
 
 def to_rgb(image: Image.Image) -> Image.Image:

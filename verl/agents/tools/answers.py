@@ -119,7 +119,7 @@ def _encoded(image: Any) -> dict[str, bytes]:
             with open_image(io.BytesIO(source)) as opened:  # reads the header only
                 _check_size(opened.size)
             return {"bytes": bytes(memoryview(source))}
-        if hasattr(source, "__array_interface__") and not isinstance(source, Image.Image):
+        if not isinstance(source, Image.Image | None) and hasattr(source, "__array_interface__"):
             source = Image.fromarray(source)
     if not isinstance(source, Image.Image):
         raise BadAnswerError(f"{type(source).__name__}, not an image, bytes, a path or an array")

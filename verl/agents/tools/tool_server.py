@@ -95,7 +95,7 @@ class ToolServer:
 
     def _run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         value = function(*args, **kwargs)
-        return self._loop.run_until_complete(_awaited(value)) if inspect.isawaitable(value) else value
+        return self._loop.run_until_complete(value) if inspect.isawaitable(value) else value
 
     @contextmanager
     def _more_memory(self) -> Iterator[None]:
@@ -126,7 +126,3 @@ class EnvironmentServer(ToolServer):
     def _close(self, _: None) -> Observation:
         self._run(self.state.close)
         return Observation()
-
-
-async def _awaited(value: Any) -> Any:
-    return await value
