@@ -303,8 +303,8 @@ def _arrow_rows(path: Path) -> tuple[list[str], list[Row], bool]:
 
 
 FIRST_READERS: dict[str, Callable[[Path], FirstRows | None]] = {
-    ".jsonl": _first_lines, ".json": _first_of_json, ".csv": partial(_read_csv, limit=FIRST_ROWS), ".parquet": _first_of_table,
-    ".arrow": _first_of_table,
+    ".jsonl": _first_lines, ".json": _first_of_json, ".csv": partial(_read_csv, limit=FIRST_ROWS),
+    ".parquet": _first_of_table, ".arrow": _first_of_table,
 }  # fmt: skip
 
 
