@@ -9,8 +9,10 @@ A reward file is plain Python; its `REWARD_TYPE` says how its function is called
 
 Each dict holds `response`, `response_length`, `ground_truth`, `prompt` and every other column of the row;
 `data` has them as lists: `data.responses`, `data.prompts`, ... The result needs `overall`, for dataproto
-`reward`: a number, or for a conversation a list with the reward of each turn. A parameter `servers` gets the
-models of `reward_servers` by name. Nothing here imports torch: a process starts in a tenth of a second.
+`reward`: a number, or for a conversation a list with the reward of each turn; a number instead of a dict is
+`overall`. Without `REWARD_TYPE` the name of the first parameter may tell the convention, and the arguments of
+TRL or verl do. A parameter `servers` gets the models of `reward_servers` by name. Nothing here imports torch:
+a process starts in a tenth of a second.
 """
 
 import asyncio
@@ -27,7 +29,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from verl.rewards import turns
-from verl.rewards.foreign_signatures import wrapper_for
+from verl.rewards.conventions import ARGUMENTS, REWARD_TYPES, convention_of
 from verl.rewards.servers import SECTION, Specs, connect
 from verl.utils import user_file
 from verl.utils.user_file import import_file, shorten
@@ -37,13 +39,6 @@ KWARGS_OPTION = "worker.reward.reward_function_kwargs"
 DEFAULT_FUNCTION = "main"
 SERVERS = "servers"  # parameter that gets the models of `reward_servers`
 TRACEBACK_HEADING = "Traceback in the reward function (most recent call last):"
-# Of the function: the name of its argument, and what that is.
-ARGUMENTS = {
-    "batch": ("reward_inputs", "a list of dictionaries, one for each response"),
-    "sequential": ("reward_input", "the dictionary of one response"),
-    "dataproto": ("data", "all responses as columns"),
-}
-REWARD_TYPES = tuple(ARGUMENTS)
 MAX_FLOAT32 = (2 - 2**-23) * 2.0**127
 SHOWN_COLUMNS = ("prompt", "response", "ground_truth")  # what an error shows of a row
 
@@ -94,6 +89,7 @@ class RewardFunction:
     name: str  # `REWARD_NAME`, or the name of the file
     reward_type: str
     is_async: bool
+    note: str | None = None  # on a convention that nothing but the parameters told
 
     def __str__(self) -> str:
         return f"{self.path}:{self.function_name}"
@@ -162,6 +158,8 @@ class RewardFunction:
         return [{key: column[row] for key, column in columns.items()} for row in range(num_rows)]
 
     def _check_row(self, scores: Any, where: str, num_turns: int | None) -> Scores:
+        if isinstance(scores, Real | Decimal) or getattr(scores, "ndim", None) == 0:
+            scores = {"overall": scores}
         # Plain strings: another process could not unpickle a user's subclass.
         names = [str.__str__(str(key)) for key in scores] if isinstance(scores, dict) else []
         if "overall" not in names:
@@ -234,21 +232,21 @@ def load_reward_function(
     path, function_name = split_spec(spec)
     module = _import_file(path)
     function = _find_function(module, path, function_name)
-    reward_type = getattr(module, "REWARD_TYPE", default_type)
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    where = f"{path}:{code.co_firstlineno if code else 0}"
+    called, reward_type, note = convention_of(function, module, default_type, f"{where} `{function_name}`")
     if reward_type not in REWARD_TYPES:
         raise ValueError(f"{path}: `REWARD_TYPE` must be one of {list(REWARD_TYPES)}, got {reward_type!r}")
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    line = code.co_firstlineno if code else 0
-    _check_convention(function, function_name, f"{path}:{line}", path)
-    is_async = inspect.iscoroutinefunction(function)
+    is_async = inspect.iscoroutinefunction(called)
     if is_async and reward_type == "dataproto":
         what = f"`{function_name}` is `async def`, which `REWARD_TYPE` {reward_type!r} does not call"
         raise ValueError(f'{path}: {what}: set REWARD_TYPE = "sequential" or "batch"')
     if servers:
-        kwargs[SERVERS] = _models_for(function, servers, f"{path}:{line}", function_name)
-    _check_kwargs(function, kwargs, f"{path}:{line}", function_name, reward_type)
+        kwargs[SERVERS] = _models_for(function, servers, where, function_name)
+    _check_kwargs(called, kwargs, where, function_name, reward_type)
     name = str(getattr(module, "REWARD_NAME", path.stem))
-    return RewardFunction(function, kwargs, path, function_name, line, name, reward_type, is_async)
+    line = code.co_firstlineno if code else 0
+    return RewardFunction(called, kwargs, path, function_name, line, name, reward_type, is_async, note)
 
 
 def split_calls(reward_type: str, groups: Sequence[Hashable], batch_size: int) -> list[list[int]]:
@@ -293,18 +291,6 @@ def _find_function(module: ModuleType, path: Path, function_name: str) -> Callab
     remedy = f": write {path}:{suggestion}" if suggestion else f"; it defines {public or 'no function'}"
     what = "is not a function" if function is not None else "is missing"
     raise ValueError(f"`{OPTION}`: `{function_name}` {what} in {path}{remedy}")
-
-
-def _check_convention(function: Callable[..., Any], name: str, where: str, path: Path) -> None:
-    found = wrapper_for(function, name)
-    if found is not None:
-        library, wrapper, code = found
-        raise ValueError(
-            f"`{OPTION}`: {where} `{name}{inspect.signature(function)}`"
-            f" has the arguments of a reward function for {library}; here it is called as"
-            f" `{name}(reward_inputs)`, with a list of dictionaries. Add the following to the file, and set"
-            f" `{OPTION}={path}:{wrapper}`:\n\n{code}"
-        )
 
 
 def _models_for(function: Callable[..., Any], servers: Specs, where: str, name: str) -> dict[str, Any]:

@@ -56,7 +56,8 @@ def look_at_prompts(
     if checks_rows:
         converses = worker.rollout.multi_turn.enable
         rows = look.rows if makes_text else []
-        look_at_reward(rows, data, worker.scoring, specs_of(servers or {}), converses=converses)
+        servers_of_run = specs_of(servers or {})
+        look.notes.extend(look_at_reward(rows, data, worker.scoring, servers_of_run, converses=converses))
     return look.notes
 
 
@@ -75,8 +76,8 @@ def look_at_reward(
     servers: Specs = MappingProxyType({}),
     *,
     converses: bool = False,
-) -> None:
-    """Load the reward function and score samples of the first rows, if that is soon done.
+) -> list[str]:
+    """Load the reward function, score samples of the first rows if that is soon done, and return notes.
 
     A function that asks a model which the run will serve is only loaded. `check_reward` decides on everything
     that depends on the model.
@@ -84,18 +85,21 @@ def look_at_reward(
     Raises:
         ValueError: The function cannot be loaded, or a run could not use what it returns.
     """
+    notes: list[str] = []
     if options.reward_function is None:
-        return
+        return notes
     with closing(_open_pool(options, servers)) as pool, suppress(TimeoutError):
-        reward_type = pool.wait_until_loaded(LOOK_S).reward_type
+        loaded = pool.wait_until_loaded(LOOK_S)
+        notes = [loaded.note] if loaded.note else []
         if not rows or not _are_ready(servers):
-            return
+            return notes
         # The second row has the wrong answer.
         samples = sample_responses(PlainRows(rows, data), 2, converses=converses)[:3]
-        calls = score_samples(pool, samples, reward_type, options, LOOK_S)
+        calls = score_samples(pool, samples, loaded.reward_type, options, LOOK_S)
         source = Path(pool.path).read_text(encoding="utf-8", errors="replace")
         if INEXACT.search(source) is None or all(is_bad_result(call) for call in failed_calls(calls)):
             check_scores(calls, samples, options.on_failure)
+    return notes
 
 
 def check_reward(data: DataConfig, worker: WorkerConfig, served: Servers) -> None:
@@ -117,8 +121,10 @@ def check_reward(data: DataConfig, worker: WorkerConfig, served: Servers) -> Non
         from verl.trainer.reward_rows import make_samples, open_rows  # noqa: PLC0415
 
         samples = make_samples(open_rows(data, worker), 2, worker)[:3]  # the second row has the wrong answer
-        reward_type = pool.wait_until_loaded().reward_type
-        calls = score_samples(pool, samples, reward_type, options, options.timeout_s + MARGIN_S)
+        loaded = pool.wait_until_loaded()
+        if loaded.note:
+            logger.info("%s", loaded.note)
+        calls = score_samples(pool, samples, loaded.reward_type, options, options.timeout_s + MARGIN_S)
         logger.info(check_scores(calls, samples, options.on_failure))
         if failed := failed_calls(calls):
             logger.warning(
