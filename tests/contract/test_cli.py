@@ -32,19 +32,22 @@ sys.exit(main(["config=examples/config.yaml", "trainer.save_checkpoint_path={tmp
     assert not (tmp_path / "a").exists()
 
 
-def test_dry_run_prints_the_config_and_the_plan(capsys, tmp_path):
+def test_dry_run_prints_the_changed_options_and_the_plan(capsys, tmp_path):
     assert main(["config=examples/config.yaml", "trainer.max_steps=10", "--dry-run"]) == 0
 
     config_text, plan_text = capsys.readouterr().out.split("\nplan of a training step\n")
-    assert yaml.safe_load(config_text)["trainer"]["max_steps"] == 10
+    config = yaml.safe_load(config_text)
+    assert config["trainer"]["max_steps"] == 10
+    assert "critic_warmup" not in config["trainer"]  # at its default
     for name in ("prompts", "sequences", "mini batches", "optimizer steps", "training steps"):
         assert f"  {name} " in plan_text
     assert "10            40 optimizer steps" in plan_text  # 512 prompts / 128 in a mini batch = 4 in a step
 
 
-def test_a_printed_config_runs_as_it_was(capsys, tmp_path):
+@pytest.mark.parametrize("switch", ["--dry-run", "--print-config"])
+def test_a_printed_config_runs_as_it_was(switch, capsys, tmp_path):
     arguments = ["config=examples/config.yaml", "worker.rollout.n=4", "trainer.logger=[console]"]
-    main([*arguments, "--dry-run"])
+    main([*arguments, switch])
     file = tmp_path / "config.yaml"
     file.write_text(capsys.readouterr().out.split("\nplan of")[0])
 
@@ -64,6 +67,20 @@ def test_a_bad_config_exits_2_with_every_problem_and_no_traceback():
         "  - `worker.rollout.n` must be at least 2 with `algorithm.adv_estimator=grpo`, got 1:"
         " it compares the responses to one prompt\n"
     )
+
+
+def test_a_dry_run_of_more_processes_than_cores_says_so(capsys, monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr("verl.planning.device_defaults.shown_backend", lambda: None)
+    monkeypatch.setattr("verl.trainer.command.list_gpus", list)
+    arguments = ["config=examples/config.yaml", "--dry-run"]
+
+    assert main([*arguments, "trainer.n_gpus_per_node=4"]) == 0
+    assert "note: `trainer.n_gpus_per_node` (4) is the number of processes" in capsys.readouterr().err
+    assert main([*arguments, "trainer.n_gpus_per_node=6"]) == 2  # no divisor of the batch either
+    first, second = re.findall("\n  - (.*?)[,:]", capsys.readouterr().err)[:2]
+    assert first.startswith("`trainer.n_gpus_per_node` (6) is the number of processes on CPU")
+    assert second.startswith("`data.rollout_batch_size` (512) must be divisible")
 
 
 def test_an_unknown_switch_exits_2(capsys):

@@ -79,6 +79,7 @@ class DryRun(Generic[C]):
     config: C
     memory: str
     planner: Planner[C] | None = None  # None where a model or the machine is unknown
+    problem: str | None = None  # that would end the run
 
 
 def dry_run_memory(
@@ -86,7 +87,7 @@ def dry_run_memory(
 ) -> DryRun[C]:
     """Plan the memory of a run on a machine, or on this one.
 
-    Where the sizes of a model cannot be read, the config is unchanged and the report says so.
+    Where the sizes of a model cannot be read, the config is unchanged and the report or `problem` says so.
     """
     run = describe(config)
     for option, path in _missing_configs(run):
@@ -99,7 +100,7 @@ def dry_run_memory(
         plan = make_planner(describe, machine or find_machine(config.trainer.device, memory_gb))
         resolved = with_largest_sizes(config, plan)
     except ValueError as error:
-        return DryRun(config, f"  {error}\n")
+        return DryRun(config, "", problem=str(error))
     sizes = [f"  auto: {key}={value_at(resolved, key)}\n" for key in run.auto_options()]
     return DryRun(resolved, memory_text(resolved, plan) + "".join(sizes), plan)
 

@@ -12,7 +12,7 @@ from verl.config.files.model_files import weights_problem
 from verl.config.hints.arguments import dashless
 from verl.config.hints.renamed_keys import RenamedKeys
 from verl.config.schema import ConfigError, config_notes
-from verl.config.text import example_yaml, help_text, options_page
+from verl.config.text import config_yaml, example_yaml, help_text, options_page
 from verl.config.trainer import RunConfig, RunTree
 from verl.distributed.gpus import list_gpus, shows_gpu
 from verl.logger.console.start_up import shown_start_up
@@ -51,12 +51,12 @@ usage: {typed_command()} [config=FILE.yaml] [section.option=value ...] [--dry-ru
 
   config=FILE.yaml        a file such as {example}; options that it omits keep their default
   section.option=value    one option; wins over the file; lists and mappings as {lists}
-  --dry-run               print the config, the plan of a step, its memory and its time, and exit
+  --dry-run               print the changed options, the plan of a step, its memory and time, and exit
   --on 8xH100             with --dry-run: plan for this cluster, nodes x GPUs such as 16x8xH200
   --mean-prompt N         with --dry-run: tokens of a prompt on average, for the predicted time
   --mean-response N       ... of a response
   --device-memory-gb=N    with --dry-run: plan for GPUs with N GiB; on CPU for nodes with as much
-  --print-config          print every option with its help as YAML: {example}
+  --print-config          print every option of a run as YAML; alone, with its help: {example}
   --print-options         {markdown}
   --version               print the versions of this and of the packages that it runs on
   --help [NAME]           print this and every option, or those of a section (`worker.actor`) or name (`lr`)
@@ -98,8 +98,8 @@ class TrainingCommand(Generic[C]):
         if "--version" in switches:
             sys.stdout.write(f"{version_text()}\n")
             return 0
-        if "--print-config" in switches or "--print-options" in switches:
-            printed = example_yaml if "--print-config" in switches else options_page
+        if "--print-options" in switches or ("--print-config" in switches and not overrides):
+            printed = options_page if "--print-options" in switches else example_yaml
             sys.stdout.write(printed(self.config_class))
             return 0
         try:
@@ -110,6 +110,9 @@ class TrainingCommand(Generic[C]):
         except ConfigError as error:
             sys.stderr.write(f"{error}\n")
             return BAD_INPUT
+        if "--print-config" in switches:
+            sys.stdout.write(config_yaml(config))
+            return 0
         return self._plan(config, planned) if "--dry-run" in switches else self._train(config)
 
     def _help(self, topics: Sequence[str]) -> str:
@@ -120,12 +123,15 @@ class TrainingCommand(Generic[C]):
     def _plan(self, config: C, planned: PlanSwitches) -> int:
         try:
             notes = self.look(config)
+            check_weights(self.describe(config))
         except FOR_THE_USER as error:
             if not raised_by_us(error):
                 raise
             end = exit_status_of(error, config.trainer)
             sys.stderr.write(f"{end.message}\n")
             return end.status
+        if planned.machine is None and (problem := core_problem(config.trainer, config.num_serving)):
+            notes.append(problem)
         sys.stderr.write("".join(f"note: {note}\n" for note in notes))
         return dry_run(config, planned, self.describe, self.plan_text)
 
@@ -183,20 +189,24 @@ def check_run(trainer: RunConfig, num_serving: int = 0) -> None:
 
 
 def check_weights(run: PlannedRun) -> None:
-    """Raise if a model's folder has a config and no weights."""
+    """Raise if a model's folder has no weights, or not those of its config."""
     for planned in run.models:
-        problem = weights_problem(planned.model.model_path or "")
+        problem = weights_problem(planned.model.model_path or "", planned.model.override_config)
         if problem is not None:
             raise FileNotFoundError(f"`{planned.option}.model_path` {problem}")
 
 
 def check_cores(trainer: RunConfig, num_serving: int = 0) -> None:
-    """Raise if the run is on CPU, starts its own Ray and has more processes than this machine has cores."""
-    problem = None if trainer.device not in ("auto", "cpu") else trainer.core_problem(num_serving)
-    if problem is None or (trainer.device == "auto" and list_gpus()):
-        return
-    if not joins_cluster():
+    """Raise if the run starts its own Ray and has more processes than this machine has cores."""
+    problem = core_problem(trainer, num_serving)
+    if problem is not None and not joins_cluster():
         raise RuntimeError(problem)
+
+
+def core_problem(trainer: RunConfig, num_serving: int = 0) -> str | None:
+    """Say that the run is on CPU and has more processes than this machine has cores."""
+    is_on_cpu = trainer.device == "cpu" or (trainer.device == "auto" and not list_gpus())
+    return trainer.core_problem(num_serving) if is_on_cpu else None
 
 
 def joins_cluster() -> bool:
