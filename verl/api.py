@@ -20,11 +20,12 @@ from verl.config.ppo import PPOConfig
 from verl.config.python_values import Source, config_from_python
 from verl.config.schema import ConfigError, config_notes
 from verl.config.sft import SFTConfig
-from verl.config.trainer import RunTree
 from verl.planning.device_defaults import load_run_config
-from verl.planning.planned_run import planned_ppo
+from verl.planning.planned_run import planned_ppo, planned_sft
+from verl.trainer.command import check_run, check_weights
 from verl.trainer.evaluation.model_folder import loadable
 from verl.trainer.evaluation.report import Evaluation, Question
+from verl.trainer.first_look import look_at_prompts
 from verl.trainer.run.run_lock import locked_run_folder
 from verl.utils.cuda_builds import repair_cuda_builds
 from verl.utils.rank_logger import ROOT, get_logger
@@ -243,6 +244,8 @@ def evaluate_model(
         stack.enter_context(restored_process())
         repair_cuda_builds()
         check_versions(config.worker.rollout.name)
+        check_weights(planned_ppo(config), loads=True)
+        look_at_prompts(config.data, config.worker, config.reward_servers)
         trust = model.trust_remote_code
         found = stack.enter_context(loadable(model.model_path, trust_remote_code=trust))
         if out is None:
@@ -321,16 +324,18 @@ def _fits(cls: type[Any], config: Any, values: Sequence[Mapping[str, Any]]) -> b
 
 
 @contextmanager
-def _opened(config: RunTree) -> Iterator[Any]:
+def _opened(config: PPOConfig | SFTConfig) -> Iterator[Any]:
     with restored_process():
         repair_cuda_builds()
         # Imported here so that a wrong config is reported before torch, Ray and vLLM load.
-        from verl.trainer.command import check_run  # noqa: PLC0415
         from verl.trainer.run.run_once import run_in_process  # noqa: PLC0415
 
         check_versions(config.engine)
         with locked_run_folder(config.trainer):
             check_run(config.trainer)
+            check_weights(
+                planned_sft(config) if isinstance(config, SFTConfig) else planned_ppo(config), loads=True
+            )
             with run_in_process(config) as trainer:
                 yield trainer
     if trainer.stop.signal is not None:

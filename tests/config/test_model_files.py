@@ -3,10 +3,17 @@
 
 import json
 import math
+import socket
 
 import pytest
 
-from verl.config.files.model_files import folder_problem, length_limit, read_model_config, weights_problem
+from verl.config.files.model_files import (
+    folder_problem,
+    hub_problem,
+    length_limit,
+    read_model_config,
+    weights_problem,
+)
 from verl.config.files.paths import data_source, existing_file, model_source
 from verl.config.hints.missing_paths import missing, nearest_sibling
 from verl.config.ppo import PPOConfig
@@ -213,3 +220,18 @@ def test_a_file_of_the_index_that_is_missing_is_named(here):
     (model / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-2.safetensors"}}')
 
     assert "model-2.safetensors" in weights_problem(str(model))
+
+
+def test_a_model_that_is_neither_here_nor_downloadable_is_told_at_once(here, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(here / "hub"))
+    for name in ("HF_HUB_OFFLINE", "http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+        assert hub_problem("owner/name") is None
+
+    told = "(owner/name) is no folder here, was not downloaded, and"
+    assert f"{told} 127.0.0.1 cannot be reached: run `hf download" in hub_problem("owner/name")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert f"{told} `HF_HUB_OFFLINE` is set" in hub_problem("owner/name")
+    assert hub_problem(str(here / "tiny-model")) is None

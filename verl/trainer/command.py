@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from verl.checkpoint.tracker import checkpoint_to_resume
-from verl.config.files.model_files import weights_problem
+from verl.config.files.model_files import hub_problem, weights_problem
 from verl.config.hints.arguments import dashless
 from verl.config.hints.renamed_keys import RenamedKeys
 from verl.config.schema import ConfigError, config_notes
@@ -141,7 +141,7 @@ class TrainingCommand(Generic[C]):
             with locked_run_folder(config.trainer):
                 check_run(config.trainer, config.num_serving)
                 self.look(config)  # its notes come when the data is opened
-                check_weights(self.describe(config))
+                check_weights(self.describe(config), loads=True)
                 if config.trainer.max_restarts > 0:
                     end = Supervisor(config, train_once).run()
                 else:
@@ -188,10 +188,12 @@ def check_run(trainer: RunConfig, num_serving: int = 0) -> None:
     )
 
 
-def check_weights(run: PlannedRun) -> None:
-    """Raise if a model's folder has no weights, or not those of its config."""
+def check_weights(run: PlannedRun, *, loads: bool = False) -> None:
+    """Raise if a model's folder has no weights of its config, or a hub name with `loads` cannot be loaded."""
     for planned in run.models:
         problem = weights_problem(planned.model.model_path or "", planned.model.override_config)
+        if problem is None and loads:
+            problem = hub_problem(planned.model.model_path or "")
         if problem is not None:
             raise FileNotFoundError(f"`{planned.option}.model_path` {problem}")
 

@@ -19,7 +19,7 @@ from verl.config.reward_servers import RewardServerConfig
 from verl.config.sft import SFTDataConfig, SFTWorkerConfig
 from verl.config.worker import RewardConfig, WorkerConfig
 from verl.data.bad_rows import BadRowError
-from verl.data.first_look import CONVERSATION_ROWS, PROMPT_ROWS, look_at_data
+from verl.data.first_look import CONVERSATION_ROWS, PROMPT_ROWS, check_chat_template, look_at_data
 from verl.data.plain_files import Row
 from verl.rewards.failures import reason
 from verl.rewards.function import split_calls
@@ -52,6 +52,7 @@ def look_at_prompts(
     Without `checks_rows` only columns and templates are looked at, see `look_at_data`. Without `makes_text`
     the function is loaded and not called: pictures need torch.
     """
+    check_chat_template(worker.actor.model, data.override_chat_template)
     look = look_at_data(PROMPT_ROWS, data, worker.actor.model.tokenizer_path, checks_rows=checks_rows)
     if checks_rows:
         converses = worker.rollout.multi_turn.enable
@@ -65,6 +66,7 @@ def look_at_conversations(
     data: SFTDataConfig, worker: SFTWorkerConfig, *, checks_rows: bool = True
 ) -> list[str]:
     """Look at the conversations of a run; see `look_at_prompts`."""
+    check_chat_template(worker.actor.model, data.override_chat_template)
     path = worker.actor.model.tokenizer_path
     return look_at_data(CONVERSATION_ROWS, data, path, checks_rows=checks_rows).notes
 

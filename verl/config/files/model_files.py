@@ -6,10 +6,13 @@ Only certain mistakes are reported; models whose files say less are left to the 
 
 import json
 import os
+import socket
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
 POLICY = "actor"  # the folder of the policy in a checkpoint
@@ -22,6 +25,7 @@ LAST_WEIGHTS = (
 PIPELINE = "model_index.json"  # of a diffusers folder
 TOKENIZERS = ("tokenizer_3", "tokenizer_2", "tokenizer")  # the one of the longest prompts first
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight")  # the ends of their names
+HUB_TIMEOUT_S = 3.0
 LENGTHS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length")
 FIXED_ROPES = {"su", "longrope", "llama3", "default", "mrope"}  # `factor` does not lengthen them
 
@@ -191,6 +195,23 @@ def stored_sizes(folder: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
             raise ValueError(f"{file} has {size} bytes, and its header says {end}: it is cut short")
         for name, entry in tensors.items():
             yield name, tuple(entry["shape"])
+
+
+def hub_problem(model: str) -> str | None:
+    """Say that a model is no folder and cannot be downloaded, which the hub's client tries for a minute."""
+    if os.path.isdir(model) or downloaded(model) is not None:
+        return None
+    hub = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
+    reason = f"{hub.hostname} cannot be reached"
+    if os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes", "on"):
+        reason = "`HF_HUB_OFFLINE` is set"
+    elif getproxies() or os.environ.get("USE_MODELSCOPE_HUB", "0") != "0":
+        return None
+    else:
+        with suppress(OSError):
+            socket.create_connection((hub.hostname, hub.port or 443), timeout=HUB_TIMEOUT_S).close()
+            return None
+    return f"({model}) is no folder here, was not downloaded, and {reason}: run `hf download {model}` first"
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
