@@ -14,7 +14,7 @@ DOCKER_INDEX ?=  # the PyTorch project's CPU wheel index, where pip would take a
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help install demo demo-text demo-video demo-audio demo-diffusion demo-diffusion-video demo-cold-start demo-agent demo-distill test test-all test-nightly test-fast test-slow test-faults test-gpu test-virtual gpu-check docker-check fuzz check style license config docs docs-serve pictures bench bench-trl bench-algos bench-long soak learn build clean
+.PHONY: help install demo demo-text demo-video demo-audio demo-diffusion demo-diffusion-video demo-cold-start demo-agent demo-distill test test-all test-nightly test-fast test-slow test-faults test-gpu test-virtual gpu-check docker-check fuzz check quality commit style license config docs docs-serve pictures bench bench-trl bench-algos bench-long soak learn build clean
 
 help:                     ## show the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## +(.*)/\1\t\2/p' $(MAKEFILE_LIST) | awk -F'\t' '{printf "%-16s %s\n", $$1, $$2}'
@@ -109,6 +109,10 @@ check: $(INSTALLED)       ## lint, types, spelling
 	$(RUN) -m ruff format --check verl tests scripts examples benchmarks
 	$(RUN) -m pyright
 	$(RUN) -m codespell_lib verl tests scripts examples benchmarks docs README.md Makefile
+
+quality: check            ## the same as check
+
+commit: style check       ## what a commit needs: format, lint, types, spelling
 
 license: $(INSTALLED)     ## check that every source file names its license
 	$(RUN) -m pytest tests/architecture/test_license.py

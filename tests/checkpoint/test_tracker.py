@@ -198,7 +198,5 @@ assert main(["--local_dir", {str(tmp_path)!r}]) == 1
     (role / "huggingface/config.json").write_text("{}")
     check_role_folder(role)
 
-    with pytest.raises(
-        FileNotFoundError, match=rf"must be a role's folder .*; it has {role}$"
-    ):
+    with pytest.raises(FileNotFoundError, match=rf"must be a role's folder .*; it has {role}$"):
         check_role_folder(tmp_path)

@@ -181,6 +181,10 @@ class RunConfig:
         if load is not None and (problem := missing_checkpoint(load)) is not None:
             yield f"`{path}.load_checkpoint_path`{problem}"
 
+    def notes(self, path: str) -> Iterator[str]:
+        if os.environ.get("NVTX_PROFILER", "0") != "0":
+            yield f"the environment variable `NVTX_PROFILER` has no effect: set `{path}.profile_steps`"
+
 
 @dataclass(frozen=True)
 class TrainerConfig(RunConfig):

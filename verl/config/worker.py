@@ -35,7 +35,7 @@ WHOLE_ROW_LOSSES = ("gspo", "gspo_token", "geo_mean", "sppo")
 
 
 def _strategy_option() -> Any:
-    return option("fsdp", "Backend that shards the model.", choices=("fsdp",))
+    return option("fsdp", "Backend that shards the model: FSDP2, by either name.", choices=("fsdp", "fsdp2"))
 
 
 def _loss_avg_option(help: str) -> Any:
