@@ -20,7 +20,7 @@ from PIL import Image
 from verl.config.data import DataConfig, RowsConfig
 from verl.config.sft import SFTDataConfig
 from verl.data.bad_rows import BadRowError
-from verl.data.columns import media_column
+from verl.data.columns import answer_of, media_column
 from verl.data.media.audio import wav_bytes
 from verl.data.media.item_options import read_item_options
 from verl.data.media.references import Reference, inline_bytes, is_url, sound_of
@@ -90,8 +90,9 @@ def prompt_of(
 ) -> list[Message]:
     """Return the chat messages of the prompt of a row."""
     for key in ("prompt_key", "answer_key"):
-        if (name := getattr(config, key)) not in row:
+        if (name := getattr(config, key)) not in row and name.partition(".")[0] not in row:
             raise BadRowError(f"column `{name}` (`data.{key}`) is missing; the row has {sorted(row)}")
+    answer_of(row, config.answer_key)
     return build_messages(row[config.prompt_key], row, prompt_format, kinds)
 
 
