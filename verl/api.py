@@ -225,9 +225,7 @@ def evaluate(
 
 
 def evaluate_model(
-    read: ConfigReader,
-    question: Question,
-    out: str | os.PathLike[str] | None = None,
+    read: ConfigReader, question: Question, out: str | os.PathLike[str] | None = None
 ) -> Evaluation:
     """Evaluate the model of a config; `read` returns the config with some options replaced."""
     folder = os.path.abspath(out or DEFAULT_OUT)
@@ -287,10 +285,7 @@ def result_of(trainer: "TrainingLoop") -> TrainingResult:
 
 
 def read_config(
-    config: AnyConfig,
-    overrides: Mapping[str, Any],
-    sections: Mapping[str, Any],
-    kind: Kind = "rl",
+    config: AnyConfig, overrides: Mapping[str, Any], sections: Mapping[str, Any], kind: Kind = "rl"
 ) -> PPOConfig | SFTConfig:
     """Read a config as the commands do; their notes become warnings."""
     if kind not in ("rl", "sft"):

@@ -83,6 +83,34 @@ def test_a_dry_run_of_more_processes_than_cores_says_so(capsys, monkeypatch):
     assert second.startswith("`data.rollout_batch_size` (512) must be divisible")
 
 
+@pytest.mark.parametrize("switch", [["--worker.rollout.n=8"], ["--worker.rollout.n", "8"]])
+def test_an_option_with_dashes_is_answered_with_the_option(switch, capsys):
+    assert main(switch) == 2
+    assert "is not a switch: options have no dashes: worker.rollout.n=8\n" in capsys.readouterr().err
+
+
+def test_the_folder_of_a_config_elsewhere_is_named_with_its_missing_paths(tmp_path, capsys):
+    (tmp_path / "run.yaml").write_text("data: {train_files: train.jsonl}")
+
+    assert main([f"config={tmp_path}/run.yaml"]) == 2
+    assert (
+        f"paths are relative to the folder that you are in, not to that of the config: cd {tmp_path}\n"
+        in (capsys.readouterr().err)
+    )
+
+
+def test_a_variable_of_the_shell_and_a_toml_file_are_answered_with_the_form_here(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setenv("MY_DATA", "/x")
+    (tmp_path / "run.toml").write_text("[data]")
+
+    assert main(["data.train_files=${MY_DATA}/train.jsonl"]) == 2
+    assert "write `${oc.env:MY_DATA}` for the environment variable" in capsys.readouterr().err
+    assert main([f"config={tmp_path}/run.toml"]) == 2
+    assert "run.toml is TOML; a config is YAML: write `[a.b]` as" in capsys.readouterr().err
+
+
 def test_an_unknown_switch_exits_2(capsys):
     assert main(["--dryrun"]) == 2
     assert "`--dryrun` is not a switch" in capsys.readouterr().err

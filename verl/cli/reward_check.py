@@ -121,12 +121,7 @@ def _check(switches: argparse.Namespace, config: PPOConfig) -> int:
 
 
 def _score(
-    reward: RewardFunction,
-    responses: Sequence[Response],
-    batch_size: int,
-    timeout_s: float,
-    *,
-    debugs: bool,
+    reward: RewardFunction, responses: Sequence[Response], batch_size: int, timeout_s: float, *, debugs: bool
 ) -> list[CheckedCall]:
     """Call the function as a run does and show each call; with `debugs` stop at the first error."""
     calls: list[CheckedCall] = []

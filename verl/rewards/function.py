@@ -213,10 +213,7 @@ class RewardFunction:
 
 
 def load_reward_function(
-    spec: str,
-    kwargs: dict[str, Any] | None = None,
-    default_type: str = "batch",
-    servers: Specs | None = None,
+    spec: str, kwargs: dict[str, Any] | None = None, default_type: str = "batch", servers: Specs | None = None
 ) -> RewardFunction:
     """Import a reward file, `path.py[:function]`, and check that its function can be called with `kwargs`.
 

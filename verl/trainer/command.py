@@ -10,6 +10,7 @@ from typing import Generic, TypeVar
 from verl.checkpoint.tracker import checkpoint_to_resume
 from verl.config.files.model_files import hub_problem, weights_problem
 from verl.config.hints.arguments import dashless
+from verl.config.hints.missing_paths import config_elsewhere
 from verl.config.hints.renamed_keys import RenamedKeys
 from verl.config.schema import ConfigError, config_notes
 from verl.config.text import config_yaml, example_yaml, help_text, options_page
@@ -88,7 +89,10 @@ class TrainingCommand(Generic[C]):
         switches = [argument for argument in arguments if argument.startswith("-")]
         unknown = [name for name in switches if name not in SWITCHES and not takes_value(name)]
         if unknown:
-            sys.stderr.write(f"`{unknown[0]}` is not a switch{dashless(unknown[0])}\n\n{self.usage}")
+            following = [*arguments, ""][arguments.index(unknown[0]) + 1]
+            sys.stderr.write(
+                f"`{unknown[0]}` is not a switch{dashless(unknown[0], following)}\n\n{self.usage}"
+            )
             return BAD_INPUT
         try:
             planned = read_switches(switches)
@@ -261,7 +265,10 @@ def run_with_config(
 
 def load_with_notes(config_class: type[C], overrides: Sequence[str], keys: RenamedKeys | None) -> C:
     """Load a config, and print notes and a warning about another `verl` on stderr."""
-    config = load_run_config(config_class, overrides, keys)
+    try:
+        config = load_run_config(config_class, overrides, keys)
+    except ConfigError as error:
+        raise ConfigError([*error.problems, *config_elsewhere(overrides, error.problems)]) from None
     for note in config_notes(config):
         sys.stderr.write(f"note: {note}\n")
     if (clash := name_clash()) is not None:

@@ -4,6 +4,7 @@
 import difflib
 import os
 import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 NUMBER = re.compile(r"\d+")
@@ -54,6 +55,14 @@ def nearest_sibling(path: Path, cutoff: float) -> Path | None:
     swapped = [name for name in alike if sorted(name) == sorted(wanted)]
     found = swapped or difflib.get_close_matches(wanted, alike, n=1, cutoff=cutoff)
     return path.parent / alike[found[0]] if found else None
+
+
+def config_elsewhere(arguments: Sequence[str], problems: Sequence[str]) -> Iterator[str]:
+    """Yield what to do if paths are missing, and may lie beside a config file in another folder."""
+    folders = {Path(each.removeprefix("config=")).parent for each in arguments if each.startswith("config=")}
+    for folder in folders - {Path(), Path.cwd()}:
+        if any("`: no f" in problem for problem in problems):
+            yield f"paths are relative to the folder that you are in, not to that of the config: cd {folder}"
 
 
 def _names_in(folder: Path) -> list[str]:
