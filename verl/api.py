@@ -103,7 +103,7 @@ def train(
         ValueError: Data, models or the reward function cannot be used.
         RuntimeError: The machine is unsuitable, or the run failed.
     """
-    with build(config, overrides, kind=kind, **sections) as trainer:
+    with _opened(read_config(config, overrides, sections, kind)) as trainer:
         trainer.fit()
     return result_of(trainer)
 
@@ -139,17 +139,6 @@ def build(
     kind: Literal["rl"] = ...,
     **sections: Mapping[str, Any],
 ) -> AbstractContextManager["RayPPOTrainer"]: ...
-
-
-@overload
-def build(
-    config: AnyConfig,
-    overrides: Mapping[str, Any] = ...,
-    /,
-    *,
-    kind: Kind = ...,
-    **sections: Mapping[str, Any],
-) -> AbstractContextManager["RayPPOTrainer | SFTTrainer"]: ...
 
 
 def build(
@@ -319,7 +308,7 @@ def _fits(cls: type[Any], config: Any, values: Sequence[Mapping[str, Any]]) -> b
 
 
 @contextmanager
-def _opened(config: PPOConfig | SFTConfig) -> Iterator[Any]:
+def _opened(config: Any) -> Iterator[Any]:
     with restored_process():
         repair_cuda_builds()
         # Imported here so that a wrong config is reported before torch, Ray and vLLM load.
@@ -328,9 +317,8 @@ def _opened(config: PPOConfig | SFTConfig) -> Iterator[Any]:
         check_versions(config.engine)
         with locked_run_folder(config.trainer):
             check_run(config.trainer)
-            check_weights(
-                planned_sft(config) if isinstance(config, SFTConfig) else planned_ppo(config), loads=True
-            )
+            run = planned_sft(config) if isinstance(config, SFTConfig) else planned_ppo(config)
+            check_weights(run, loads=True)
             with run_in_process(config) as trainer:
                 yield trainer
     if trainer.stop.signal is not None:

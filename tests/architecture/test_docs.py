@@ -3,8 +3,8 @@
 
 import ast
 import re
-import subprocess
 import shlex
+import subprocess
 from functools import cache
 
 import pytest

@@ -252,8 +252,7 @@ class WorkerConfig:
     """Models, rollout engine and reward function."""
 
     hybrid_engine: bool = option(
-        True,
-        "Train and sample in the same processes; false samples in `trainer.n_gpus_for_rollout` others.",
+        True, "Train and sample in the same processes; false samples in `trainer.n_gpus_for_rollout` others."
     )
     vila_model: bool = option(False, "The model belongs to the VILA family.")
     is_omni: bool = option(False, "The model takes audio.")

@@ -206,11 +206,7 @@ def notes_on_columns(
 
 
 def unread_media(
-    option: str,
-    source: FileColumns,
-    keys: MediaKeys,
-    read: Collection[str],
-    kinds: Collection[str] | None,
+    option: str, source: FileColumns, keys: MediaKeys, read: Collection[str], kinds: Collection[str] | None
 ) -> list[Note]:
     """Say which columns hold media that no option reads.
 

@@ -37,8 +37,9 @@ def _read(table: Path) -> tuple[KnownGpu, ...]:
     gpus = []
     for row in csv.DictReader(lines):
         peak, memory = float(row["peak"]) * 1e12, float(row["memory_gib"])
-        speeds = [float(row[name]) * 1e9 for name in ("bandwidth", "link", "pcie", "network")]
-        gpus.append(KnownGpu(row["name"], peak, memory, *speeds, int(row["host_gib"]), row["source"]))
+        speeds = {name: float(row[name]) * 1e9 for name in ("bandwidth", "link", "pcie", "network")}
+        host = int(row["host_gib"])
+        gpus.append(KnownGpu(row["name"], peak, memory, **speeds, host_gib=host, source=row["source"]))
     return tuple(gpus)
 
 

@@ -3,10 +3,10 @@
 
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 # Of the function: the name of its argument, and what that is.
 ARGUMENTS = {
@@ -26,21 +26,14 @@ TEXTS = {"prompts": ("prompt", "user"), "completions": ("response", "assistant")
 Row = dict[str, Any]
 
 
-class Adapted(NamedTuple):
-    """A function for rows that calls one of another library."""
-
-    function: Callable[..., Any]
-    reward_type: str
-    library: str
-
-
 def convention_of(
     function: Callable[..., Any], module: ModuleType, default_type: str, where: str
 ) -> tuple[Callable[..., Any], str, str | None]:
     """Return what to call, its type, and a note if only the parameters tell how."""
     if (other := adapted(function)) is not None:
-        note = f"{where} has the arguments of a reward function for {other.library}, and is called with them"
-        return other.function, other.reward_type, note
+        called, reward_type, library = other
+        note = f"{where} has the arguments of a reward function for {library}, and is called with them"
+        return called, reward_type, note
     if hasattr(module, "REWARD_TYPE"):
         return function, module.REWARD_TYPE, None
     first = next(iter(inspect.signature(function).parameters), "")
@@ -51,8 +44,8 @@ def convention_of(
     return function, reward_type, note
 
 
-def adapted(function: Callable[..., Any]) -> Adapted | None:
-    """Return how to call a function that was written for another library; None for one of ours.
+def adapted(function: Callable[..., Any]) -> tuple[Callable[..., Any], str, str] | None:
+    """Return what to call for a function of another library, its type and the library; None for one of ours.
 
     Values of verl's that are no numbers are left out of the scores, and TRL's None counts as 0.
     """
@@ -61,7 +54,7 @@ def adapted(function: Callable[..., Any]) -> Adapted | None:
     required = {each.name for each in parameters.values() if each.default is each.empty}
     if {"solution_str", "ground_truth"} <= parameters.keys():
         names = None if takes_all else parameters.keys()
-        return Adapted(_called(function, partial(_verl_arguments, names), _verl_scores), "sequential", "verl")
+        return _called(function, partial(_verl_arguments, names), _verl_scores), "sequential", "verl"
     if "completions" in required and (takes_all or len(required) > 1):
         answers = [
             each.name
@@ -69,7 +62,7 @@ def adapted(function: Callable[..., Any]) -> Adapted | None:
             if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD
         ]
         arguments = partial(_trl_arguments, function, answers, takes_all)
-        return Adapted(_called(function, arguments, _trl_scores), "batch", "TRL")
+        return _called(function, arguments, _trl_scores), "batch", "TRL"
     return None
 
 
@@ -85,7 +78,7 @@ def _called(
     return lambda rows, **kwargs: scores(function(**arguments(rows), **kwargs))
 
 
-def _verl_arguments(names: Mapping[str, Any] | None, row: Row) -> Row:
+def _verl_arguments(names: Collection[str] | None, row: Row) -> Row:
     truth = row["ground_truth"]
     if isinstance(truth, dict) and "ground_truth" in truth:  # verl's column `reward_model`
         truth = truth["ground_truth"]

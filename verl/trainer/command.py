@@ -5,6 +5,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Generic, TypeVar
 
 from verl.checkpoint.tracker import checkpoint_to_resume
@@ -19,7 +20,7 @@ from verl.distributed.gpus import list_gpus, shows_gpu
 from verl.logger.console.start_up import shown_start_up
 from verl.logger.guarded import end_process_if_hung
 from verl.logger.tracker import check_loggers
-from verl.planning.device_defaults import load_run_config
+from verl.planning.device_defaults import device_defaults, load_run_config
 from verl.planning.planned_run import PlannedRun
 from verl.planning.report import Describe
 from verl.trainer.run.dry_run import PlanSwitches, dry_run, join_values, read_switches, takes_value
@@ -30,6 +31,7 @@ from verl.trainer.run.exit_status import (
     ExitStatus,
     exit_status_of,
     raised_by_us,
+    told,
 )
 from verl.trainer.run.run_lock import locked_run_folder
 from verl.trainer.run.supervisor import Supervisor
@@ -38,30 +40,16 @@ from verl.utils.standard_streams import outlive_readers
 from verl.utils.typed_command import command_parser, typed_command, version_text
 from verl.utils.version_check import check_versions, name_clash
 
-SWITCHES = ("--dry-run", "--print-config", "--print-options", "--version", "--help", "-h")
+SWITCHES = ("--dry-run", "--print-config", "--changed", "--print-options", "--version", "--help", "-h")
 
 C = TypeVar("C", bound=RunTree)
 
 
 def usage(example: str, page: str | None = None) -> str:
     """The text that `--help` prints above the options of a command that trains."""
-    lists = """'["file","wandb"]', '{"a":1}'"""
     markdown = "... as a Markdown page" + (f": {page}" if page else "")
-    return f"""\
-usage: {typed_command()} [config=FILE.yaml] [section.option=value ...] [--dry-run]
-
-  config=FILE.yaml        a file such as {example}; options that it omits keep their default
-  section.option=value    one option; wins over the file; lists and mappings as {lists}
-  --dry-run               print the changed options, the plan of a step, its memory and time, and exit
-  --on 8xH100             with --dry-run: plan for this cluster, nodes x GPUs such as 16x8xH200
-  --mean-prompt N         with --dry-run: tokens of a prompt on average, for the predicted time
-  --mean-response N       ... of a response
-  --device-memory-gb=N    with --dry-run: plan for GPUs with N GiB; on CPU for nodes with as much
-  --print-config          print every option of a run as YAML; alone, with its help: {example}
-  --print-options         {markdown}
-  --version               print the versions of this and of the packages that it runs on
-  --help [NAME]           print this and every option, or those of a section (`worker.actor`) or name (`lr`)
-"""
+    text = Path(__file__).with_name("usage.txt").read_text(encoding="utf-8")
+    return text.format(command=typed_command(), example=example, markdown=markdown)
 
 
 @dataclass(frozen=True)
@@ -102,12 +90,14 @@ class TrainingCommand(Generic[C]):
         if "--version" in switches:
             sys.stdout.write(f"{version_text()}\n")
             return 0
-        if "--print-options" in switches or ("--print-config" in switches and not overrides):
+        asks_help = "--help" in switches or "-h" in switches
+        is_alone = not overrides and not asks_help
+        if "--print-options" in switches or ("--print-config" in switches and is_alone):
             printed = options_page if "--print-options" in switches else example_yaml
             sys.stdout.write(printed(self.config_class))
             return 0
         try:
-            if "--help" in switches or "-h" in switches:
+            if asks_help:
                 sys.stdout.write(self._help(overrides))
                 return 0
             config = load_with_notes(self.config_class, [*overrides, *planned.options], self.foreign_keys)
@@ -115,7 +105,8 @@ class TrainingCommand(Generic[C]):
             sys.stderr.write(f"{error}\n")
             return BAD_INPUT
         if "--print-config" in switches:
-            sys.stdout.write(config_yaml(config))
+            defaults = device_defaults(type(config), config.trainer.device)
+            sys.stdout.write(config_yaml(config, only_changed="--changed" in switches, defaults=defaults))
             return 0
         return self._plan(config, planned) if "--dry-run" in switches else self._train(config)
 
@@ -129,11 +120,7 @@ class TrainingCommand(Generic[C]):
             notes = self.look(config)
             check_weights(self.describe(config))
         except FOR_THE_USER as error:
-            if not raised_by_us(error):
-                raise
-            end = exit_status_of(error, config.trainer)
-            sys.stderr.write(f"{end.message}\n")
-            return end.status
+            return told(error, config.trainer)
         if planned.machine is None and (problem := core_problem(config.trainer, config.num_serving)):
             notes.append(problem)
         sys.stderr.write("".join(f"note: {note}\n" for note in notes))
@@ -254,11 +241,7 @@ def run_with_config(
     try:
         return run(switches, config)
     except FOR_THE_USER as error:
-        if not raised_by_us(error):
-            raise  # our own mistake, which needs its traceback
-        end = exit_status_of(error, config.trainer)
-        sys.stderr.write(f"{end.message}\n")
-        return end.status
+        return told(error, config.trainer)
     except KeyboardInterrupt:
         return INTERRUPTED
 

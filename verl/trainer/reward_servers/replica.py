@@ -62,10 +62,7 @@ class OwnDevices:
         """Take the devices and return the options of the actor; raises a ClusterError."""
         self.pool.acquire()
         amounts = self.pool.per_node()
-        return {
-            **actor_resources(amounts),
-            "scheduling_strategy": self.pool.bundle(0),
-        }
+        return {**actor_resources(amounts), "scheduling_strategy": self.pool.bundle(0)}
 
     def release(self) -> None:
         self.pool.release()
