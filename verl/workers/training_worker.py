@@ -23,7 +23,7 @@ from verl.protocol import DataProto
 from verl.single_controller.dispatch import Dispatch, register
 from verl.workers.base_worker import ModelWorker
 from verl.workers.engine_check import SampledRow, check_engine, differences
-from verl.workers.roles.actor import ActorTraining, DataParallelPPOActor, DistillationLoss, Updated
+from verl.workers.roles.actor import ActorTraining, DataParallelPPOActor, Updated
 from verl.workers.roles.critic import DataParallelPPOCritic
 from verl.workers.roles.prime import DataParallelPrimeModel, check_prime_tokenizer
 from verl.workers.roles.reward_model import RewardModelScorer, check_has_score, load_reward_tokenizer
@@ -88,16 +88,10 @@ class TrainingWorker(ModelWorker):
             reference=self.reference_forward,
             correction=RolloutCorrection.of(correction) if options.corrects_in_update else None,
             is_reinforce=correction.loss_type == "reinforce",
-            distillation=self._distillation_loss(),
+            teachers=None if options.distillation.rewards_tokens else self.teachers,
             uses_advantages=not options.distillation.is_alone or options.distillation.rewards_tokens,
         )
         self.actor = DataParallelPPOActor(config, self.policy.forward, self.group, training)
-
-    def _distillation_loss(self) -> DistillationLoss | None:
-        distillation = self.options.distillation
-        if self.teachers is None or distillation.rewards_tokens:
-            return None
-        return DistillationLoss(self.teachers, distillation.distillation_loss.distillation_loss_coef)
 
     def _sizes(self) -> dict[str, int]:
         return {"rollout_n": self.config.rollout.n, "max_response_length": self.options.max_response_length}

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The loss of supervised fine-tuning, on one data-parallel rank."""
 
-from typing import NamedTuple
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -20,14 +18,6 @@ ROLE = "train"  # prefix of the metrics
 TEMPERATURE = 1.0
 
 
-class Distillation(NamedTuple):
-    """Teachers of the model, and the terms of the loss."""
-
-    teachers: Teachers
-    coef: float  # of the divergence
-    with_cross_entropy: bool
-
-
 class DataParallelSFT:
     """Trains a model on the responses of its rows: the mean of -log p over the tokens of `loss_mask`.
 
@@ -42,14 +32,13 @@ class DataParallelSFT:
         forward: PackedForward,
         group: dist.ProcessGroup | None,
         training: Training,
-        distillation: Distillation | None = None,
+        teachers: Teachers | None = None,
     ) -> None:
-        self.config, self.forward, self.group = config, forward, group
-        self.distillation = distillation
-        has_task = distillation is None or distillation.with_cross_entropy
+        self.config, self.forward, self.group, self.teachers = config, forward, group, teachers
+        has_task = teachers is None or teachers.loss.use_task_rewards
         self.terms = [LossTerm(f"{ROLE}/loss", float(has_task), _cross_entropy)]
-        if distillation is not None:
-            self.terms.append(distillation.teachers.loss_term(distillation.coef))
+        if teachers is not None:
+            self.terms.append(teachers.loss_term())
         self.updater = Updater(ROLE, config, forward, group, training)
 
     def update(self, batch: DataProto) -> dict[str, float]:
@@ -67,8 +56,7 @@ class DataParallelSFT:
         return compute_experience(self.config, self.forward, self.group, batch, losses)
 
     def _loss(self, micro_batch: MicroBatch, mini_batch: MiniBatch) -> Tensor:
-        teachers = self.distillation and self.distillation.teachers
-        divergence = teachers and teachers.divergence(micro_batch.rows, TEMPERATURE)
+        divergence = self.teachers and self.teachers.divergence(micro_batch.rows, TEMPERATURE)
         result = self.forward.log_probs(micro_batch.rows, TEMPERATURE, divergence=divergence)
         return sum_terms(self.terms, result, micro_batch.tensors, mini_batch, "token")
 
