@@ -28,7 +28,7 @@ class FSDPWorker(SamplingWorker, TrainingWorker):
         self.place = EnginePlace(self.rank // tp_size, leads=self.rank % tp_size == 0)
         engines = self.world_size // tp_size
         self.set_axis("rollout", self.place.engine, engines, is_first=self.place.leads)
-        self._init_models()
+        super().init_model()
         policy = self.policy
         self.host = EngineHost(
             self.config,

@@ -13,15 +13,12 @@ from verl.single_controller.dispatch import Dispatch, register
 from verl.workers.base_worker import ModelWorker
 from verl.workers.roles.sft import DataParallelSFT
 from verl.workers.roles.updater import Training
-from verl.workers.run_options import ModelRunOptions
 
 
 class SFTWorker(ModelWorker):
     """One process of the group that fine-tunes a model."""
 
-    def __init__(self, config: SFTWorkerConfig, options: ModelRunOptions) -> None:
-        super().__init__(options)
-        self.config = config
+    config: SFTWorkerConfig
 
     @register(Dispatch.ALL, phase="init_model")
     def init_model(self) -> None:

@@ -37,19 +37,13 @@ from verl.workers.weight_transport import Publisher, make_publisher
 class TrainingWorker(ModelWorker):
     """One process of the group that trains."""
 
+    config: WorkerConfig
     options: RunOptions
     publishes_adapter = False
     publisher: Publisher | None = None  # from the first published weights on
 
-    def __init__(self, config: WorkerConfig, options: RunOptions) -> None:
-        super().__init__(options)
-        self.config = config
-
     @register(Dispatch.ALL, phase="init_model")
     def init_model(self) -> None:
-        self._init_models()
-
-    def _init_models(self) -> None:
         actor = self.config.actor
         feature_chunks = max(1, self.config.rollout.num_chunk_seq)
         self._prepare(actor, share_prompt=actor.share_prompt, feature_chunks=feature_chunks)
