@@ -5,7 +5,7 @@ import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -98,14 +98,6 @@ class TeacherModel(Endpoint):
         return "its `--max-model-len` must exceed prompt and response, and its `--max-logprobs` reach `topk`"
 
 
-class Teacher(Protocol):
-    """Answers about tokens; see `TeacherModel`."""
-
-    name: str
-
-    async def ask(self, ids: Sequence[int], start: int, k: int) -> TokenAnswers: ...
-
-
 class ServedTeachers:
     """Adds the answers of served teachers about each response token to a batch.
 
@@ -113,7 +105,7 @@ class ServedTeachers:
         teachers: By their numbers in `distillation.teacher_models`; the rows of others stay as they are.
     """
 
-    def __init__(self, teachers: Mapping[int, Teacher], loss: DistillationLossConfig) -> None:
+    def __init__(self, teachers: Mapping[int, TeacherModel], loss: DistillationLossConfig) -> None:
         self.teachers, self.loss = teachers, loss
         self.k = loss.topk if loss.is_top else 0
 
@@ -153,7 +145,7 @@ class ServedTeachers:
             TEACHER_TOP_LOG_PROBS: torch.from_numpy(given.top_log_probs),
         }
 
-    async def _ask(self, batch: DataProto, own: Mapping[int, Teacher]) -> list[TokenAnswers]:
+    async def _ask(self, batch: DataProto, own: Mapping[int, TeacherModel]) -> list[TokenAnswers]:
         tensors, width = batch.batch, batch.batch["responses"].shape[1]
         masks = tensors["attention_mask"].bool()  # (B, T)
         starts = masks[:, :-width].sum(-1).tolist()  # lengths of the prompts
@@ -165,7 +157,7 @@ class ServedTeachers:
         )
 
 
-def check_text(batch: DataProto, row: int, teacher: Teacher) -> None:
+def check_text(batch: DataProto, row: int, teacher: TeacherModel) -> None:
     """Raise a ValueError if a row shows media: a server is sent tokens, and these do not carry them."""
     shown = [name for name in MEDIA if name in batch.non_tensor_batch and batch.non_tensor_batch[name][row]]
     if shown:

@@ -45,7 +45,7 @@ from verl.workers.rollout.vllm.sampling import (
     sampling_params,
     scale_logits,
 )
-from verl.workers.rollout.vllm.slot_routes import EngineRoutes, ReturnedRoutes, SlotRoutes
+from verl.workers.rollout.vllm.slot_routes import ReturnedRoutes, SlotRoutes
 
 
 def import_engine(device: str) -> None:
@@ -279,7 +279,7 @@ class VLLMRollout(StepwiseEngine):
     def _routes(self, internal: str, sampled: int, completion: Any = None) -> Tensor | None:
         return None if self.routes is None else self.routes.routes(internal, sampled, completion)
 
-    def _route_recorder(self) -> EngineRoutes:
+    def _route_recorder(self) -> ReturnedRoutes | SlotRoutes:
         experts = experts_per_layer(trained_part(self.hf_config).get_text_config())
         if is_gpu(self.device):
             return ReturnedRoutes(self.model, experts)
