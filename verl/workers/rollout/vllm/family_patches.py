@@ -46,11 +46,7 @@ def take_several_videos() -> None:
     """Have vLLM take prompts with several videos for GLM-4.xV, of which it allows one."""
     # its code for these models handles any number of them
     info = replaceable("vllm.model_executor.models.glm4_1v:Glm4vProcessingInfo", "get_supported_mm_limits")
-    info.get_supported_mm_limits = _any_number_of_media
-
-
-def _any_number_of_media(self: Any) -> dict[str, int | None]:
-    return {"image": None, "video": None}
+    info.get_supported_mm_limits = lambda self: {"image": None, "video": None}
 
 
 def slice_images_as_the_processor_does() -> None:
@@ -59,11 +55,7 @@ def slice_images_as_the_processor_does() -> None:
     info = replaceable(
         "vllm.model_executor.models.minicpmv4_7:MiniCPMV4_7ProcessingInfo", "get_image_max_slice_num"
     )
-    info.get_image_max_slice_num = _slices_of_processor
-
-
-def _slices_of_processor(self: Any) -> int:
-    return self.get_image_processor().max_slice_nums
+    info.get_image_max_slice_num = lambda self: self.get_image_processor().max_slice_nums
 
 
 def take_times_of_videos() -> None:

@@ -79,8 +79,4 @@ def keep_classes_of_transformers() -> None:
     backend = replaceable(
         "vllm.model_executor.models.transformers.base:Base", "_decorate_cls_for_torch_compile"
     )
-    backend._decorate_cls_for_torch_compile = _leave_class
-
-
-def _leave_class(self: Any, *args: Any, **kwargs: Any) -> None:
-    pass
+    backend._decorate_cls_for_torch_compile = lambda self, *args, **kwargs: None

@@ -30,7 +30,7 @@ from verl.workers.rollout.interface import (
 )
 from verl.workers.rollout.stepwise import StepwiseEngine
 from verl.workers.rollout.vllm import lora_sync, sleep_mode, vllm_import, weight_sync
-from verl.workers.rollout.vllm.drafts import DraftCounts, count_drafts, forget_responses
+from verl.workers.rollout.vllm.drafts import count_drafts, forget_responses
 from verl.workers.rollout.vllm.engine_prompts import (
     embeds_prompts,
     prompt_embeddings,
@@ -112,7 +112,7 @@ class VLLMRollout(StepwiseEngine):
         self.numbers = count()  # of requests
         self.running: dict[str, RunningRequest] = {}  # by vLLM's name of the request
         self.routes = self._route_recorder() if setup.records_routes else None
-        self.drafts: DraftCounts | None = None
+        self.drafts: dict[str, Drafts] | None = None  # by vLLM's name of the request
         if config.speculative.is_used:
             self.drafts = count_drafts(self.engine.engine_core.engine_core.scheduler)
 
@@ -238,7 +238,7 @@ class VLLMRollout(StepwiseEngine):
             self._drafts_of(name)
 
     def _drafts_of(self, name: str) -> Drafts | None:
-        return None if self.drafts is None else self.drafts.take(name)
+        return None if self.drafts is None else self.drafts.pop(name, Drafts())
 
     def _prepare(self, request: RolloutRequest) -> Any:
         from vllm.renderers.inputs.preprocess import parse_model_prompt  # noqa: PLC0415 - after vLLM's environment
