@@ -108,9 +108,7 @@ SCHEMA = pa.schema(
         pa.field("is_masked", pa.bool_()),  # no token is trained
         pa.field("prompt_start", pa.string()),
         pa.field("response_start", pa.string()),
-        pa.field(
-            "picture_start", pa.string()
-        ),  # file in the media folder: the picture, small, or first frame
+        pa.field("picture_start", pa.string()),  # file in the media folder: the picture, or its first frame
         pa.field("prompt", pa.string()),
         pa.field("messages", pa.string()),  # the prompt before the chat template, as JSON
         pa.field("response", pa.string()),
