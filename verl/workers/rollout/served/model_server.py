@@ -179,11 +179,6 @@ class ModelServer:
         if self.launch.device != "cpu":
             self._post("/wake_up")
 
-    def pid(self) -> int:
-        """Return the number of the process that runs the server's processes."""
-        assert self._child is not None, "the server was started"
-        return self._child.pid
-
     def close(self) -> None:
         """End the server and all its processes. Safe to call twice."""
         if self._child is not None:
