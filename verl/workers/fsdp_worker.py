@@ -12,7 +12,7 @@ from verl.checkpoint.sharded import Restored
 from verl.protocol import DataProto
 from verl.single_controller.dispatch import Dispatch, register
 from verl.workers.engine_host import EngineHost, EnginePlace
-from verl.workers.sampling_worker import SamplingWorker
+from verl.workers.rollout_worker import SamplingWorker
 from verl.workers.sharded_model import ShardedModel
 from verl.workers.training_worker import TrainingWorker
 
