@@ -29,7 +29,6 @@ class SharedEngines:
 
     def __init__(self, workers: RayWorkerGroup, config: WorkerConfig) -> None:
         self.workers, multi_turn = workers, config.rollout.multi_turn
-        self._groups: Mapping[int, RayWorkerGroup] = {}
         # A tower of the policy may encode media for both, unless others than the rows give the prompts.
         self.has_prompts_of_rows = multi_turn.environment is None and multi_turn.agent is None
 
@@ -46,11 +45,10 @@ class SharedEngines:
         """True if the policy's tower encodes media before the engines sample."""
         return self.has_prompts_of_rows and all(self.workers.encodes_media())
 
-    @property
+    @cached_property
     def groups(self) -> Mapping[int, RayWorkerGroup]:
         """The processes of each engine, by its slot."""
-        self._groups = self._groups or dict(enumerate(self.workers.parts("rollout")))
-        return self._groups
+        return dict(enumerate(self.workers.parts("rollout")))
 
     def generate(self, prompts: DataProto, options: SamplingOptions) -> Iterator[list[FinishedResponse]]:
         """Sample responses to prompts and yield them as they finish."""
