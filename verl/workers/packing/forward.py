@@ -45,12 +45,7 @@ from verl.workers.packing.media_inputs import (
 )
 from verl.workers.packing.micro_batches import context_cuts, rows_sharing_prompts
 from verl.workers.packing.observers import ObservedPass, PackedRows, PassTokens
-from verl.workers.packing.packed_batch import (
-    PackedBatch,
-    ResponseTokens,
-    pack_rows,
-    pack_shared_prompts,
-)
+from verl.workers.packing.packed_batch import PackedBatch, ResponseTokens, pack_rows, pack_shared_prompts
 from verl.workers.packing.row_forward import RowForward
 from verl.workers.packing.vision_features import FrozenTower
 
