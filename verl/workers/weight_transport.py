@@ -4,11 +4,12 @@
 To add one: a class for each end here, and its name in `worker.rollout.weight_transport`.
 """
 
+from functools import partial
+
 import torch
 
 from verl.config.rollout import COLLECTIVE, RolloutConfig
 from verl.distributed.device import is_gpu
-from verl.distributed.weights.peer_lost import PeerLostError
 from verl.distributed.weights.reader import WeightReader
 from verl.distributed.weights.server import WeightServer
 from verl.single_controller.ray.published_weights import StoreReader, WeightStore, own_address
@@ -25,7 +26,8 @@ Reader = WeightReader | StoreReader
 
 def make_publisher(config: RolloutConfig, rank: int, world_size: int, device: torch.device) -> Publisher:
     if config.weights_go_by(is_gpu(device)) == COLLECTIVE:
-        return WeightServer(rank, world_size, device, own_address(), on_lost=_warn_of_lost)
+        on_lost = partial(logger.warning, "an engine is lost while it takes weights: %s")
+        return WeightServer(rank, world_size, device, own_address(), on_lost=on_lost)
     return WeightStore(rank, world_size)
 
 
@@ -33,7 +35,3 @@ def make_reader(config: RolloutConfig, rank: int, world_size: int, device: torch
     if config.weights_go_by(is_gpu(device)) == COLLECTIVE:
         return WeightReader(rank, world_size, device, own_address())
     return StoreReader()
-
-
-def _warn_of_lost(error: PeerLostError) -> None:
-    logger.warning("an engine is lost while it takes weights: %s", error)

@@ -7,10 +7,9 @@ from torch import Tensor
 
 from verl.batch_keys import TEACHER_KEYS
 from verl.config.sft import SFTActorConfig
-from verl.models.fused_log_probs import TokenLogProbs
 from verl.protocol import DataProto
 from verl.workers.packing.forward import FORWARD_KEYS, OBJECT_KEYS, PackedForward
-from verl.workers.roles.loss_terms import LossTerm, Tensors, TokenLoss, sum_terms
+from verl.workers.roles.loss_terms import LossTerm, TokenLoss, sum_terms
 from verl.workers.roles.teachers import Teachers
 from verl.workers.roles.updater import MicroBatch, MiniBatch, Training, Updater, compute_experience
 
@@ -36,7 +35,9 @@ class DataParallelSFT:
     ) -> None:
         self.config, self.forward, self.group, self.teachers = config, forward, group, teachers
         has_task = teachers is None or teachers.loss.use_task_rewards
-        self.terms = [LossTerm(f"{ROLE}/loss", float(has_task), _cross_entropy)]
+        self.terms = [
+            LossTerm(f"{ROLE}/loss", float(has_task), lambda result, _: TokenLoss(-result.log_probs))
+        ]
         if teachers is not None:
             self.terms.append(teachers.loss_term())
         self.updater = Updater(ROLE, config, forward, group, training)
@@ -59,7 +60,3 @@ class DataParallelSFT:
         divergence = self.teachers and self.teachers.divergence(micro_batch.rows, TEMPERATURE)
         result = self.forward.log_probs(micro_batch.rows, TEMPERATURE, divergence=divergence)
         return sum_terms(self.terms, result, micro_batch.tensors, mini_batch, "token")
-
-
-def _cross_entropy(result: TokenLogProbs, _tensors: Tensors) -> TokenLoss:
-    return TokenLoss(-result.log_probs)
