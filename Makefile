@@ -14,10 +14,13 @@ DOCKER_INDEX ?=  # the PyTorch project's CPU wheel index, where pip would take a
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help install demo demo-text demo-video demo-audio demo-diffusion demo-diffusion-video demo-cold-start demo-agent demo-distill test test-all test-nightly test-fast test-slow test-faults test-gpu test-virtual gpu-check docker-check fuzz check style license config docs docs-serve pictures bench bench-trl bench-algos bench-long soak learn build clean
+.PHONY: help install demo demo-text demo-video demo-audio demo-diffusion demo-diffusion-video demo-cold-start demo-agent demo-distill test test-all test-nightly test-fast test-slow test-faults test-gpu test-virtual gpu-check docker-check fuzz check quality commit style license config docs docs-serve pictures bench bench-trl bench-algos bench-long soak learn build clean
+
+##@ Start
 
 help:                     ## show the targets
-	@sed -nE 's/^([a-z-]+):[^#]*## +(.*)/\1\t\2/p' $(MAKEFILE_LIST) | awk -F'\t' '{printf "%-16s %s\n", $$1, $$2}'
+	@sed -nE 's/^##@ (.*)/\1/p; s/^([a-z-]+):[^#]*## +(.*)/\1\t\2/p' $(MAKEFILE_LIST) \
+	  | awk -F'\t' '{if ($$2) printf "  %-20s %s\n", $$1, $$2; else print "\n" $$1}'
 
 # On CPUs torch comes first and alone, so that pip takes a CPU build if there is one. `verl` is this project in
 # environments that were built before it was called easy-verl.
@@ -32,6 +35,8 @@ $(INSTALLED): pyproject.toml
 	touch $@
 
 install: $(INSTALLED)     ## build .venv, with the CPU or the CUDA packages
+
+##@ Demos, which train tiny models on the CPU in minutes
 
 demo: $(INSTALLED)        ## train a tiny vision-language model on two CPU processes
 	$(RUN) examples/quickstart/demo.py
@@ -59,6 +64,8 @@ demo-distill: $(INSTALLED)  ## a tiny model learns from a larger one, without re
 
 demo-agent: $(INSTALLED)  ## a tiny vision-language model learns to call a tool that shows it what it cannot see
 	$(RUN) examples/quickstart/agent_demo.py
+
+##@ Tests
 
 # Two processes: a whole run often waits for its ranks, and another file's tests fill the gaps. In the order of
 # the files, since the order of their numbers of tests leaves the longest runs, which have few, to the end.
@@ -97,18 +104,24 @@ docker-check:             ## run the steps of the Dockerfile without Docker, as 
 test-virtual: $(INSTALLED)  ## steps of models to 235B on 1 to 1,024 virtual GPUs, without one (15 minutes)
 	$(RUN) -m pytest -s -m 'slow or not slow' tests/virtual
 
+fuzz: $(INSTALLED)        ## malformed configs, data, templates, rewards and checkpoints
+	HYPOTHESIS_PROFILE=deep $(RUN) -m pytest tests/fuzz
+
+##@ Before a commit
+
 style: $(INSTALLED)       ## format
 	$(RUN) -m ruff check --fix --select I verl tests scripts examples benchmarks
 	$(RUN) -m ruff format verl tests scripts examples benchmarks
-
-fuzz: $(INSTALLED)        ## malformed configs, data, templates, rewards and checkpoints
-	HYPOTHESIS_PROFILE=deep $(RUN) -m pytest tests/fuzz
 
 check: $(INSTALLED)       ## lint, types, spelling
 	$(RUN) -m ruff check verl tests scripts examples benchmarks
 	$(RUN) -m ruff format --check verl tests scripts examples benchmarks
 	$(RUN) -m pyright
 	$(RUN) -m codespell_lib verl tests scripts examples benchmarks docs README.md Makefile
+
+quality: check            ## the same as check
+
+commit: style check       ## what a commit needs: format, lint, types, spelling
 
 license: $(INSTALLED)     ## check that every source file names its license
 	$(RUN) -m pytest tests/architecture/test_license.py
@@ -122,6 +135,8 @@ config: $(INSTALLED)      ## regenerate the files that list every option
 	mv docs/options.md.new docs/options.md
 	$(RUN) -m verl.config.hints.renamed_keys docs/migration/verl.md
 
+##@ Documentation
+
 docs: $(INSTALLED)        ## build the documentation in site/; a broken link is an error
 	$(RUN) -m mkdocs build --strict
 
@@ -130,6 +145,8 @@ docs-serve: $(INSTALLED)  ## serve it on port 8000 while you write
 
 pictures: $(INSTALLED)    ## train the demos and take the documentation's pictures of them, with Chromium (15 minutes)
 	$(RUN) scripts/docs_pictures.py
+
+##@ Measurements
 
 bench: $(INSTALLED)       ## the cost of a step, compared with its bare parts
 	$(RUN) benchmarks/log_probs.py
@@ -158,6 +175,8 @@ soak: $(INSTALLED)        ## growth of memory over 200 steps with images
 
 learn: $(INSTALLED)       ## a tiny run with every estimator and loss; writes a table (30 minutes)
 	$(RUN) benchmarks/learning.py
+
+##@ Packages and cleaning
 
 build: $(INSTALLED)       ## wheel and sdist
 	$(RUN) -m build

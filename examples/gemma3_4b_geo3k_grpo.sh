@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 set -x
 
-MODEL_PATH=google/gemma-3-4b-it  # a hub name or a local folder
+MODEL_PATH=${MODEL_PATH:-google/gemma-3-4b-it}  # a hub name or a local folder
 
 python3 -m verl.trainer.main \
     config=examples/config.yaml \

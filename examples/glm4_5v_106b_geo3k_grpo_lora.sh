@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 set -x
 
-MODEL_PATH=zai-org/GLM-4.5V  # a hub name or a local folder; zai-org/GLM-4.6V is the same model
+MODEL_PATH=${MODEL_PATH:-zai-org/GLM-4.5V}  # a hub name or a local folder; zai-org/GLM-4.6V is the same model
 
 python3 -m verl.trainer.main \
     config=examples/config.yaml \

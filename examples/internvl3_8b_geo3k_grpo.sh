@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 set -x
 
-MODEL_PATH=OpenGVLab/InternVL3-8B-hf  # a hub name or a local folder, in transformers' own format
+MODEL_PATH=${MODEL_PATH:-OpenGVLab/InternVL3-8B-hf}  # a hub name or a local folder, in transformers' own format
 
 # An image is up to 13 tiles of 256 tokens.
 python3 -m verl.trainer.main \

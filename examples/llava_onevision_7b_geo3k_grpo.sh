@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 set -x
 
-MODEL_PATH=llava-hf/llava-onevision-qwen2-7b-ov-hf  # a hub name or a local folder
+MODEL_PATH=${MODEL_PATH:-llava-hf/llava-onevision-qwen2-7b-ov-hf}  # a hub name or a local folder
 
 # An image of 589,824 pixels is at most 5,900 tokens, a square one 3,700.
 python3 -m verl.trainer.main \

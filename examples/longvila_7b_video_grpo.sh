@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 set -x
 
-MODEL_PATH=Efficient-Large-Model/LongVILA-R1-7B  # a hub name or a local folder
-VIDEO_DIR=.  # base folder of relative video paths in the rows
+MODEL_PATH=${MODEL_PATH:-Efficient-Large-Model/LongVILA-R1-7B}  # a hub name or a local folder
+VIDEO_DIR=${VIDEO_DIR:-.}  # base folder of relative video paths in the rows
+[[ ${1:-a=b} == *=* || $1 == -* ]] || { VIDEO_DIR=$1; shift; }  # or the first argument
 
 # A frame is 256 tokens and a newline: 256 x 257 = 65792 tokens per video.
 python3 -m verl.trainer.main \

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 set -x
 
-MODEL_PATH=mistralai/Mistral-Small-3.1-24B-Instruct-2503  # a hub name or a local folder
+MODEL_PATH=${MODEL_PATH:-mistralai/Mistral-Small-3.1-24B-Instruct-2503}  # a hub name or a local folder
 
 python3 -m verl.trainer.main \
     config=examples/config.yaml \

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 set -x
 
-MODEL_PATH=Qwen/Qwen2.5-7B-Instruct  # a hub name or a local folder
+MODEL_PATH=${MODEL_PATH:-Qwen/Qwen2.5-7B-Instruct}  # a hub name or a local folder
 
 python3 -m verl.trainer.main \
     config=examples/config.yaml \

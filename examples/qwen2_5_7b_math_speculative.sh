@@ -4,7 +4,7 @@
 # `suffix` also drafts from the other responses of a step.
 set -x
 
-MODEL_PATH=Qwen/Qwen2.5-7B-Instruct  # a hub name or a local folder
+MODEL_PATH=${MODEL_PATH:-Qwen/Qwen2.5-7B-Instruct}  # a hub name or a local folder
 
 python3 -m verl.trainer.main \
     config=examples/config.yaml \

@@ -4,7 +4,7 @@
 # data.train_files=PATH. Rows that cannot be used are left out and listed.
 set -x
 
-MODEL_PATH=Qwen/Qwen2.5-7B-Instruct  # a hub name or a local folder
+MODEL_PATH=${MODEL_PATH:-Qwen/Qwen2.5-7B-Instruct}  # a hub name or a local folder
 
 python3 -m verl.trainer.main \
     config=examples/config.yaml \

@@ -4,7 +4,7 @@
 # `python3 examples/search_server.py corpus.jsonl`, or another server of this form.
 set -x
 
-MODEL_PATH=Qwen/Qwen2.5-7B-Instruct  # a hub name or a local folder
+MODEL_PATH=${MODEL_PATH:-Qwen/Qwen2.5-7B-Instruct}  # a hub name or a local folder
 ENDPOINT=http://127.0.0.1:8000/retrieve
 
 python3 -m verl.trainer.main \

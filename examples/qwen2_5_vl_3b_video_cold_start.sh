@@ -3,9 +3,10 @@
 # Two stages: supervised fine-tuning on reasoning about long videos, then reinforcement learning from its result.
 set -ex
 
-MODEL_PATH=Qwen/Qwen2.5-VL-3B-Instruct  # a hub name or a local folder
+MODEL_PATH=${MODEL_PATH:-Qwen/Qwen2.5-VL-3B-Instruct}  # a hub name or a local folder
 QUESTIONS=LongVideo-Reason/longvideo-reason  # on the hub, see docs/datasets.md
-VIDEO_DIR=.  # contains longvila_videos/, downloaded separately; rows with missing videos are left out
+VIDEO_DIR=${VIDEO_DIR:-.}  # contains longvila_videos/, downloaded separately; rows with missing videos are left out
+[[ ${1:-a=b} == *=* || $1 == -* ]] || { VIDEO_DIR=$1; shift; }  # or the first argument
 SFT_FILE=data/longvideo_reason/sft.parquet  # rows of the first stage, see docs/sft.md
 RL_FILE=data/longvideo_reason/rl.parquet
 VAL_FILE=data/longvideo_reason/val.parquet

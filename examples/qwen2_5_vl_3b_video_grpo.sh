@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 set -x
 
-MODEL_PATH=Qwen/Qwen2.5-VL-3B-Instruct  # a hub name or a local folder
-VIDEO_DIR=.  # base folder of relative video paths in the rows
+MODEL_PATH=${MODEL_PATH:-Qwen/Qwen2.5-VL-3B-Instruct}  # a hub name or a local folder
+VIDEO_DIR=${VIDEO_DIR:-.}  # base folder of relative video paths in the rows
+[[ ${1:-a=b} == *=* || $1 == -* ]] || { VIDEO_DIR=$1; shift; }  # or the first argument
 
 python3 -m verl.trainer.main \
     config=examples/config.yaml \

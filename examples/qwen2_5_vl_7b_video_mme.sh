@@ -3,8 +3,9 @@
 # Validates a model on Video-MME, by category, without training; see docs/evaluate.md.
 set -ex
 
-MODEL_PATH=Qwen/Qwen2.5-VL-7B-Instruct  # a hub name or a local folder
-VIDEO_DIR=.  # contains data/, the videos of the data set, downloaded separately
+MODEL_PATH=${MODEL_PATH:-Qwen/Qwen2.5-VL-7B-Instruct}  # a hub name or a local folder
+VIDEO_DIR=${VIDEO_DIR:-.}  # contains data/, the videos of the data set, downloaded separately
+[[ ${1:-a=b} == *=* || $1 == -* ]] || { VIDEO_DIR=$1; shift; }  # or the first argument
 VAL_FILE=data/video_mme/test.parquet
 
 python3 scripts/convert_data.py video_mme --input lmms-lab/Video-MME@test --output ${VAL_FILE}

@@ -3,7 +3,7 @@
 # The policy reads diagrams shrunk to 256 tokens, and may enlarge parts of the originals (as DeepEyes does).
 set -x
 
-MODEL_PATH=Qwen/Qwen2.5-VL-7B-Instruct  # a hub name or a local folder
+MODEL_PATH=${MODEL_PATH:-Qwen/Qwen2.5-VL-7B-Instruct}  # a hub name or a local folder
 
 python3 -m verl.trainer.main \
     config=examples/config.yaml \

@@ -3,7 +3,7 @@
 # Mathematics with a Python sandbox, whose variables stay from call to call.
 set -x
 
-MODEL_PATH=Qwen/Qwen3-4B  # a hub name or a local folder
+MODEL_PATH=${MODEL_PATH:-Qwen/Qwen3-4B}  # a hub name or a local folder
 
 python3 -m verl.trainer.main \
     config=examples/config.yaml \

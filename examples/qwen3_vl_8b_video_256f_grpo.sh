@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 set -x
 
-MODEL_PATH=Qwen/Qwen3-VL-8B-Instruct  # a hub name or a local folder
-VIDEO_DIR=.  # base folder of relative video paths in the rows
+MODEL_PATH=${MODEL_PATH:-Qwen/Qwen3-VL-8B-Instruct}  # a hub name or a local folder
+VIDEO_DIR=${VIDEO_DIR:-.}  # base folder of relative video paths in the rows
+[[ ${1:-a=b} == *=* || $1 == -* ]] || { VIDEO_DIR=$1; shift; }  # or the first argument
 
 # Two frames share their tokens: 128 x 257 = 32896 tokens per video.
 python3 -m verl.trainer.main \

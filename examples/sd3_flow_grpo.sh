@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 set -x
 
-MODEL_PATH=stabilityai/stable-diffusion-3.5-medium  # a hub name or a local folder
+MODEL_PATH=${MODEL_PATH:-stabilityai/stable-diffusion-3.5-medium}  # a hub name or a local folder
 PROMPTS=nateraw/parti-prompts  # a hub name or a file; rows with a column `Prompt`, others reach the reward function
 
 python3 -m verl.trainer.main \

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 set -x
 
-MODEL_PATH=Wan-AI/Wan2.1-T2V-1.3B-Diffusers  # a hub name or a local folder
+MODEL_PATH=${MODEL_PATH:-Wan-AI/Wan2.1-T2V-1.3B-Diffusers}  # a hub name or a local folder
 PROMPTS=nateraw/parti-prompts  # a hub name or a file; rows with a column `Prompt`, others reach the reward function
 export CLIP_MODEL_PATH=${CLIP_MODEL_PATH:-clip}  # hf download openai/clip-vit-large-patch14 --local-dir clip
 

@@ -20,11 +20,12 @@ from verl.config.ppo import PPOConfig
 from verl.config.python_values import Source, config_from_python
 from verl.config.schema import ConfigError, config_notes
 from verl.config.sft import SFTConfig
-from verl.config.trainer import RunTree
 from verl.planning.device_defaults import load_run_config
-from verl.planning.planned_run import planned_ppo
+from verl.planning.planned_run import planned_ppo, planned_sft
+from verl.trainer.command import check_run, check_weights
 from verl.trainer.evaluation.model_folder import loadable
 from verl.trainer.evaluation.report import Evaluation, Question
+from verl.trainer.first_look import look_at_prompts
 from verl.trainer.run.run_lock import locked_run_folder
 from verl.utils.cuda_builds import repair_cuda_builds
 from verl.utils.rank_logger import ROOT, get_logger
@@ -102,7 +103,7 @@ def train(
         ValueError: Data, models or the reward function cannot be used.
         RuntimeError: The machine is unsuitable, or the run failed.
     """
-    with build(config, overrides, kind=kind, **sections) as trainer:
+    with _opened(read_config(config, overrides, sections, kind)) as trainer:
         trainer.fit()
     return result_of(trainer)
 
@@ -138,17 +139,6 @@ def build(
     kind: Literal["rl"] = ...,
     **sections: Mapping[str, Any],
 ) -> AbstractContextManager["RayPPOTrainer"]: ...
-
-
-@overload
-def build(
-    config: AnyConfig,
-    overrides: Mapping[str, Any] = ...,
-    /,
-    *,
-    kind: Kind = ...,
-    **sections: Mapping[str, Any],
-) -> AbstractContextManager["RayPPOTrainer | SFTTrainer"]: ...
 
 
 def build(
@@ -224,9 +214,7 @@ def evaluate(
 
 
 def evaluate_model(
-    read: ConfigReader,
-    question: Question,
-    out: str | os.PathLike[str] | None = None,
+    read: ConfigReader, question: Question, out: str | os.PathLike[str] | None = None
 ) -> Evaluation:
     """Evaluate the model of a config; `read` returns the config with some options replaced."""
     folder = os.path.abspath(out or DEFAULT_OUT)
@@ -243,6 +231,8 @@ def evaluate_model(
         stack.enter_context(restored_process())
         repair_cuda_builds()
         check_versions(config.worker.rollout.name)
+        check_weights(planned_ppo(config), loads=True)
+        look_at_prompts(config.data, config.worker, config.reward_servers)
         trust = model.trust_remote_code
         found = stack.enter_context(loadable(model.model_path, trust_remote_code=trust))
         if out is None:
@@ -284,10 +274,7 @@ def result_of(trainer: "TrainingLoop") -> TrainingResult:
 
 
 def read_config(
-    config: AnyConfig,
-    overrides: Mapping[str, Any],
-    sections: Mapping[str, Any],
-    kind: Kind = "rl",
+    config: AnyConfig, overrides: Mapping[str, Any], sections: Mapping[str, Any], kind: Kind = "rl"
 ) -> PPOConfig | SFTConfig:
     """Read a config as the commands do; their notes become warnings."""
     if kind not in ("rl", "sft"):
@@ -321,16 +308,17 @@ def _fits(cls: type[Any], config: Any, values: Sequence[Mapping[str, Any]]) -> b
 
 
 @contextmanager
-def _opened(config: RunTree) -> Iterator[Any]:
+def _opened(config: Any) -> Iterator[Any]:
     with restored_process():
         repair_cuda_builds()
         # Imported here so that a wrong config is reported before torch, Ray and vLLM load.
-        from verl.trainer.command import check_run  # noqa: PLC0415
         from verl.trainer.run.run_once import run_in_process  # noqa: PLC0415
 
         check_versions(config.engine)
         with locked_run_folder(config.trainer):
             check_run(config.trainer)
+            run = planned_sft(config) if isinstance(config, SFTConfig) else planned_ppo(config)
+            check_weights(run, loads=True)
             with run_in_process(config) as trainer:
                 yield trainer
     if trainer.stop.signal is not None:

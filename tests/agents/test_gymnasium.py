@@ -140,6 +140,13 @@ ACTIONS = [
     (spaces.MultiDiscrete([2, 3]), [], "1 2", [1, 2]),
     (spaces.MultiDiscrete([2, 3]), [], "1 2.5", None),
     (spaces.MultiBinary(2), [], "0 1", [0, 1]),
+    # numbers that no action has, and that would be another one after a conversion
+    (spaces.MultiBinary(2), [], "256 257", None),
+    (spaces.MultiDiscrete([2, 3]), [], "1e999 1", None),
+    (spaces.Box(0, 255, (1,), np.uint8), [], "300", None),
+    (spaces.Box(-np.inf, np.inf, (1,), np.float32), [], "1e300", None),
+    (spaces.Discrete(4), [], "1" * 30, None),
+    (spaces.Discrete(4), [], "1" * 5000, None),
 ]
 
 

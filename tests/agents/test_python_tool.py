@@ -1,18 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """The python tool in the pool: a session for each conversation."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from tests.agents.test_tool_pool import ask, descendants, gone
-from verl.agents.tools.shipped.python import Python
+from tests.helpers.media import image_bytes
+from verl.agents.tools.shipped.python import Notebook, Python
 from verl.agents.tools.tool_pool import ToolPool
 from verl.config.multi_turn import MultiTurnConfig
 from verl.sandbox.outcome import Isolation
 from verl.sandbox.runner import detect
+from verl.sandbox.session import Cell
 
 pytestmark = pytest.mark.skipif(
     detect()[0] is Isolation.NONE, reason="no isolation of programs works on this machine"
 )
+
+
+PICTURE = image_bytes(30, 20)
 
 
 @pytest.fixture(scope="module")
@@ -62,8 +69,29 @@ def test_a_picture_that_is_too_large_is_refused(pool):
 
     observation = run(pool, "d", "from PIL import Image; Image.new('1', (10_000, 10_000))")
 
-    assert observation.failed
-    assert observation.text == "python returned an image of 10000 x 10000 pixels, at most 67108864 pixels"
+    expected = (
+        "The figures are lost: the code sent an image of 10000 x 10000 pixels, at most 67108864 pixels."
+    )
+    assert (observation.text, observation.failed) == (expected, False)
+
+
+@pytest.mark.parametrize("image", [b"", b"no image", b"\x89PNG\r\n\x1a\n", PICTURE[:60]])
+def test_figures_that_the_code_forged_are_no_failure_of_the_tool(image):
+    session = SimpleNamespace(run=lambda code, max_images: Cell("printed", [image] * 30, False))
+    notebook = Notebook(Python())
+    notebook._session = session
+
+    observation = notebook.run("code")
+
+    assert observation.text.startswith("printed\nThe figures are lost: the code sent an image that cannot be")
+    assert not observation.failed
+
+
+def test_no_more_figures_are_taken_than_were_asked_for():
+    notebook = Notebook(Python(max_images=2))
+    notebook._session = SimpleNamespace(run=lambda code, max_images: Cell("", [PICTURE] * 30, False))
+
+    assert [image.size for image in notebook.run("code").images] == [(30, 20)] * 2
 
 
 def test_the_end_of_a_conversation_ends_its_program(pool):

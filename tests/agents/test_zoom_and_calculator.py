@@ -6,8 +6,12 @@ import io
 import pytest
 from PIL import Image
 
+from tests.agents.test_tool_pool import ask
+from verl.agents.interface import CallRefusedError
 from verl.agents.tools.shipped.calculator import calculator
 from verl.agents.tools.shipped.zoom import Zoom
+from verl.agents.tools.tool_pool import ToolPool
+from verl.config.multi_turn import MultiTurnConfig
 
 
 @pytest.mark.parametrize(
@@ -23,6 +27,7 @@ from verl.agents.tools.shipped.zoom import Zoom
         ("sin(pi / 2)", "1"),
         ("0.1 + 0.2", "0.3"),
         ("0.1 + 0.1 - 0.05", "0.15"),
+        ("round(5, -10**12) + round(2.675, 2) + round(7, 10**12)", "9.67"),
     ],
 )
 def test_the_calculator_computes(expression, value):
@@ -43,10 +48,16 @@ def test_the_calculator_computes(expression, value):
         ("(-8) ** 0.5", "is not real"),
         ("(" * 400 + "1" + ")" * 400, "not an arithmetic expression"),
         ("1" * 1001, "at most 1000 characters"),
+        ("1 / 0", "division by zero"),
+        ("10.0 ** 400", "not computed"),
+        ("sqrt(-1)", "not computed"),
+        ("sqrt()", "not computed"),
+        ("round(2, 0.5)", "not computed"),
+        ("2**16000", "not computed"),  # more digits than Python writes
     ],
 )
 def test_the_calculator_refuses_what_is_not_arithmetic_or_endless(expression, reason):
-    with pytest.raises(ValueError, match=reason):
+    with pytest.raises(CallRefusedError, match=reason):
         calculator(expression)
 
 
@@ -121,12 +132,14 @@ def test_a_part_that_is_large_already_keeps_its_size():
         ({"box": [0, 0, 1]}, "a box has 4 edges"),
         ({"box": [9, 9, 5, 5]}, r"no area inside the image, whose width is 40 and height 20"),
         ({"box": [50, 0, 60, 9]}, "no area inside the image"),
+        ({"box": [10**400, 0, 10**401, 9]}, "no area inside the image"),
+        ({"box": [float("nan"), 0, float("-inf"), 9]}, "no area inside the image"),
     ],
 )
 def test_a_wrong_box_is_explained(call, reason):
     zoom = Zoom()
 
-    with pytest.raises(ValueError, match=reason):
+    with pytest.raises(CallRefusedError, match=reason):
         zoom(zoom.create({"images": [quadrants()]}), **call)
 
 
@@ -140,3 +153,11 @@ def test_a_box_that_no_vision_model_reads_is_refused():
 def test_options_of_zoom_are_checked():
     with pytest.raises(ValueError, match=r"`units` must be one of \['pixels', 'thousandths', 'fractions'\]"):
         Zoom(units="percent")
+
+
+def test_a_mistake_of_the_policy_is_an_answer_and_no_failure_of_the_tool():
+    with ToolPool(MultiTurnConfig(enable=True, tools=("calculator",))) as pool:
+        pool.start("a", {})
+        (answer,) = ask(pool, "a", ("calculator", {"expression": "1 / 0"}))
+
+    assert answer.text == "not computed: division by zero" and not answer.failed

@@ -4,6 +4,7 @@
 import ast
 import re
 import shlex
+import subprocess
 from functools import cache
 
 import pytest
@@ -122,6 +123,15 @@ def test_every_make_target_that_is_named_exists(path):
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
 
     assert set(MAKE_TARGET.findall(path.read_text())) - targets == set()
+
+
+def test_make_help_lists_each_target_in_a_group():
+    shown = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    groups = [group.splitlines() for group in shown.strip().split("\n\n")]
+    phony = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)[1].split()
+
+    assert sorted(line.split()[0] for _, *targets in groups for line in targets) == sorted(phony)
+    assert all(not title.startswith(" ") and len(targets) <= 12 for title, *targets in groups)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every shipped example works as far as it can be tried without models and data."""
 
+import os
 import re
 import shlex
+import subprocess
 
 import pytest
 import yaml
@@ -37,7 +39,7 @@ def commands_of(script, written=None):
     `written` are the values of those that name what the script writes itself.
     """
     text = script.read_text().replace("\\\n", " ")
-    variables = dict(re.findall(r"^(\w+)=(\S+)", text, flags=re.MULTILINE))
+    variables = dict(re.findall(r"^(\w+)=(?:\$\{\w+:-)?([^\s}]+)", text, flags=re.MULTILINE))
     variables |= written or {}
     found = []
     for module, command in re.findall(r"^python3 -m verl\.trainer\.(\w+) (.*)$", text, flags=re.MULTILINE):
@@ -56,11 +58,9 @@ def command_of(script):
 def dry_run(script, folder, *overrides):
     """Plan every training of a script, what it writes before being in `folder`; returns the statuses."""
     text, written = script.read_text(), {"STAGE_1": str(folder)}
+    written |= dict.fromkeys(re.findall(r"--output \$\{(\w+)\}", text), "owner/rows")
     for step in re.findall(r"\$\{STAGE_1\}/(global_step_\d+)", text):
         (folder / step / "actor").mkdir(parents=True, exist_ok=True)
-    for name in re.findall(r"--output \$\{(\w+)\}", text):
-        written[name] = str(folder / f"{name}.parquet")
-        (folder / f"{name}.parquet").touch()
     *first, (last, arguments) = commands_of(script, written)
     statuses = [command([*words, "--dry-run"]) for command, words in first]
     return [*statuses, last([*arguments, *overrides, "--dry-run"])]
@@ -72,7 +72,28 @@ def test_every_example_script_passes_a_dry_run(script, tmp_path, monkeypatch, ca
     monkeypatch.chdir(ROOT)
 
     assert set(dry_run(script, tmp_path)) == {0}, capsys.readouterr().err
-    assert "note:" not in capsys.readouterr().err
+    notes = re.findall("note: .*", capsys.readouterr().err)
+    assert [note for note in notes if "is the number of processes on CPU" not in note] == []
+
+
+PROGRAMS = """
+set() { :; }
+python3() { echo "$@"; }
+"""
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_every_example_script_takes_a_model_and_a_folder_of_videos_from_outside(script):
+    def run(*arguments):
+        command = ["bash", "-c", PROGRAMS + script.read_text(), str(script), *arguments]
+        environment = {"PATH": os.environ["PATH"], "MODEL_PATH": "/my/model"}
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+
+    assert "model_path=/my/model" in run()
+    if "VIDEO_DIR" in script.read_text():
+        last = run("/my/videos", "trainer.n_gpus_per_node=1").splitlines()[-1]
+        assert "_dir=/my/videos" in last and last.endswith("trainer.n_gpus_per_node=1")
+        assert run("--dry-run").splitlines()[-1].endswith("--dry-run")
 
 
 def test_every_conversion_in_an_example_script_names_a_known_data_set_and_known_switches():

@@ -4,7 +4,7 @@
 from tests.architecture.source import ROOT, source_files
 
 HEADER = "# SPDX-License-Identifier: Apache-2.0"
-PATTERNS = ("*.py", "*.sh", "Makefile", "Dockerfile")
+PATTERNS = ("*.py", "*.sh", "*.bash", "Makefile", "Dockerfile")
 
 
 def test_every_source_file_starts_with_the_licence():

@@ -140,9 +140,9 @@ def in_full(entry):
     return [f"`{keys[0]}`" if keys else option, remark]
 
 
-def test_verls_rows_and_its_reward_function_work_with_the_adapter(tmp_path):
-    (adapter,) = re.findall(r"```python\n(.*?)```", PAGES["verl"], flags=re.DOTALL)
-    (tmp_path / "reward.py").write_text(adapter)
+def test_verls_rows_and_its_reward_function_work_as_they_are(tmp_path):
+    (function,) = re.findall(r"```python\n(.*?)```", PAGES["verl"], flags=re.DOTALL)
+    (tmp_path / "reward.py").write_text(function)
     (line,) = re.findall(r"```json\n(.*?)```", PAGES["verl"], flags=re.DOTALL)
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([json.loads(line)]), tmp_path / "rows.parquet")
     config = DataConfig(answer_key="reward_model", filter_overlong_prompts_workers=1)
@@ -152,7 +152,7 @@ def test_verls_rows_and_its_reward_function_work_with_the_adapter(tmp_path):
 
     assert row["prompt_messages"][-1]["content"] == json.loads(line)["prompt"][-1]["content"]
     truth = json.loads(line)["reward_model"]["ground_truth"]
-    reward = load_reward_function(f"{tmp_path / 'reward.py'}:score")
+    reward = load_reward_function(f"{tmp_path / 'reward.py'}:compute_score")
     columns = {name: row[name] for name in ("ground_truth", "data_source", "extra_info")}
     right, wrong = reward.score([columns | {"response": f"#### {answer}"} for answer in (truth, "no")])
     assert (right["overall"], wrong["overall"]) == (1.0, 0.0)

@@ -355,7 +355,7 @@ OURS = {
 def failure(folder, capsys, *options):
     """Run the command, which must fail, and return its message."""
     assert main(["--local_dir", str(folder), *options]) == 1
-    _, name, message = capsys.readouterr().err.partition("model_merger: ")  # after bars of progress
+    _, name, message = capsys.readouterr().err.partition("verl-merge: ")  # after bars of progress
     assert name and str(folder) in message and "Traceback" not in message
     return message
 

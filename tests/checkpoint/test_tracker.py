@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from verl.checkpoint.manifest import write_manifest
+from tests.helpers.light_process import run_light
+from verl.checkpoint.manifest import check_role_folder, write_manifest
 from verl.checkpoint.tracker import TRACKER, CheckpointTracker, checkpoint_step, find_last_checkpoint
 
 
@@ -185,3 +186,17 @@ def test_a_read_only_folder_is_an_error_that_names_the_option(tmp_path):
 
     with pytest.raises(OSError, match=r"`trainer.save_checkpoint_path`"):
         CheckpointTracker(tmp_path / "run").begin(1)
+
+
+def test_a_folder_that_is_no_role_is_told_with_the_roles_in_it_before_torch_loads(tmp_path):
+    run_light(f"""
+from verl.cli.merge import main
+assert main(["--local_dir", {str(tmp_path)!r}]) == 1
+""")
+    role = tmp_path / "first/global_step_8/critic"
+    (role / "huggingface").mkdir(parents=True)
+    (role / "huggingface/config.json").write_text("{}")
+    check_role_folder(role)
+
+    with pytest.raises(FileNotFoundError, match=rf"must be a role's folder .*; it has {role}$"):
+        check_role_folder(tmp_path)

@@ -29,6 +29,17 @@ def test_each_command_completes_its_options(command):
         (["trainer.val_only", "="], ["true", "false"]),
         (["--dry"], ["--dry-run"]),
         (["no_such_option"], []),
+        (["wo"], ["worker."]),
+        (["worker.rollout.val_o"], ["worker.rollout.val_override_config="]),
+        (
+            ["worker.actor.m"],
+            [
+                "worker.actor.max_grad_norm=",
+                "worker.actor.micro_batch_size_per_device_for_experience=",
+                "worker.actor.micro_batch_size_per_device_for_update=",
+                "worker.actor.model.",
+            ],
+        ),
         (["trainer.project_name", "=", "a"], []),  # any text
     ],
 )
@@ -38,10 +49,12 @@ def test_values_and_switches_are_completed(words, expected):
 
 def test_files_are_completed_for_options_that_name_them(tmp_path, monkeypatch):
     (tmp_path / "run_one.yaml").touch()
+    (tmp_path / "run_one.jsonl").touch()
     monkeypatch.chdir(tmp_path)
 
     assert completed("verl-train", "config", "=", "run") == ["run_one.yaml"]
     assert completed("verl-train", "config=run") == ["config=run_one.yaml"]
+    assert completed("verl-train", "data.train_files=run_one.j") == ["data.train_files=run_one.jsonl"]
 
 
 def test_fine_tuning_completes_its_own_options():

@@ -9,8 +9,15 @@ import pytest
 from tests.helpers.light_process import run_light
 from verl.cli.evaluate import main, names
 from verl.trainer.evaluation.model_folder import actor_folder, loadable
-from verl.trainer.evaluation.pass_at_k import mean_pass_at_k, pass_at_k, powers_up_to
-from verl.trainer.evaluation.report import Evaluation, ScoredResponse, by_category, summarize
+from verl.trainer.evaluation.report import (
+    Evaluation,
+    ScoredResponse,
+    by_category,
+    mean_pass_at_k,
+    pass_at_k,
+    powers_up_to,
+    summarize,
+)
 
 HALF = 0.5
 

@@ -2,10 +2,18 @@
 """Models looked at before anything is imported: folders, misspelled names, and the length of the context."""
 
 import json
+import math
+import socket
 
 import pytest
 
-from verl.config.files.model_files import folder_problem, length_limit, read_model_config, weights_problem
+from verl.config.files.model_files import (
+    folder_problem,
+    hub_problem,
+    length_limit,
+    read_model_config,
+    weights_problem,
+)
 from verl.config.files.paths import data_source, existing_file, model_source
 from verl.config.hints.missing_paths import missing, nearest_sibling
 from verl.config.ppo import PPOConfig
@@ -15,7 +23,7 @@ from verl.config.schema import ConfigError, load_config
 @pytest.fixture
 def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name in ("tiny-model", "Qwen/Qwen2.5-7B", "data/train"):
+    for name in ("tiny-model", "tiny2", "Qwen/Qwen2.5-7B", "data/train"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "tiny-model/config.json").write_text(json.dumps({"max_position_embeddings": 4096}))
     (tmp_path / "train.jsonl").write_text("")
@@ -27,9 +35,15 @@ def here(tmp_path, monkeypatch):
     [
         (model_source, "tiny-modell", "no folder tiny-modell here; did you mean ./tiny-model?"),
         (model_source, "Tiny-Model", "no folder Tiny-Model here; did you mean ./tiny-model?"),
+        (model_source, "tiny3", "no folder tiny3 here; did you mean ./tiny2?"),
         (model_source, "./tiny-modell", "tiny-modell; did you mean ./tiny-model?"),
         (model_source, "Qwen/Qwen2.5-7b", "did you mean ./Qwen/Qwen2.5-7B?"),
         (data_source, "data/tarin@x", "no folder data/tarin here; did you mean ./data/train?"),
+        (
+            existing_file,
+            "$HOME/train.jsonl",
+            "options expand `~` and `${oc.env:HOME}`, and the shell `$HOME`",
+        ),
         (existing_file, "tarin.jsonl", "tarin.jsonl; did you mean ./train.jsonl?"),
         (existing_file, "datta/x/train.jsonl", "/datta/x/train.jsonl ("),
     ],
@@ -50,6 +64,12 @@ def test_a_misspelled_path_is_told_with_its_neighbor(here, resolve, text, said):
 )
 def test_a_name_of_the_hub_is_not_taken_for_a_misspelled_folder(here, name):
     assert model_source(name) == name
+
+
+@pytest.mark.parametrize("text", ["[tiny-model,tiny2]", "tiny model", "-x"])
+def test_a_model_is_one_folder_or_one_name(here, text):
+    with pytest.raises(ValueError, match="must be a folder or one hub name such as `owner/name`, got"):
+        model_source(text)
 
 
 def test_a_name_that_was_downloaded_is_right_whatever_lies_here(here, monkeypatch):
@@ -157,5 +177,61 @@ def test_a_model_without_weights_is_told_unless_it_is_a_checkpoint_to_export(her
     assert "has no weights such as model.safetensors; it has config.json" in weights_problem(str(model))
     assert weights_problem(str(exported)) is None
     assert weights_problem("owner/name") is None
-    (model / "model.safetensors").write_text("")
+    (model / "pytorch_model.bin").write_text("")
     assert weights_problem(str(model)) is None
+
+
+def write_weights(model, shape, **config):
+    """Write the header of a safetensors file with one tensor, and as many zeros as it says."""
+    end = 4 * math.prod(shape)
+    entry = {"dtype": "F32", "shape": shape, "data_offsets": [0, end]}
+    header = json.dumps({"__metadata__": {}, "model.embed_tokens.weight": entry}).encode()
+    content = len(header).to_bytes(8, "little") + header + b"\0" * end
+    (model / "model.safetensors").write_bytes(content)
+    (model / "config.json").write_text(json.dumps(config))
+    return content
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_weights_whose_header_contradicts_the_config_are_told_with_both(here, nested):
+    model, text = here / "tiny-model", {"vocab_size": 5, "hidden_size": 2}
+    write_weights(model, [7, 2], **({"text_config": text} if nested else text))
+
+    problem = weights_problem(str(model))
+
+    assert problem.endswith(
+        "config.json says vocab_size 5, and the weights have 7 x 2 for model.embed_tokens.weight"
+    )
+    assert weights_problem(str(model), {"vocab_size": 7}) is None
+
+
+@pytest.mark.parametrize("kept", [0, 7, 50, -1])
+def test_weights_cut_short_are_told_by_their_header(here, kept):
+    model = here / "tiny-model"
+    content = write_weights(model, [7, 2], vocab_size=7, hidden_size=2)
+    assert weights_problem(str(model)) is None
+    (model / "model.safetensors").write_bytes(content[:kept])
+
+    assert "it is cut short: download or export the model again" in weights_problem(str(model))
+
+
+def test_a_file_of_the_index_that_is_missing_is_named(here):
+    model = here / "tiny-model"
+    (model / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-2.safetensors"}}')
+
+    assert "model-2.safetensors" in weights_problem(str(model))
+
+
+def test_a_model_that_is_neither_here_nor_downloadable_is_told_at_once(here, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(here / "hub"))
+    for name in ("HF_HUB_OFFLINE", "http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+        assert hub_problem("owner/name") is None
+
+    told = "(owner/name) is no folder here, was not downloaded, and"
+    assert f"{told} 127.0.0.1 cannot be reached: run `hf download" in hub_problem("owner/name")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert f"{told} `HF_HUB_OFFLINE` is set" in hub_problem("owner/name")
+    assert hub_problem(str(here / "tiny-model")) is None

@@ -103,7 +103,7 @@ def test_what_is_wrong_with_a_section_is_said_with_its_key(minimal, tmp_path, ar
 def test_the_files_of_a_model_decide_how_many_gpus_may_share_it_and_how_long_texts_may_be(minimal, tmp_path):
     folder = tmp_path / "judge"
     folder.mkdir()
-    (folder / "model.safetensors").touch()
+    (folder / "pytorch_model.bin").touch()
     (folder / "config.json").write_text('{"num_attention_heads": 4, "max_position_embeddings": 64}')
     options = ["colocate=false", "tensor_parallel_size=3", "max_model_len=65"]
 

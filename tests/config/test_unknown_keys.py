@@ -70,6 +70,9 @@ def option_for(key, options=PPO):
         ("worker.critic.grad_clip", "worker.critic.max_grad_norm"),
         ("worker.actor.model.path", "worker.actor.model.model_path"),
         ("worker.reward.num_workers", "worker.reward.num_cpus"),
+        ("worker.reward.reward_manager", "worker.reward.reward_type"),
+        ("trainer.profiler", "trainer.profile_steps"),
+        ("data.use_sequence_balance", None),
         # nothing is likely enough, or several are
         ("zzzz.qqqq", None),
         ("data.path", None),

@@ -32,19 +32,22 @@ sys.exit(main(["config=examples/config.yaml", "trainer.save_checkpoint_path={tmp
     assert not (tmp_path / "a").exists()
 
 
-def test_dry_run_prints_the_config_and_the_plan(capsys, tmp_path):
+def test_dry_run_prints_the_changed_options_and_the_plan(capsys, tmp_path):
     assert main(["config=examples/config.yaml", "trainer.max_steps=10", "--dry-run"]) == 0
 
     config_text, plan_text = capsys.readouterr().out.split("\nplan of a training step\n")
-    assert yaml.safe_load(config_text)["trainer"]["max_steps"] == 10
+    config = yaml.safe_load(config_text)
+    assert config["trainer"]["max_steps"] == 10
+    assert "critic_warmup" not in config["trainer"]  # at its default
     for name in ("prompts", "sequences", "mini batches", "optimizer steps", "training steps"):
         assert f"  {name} " in plan_text
     assert "10            40 optimizer steps" in plan_text  # 512 prompts / 128 in a mini batch = 4 in a step
 
 
-def test_a_printed_config_runs_as_it_was(capsys, tmp_path):
+@pytest.mark.parametrize("switch", ["--dry-run", "--print-config"])
+def test_a_printed_config_runs_as_it_was(switch, capsys, tmp_path):
     arguments = ["config=examples/config.yaml", "worker.rollout.n=4", "trainer.logger=[console]"]
-    main([*arguments, "--dry-run"])
+    main([*arguments, switch])
     file = tmp_path / "config.yaml"
     file.write_text(capsys.readouterr().out.split("\nplan of")[0])
 
@@ -64,6 +67,48 @@ def test_a_bad_config_exits_2_with_every_problem_and_no_traceback():
         "  - `worker.rollout.n` must be at least 2 with `algorithm.adv_estimator=grpo`, got 1:"
         " it compares the responses to one prompt\n"
     )
+
+
+def test_a_dry_run_of_more_processes_than_cores_says_so(capsys, monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr("verl.planning.device_defaults.shown_backend", lambda: None)
+    monkeypatch.setattr("verl.trainer.command.list_gpus", list)
+    arguments = ["config=examples/config.yaml", "--dry-run"]
+
+    assert main([*arguments, "trainer.n_gpus_per_node=4"]) == 0
+    assert "note: `trainer.n_gpus_per_node` (4) is the number of processes" in capsys.readouterr().err
+    assert main([*arguments, "trainer.n_gpus_per_node=6"]) == 2  # no divisor of the batch either
+    first, second = re.findall("\n  - (.*?)[,:]", capsys.readouterr().err)[:2]
+    assert first.startswith("`trainer.n_gpus_per_node` (6) is the number of processes on CPU")
+    assert second.startswith("`data.rollout_batch_size` (512) must be divisible")
+
+
+@pytest.mark.parametrize("switch", [["--worker.rollout.n=8"], ["--worker.rollout.n", "8"]])
+def test_an_option_with_dashes_is_answered_with_the_option(switch, capsys):
+    assert main(switch) == 2
+    assert "is not a switch: options have no dashes: worker.rollout.n=8\n" in capsys.readouterr().err
+
+
+def test_the_folder_of_a_config_elsewhere_is_named_with_its_missing_paths(tmp_path, capsys):
+    (tmp_path / "run.yaml").write_text("data: {train_files: train.jsonl}")
+
+    assert main([f"config={tmp_path}/run.yaml"]) == 2
+    assert (
+        f"paths are relative to the folder that you are in, not to that of the config: cd {tmp_path}\n"
+        in (capsys.readouterr().err)
+    )
+
+
+def test_a_variable_of_the_shell_and_a_toml_file_are_answered_with_the_form_here(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setenv("MY_DATA", "/x")
+    (tmp_path / "run.toml").write_text("[data]")
+
+    assert main(["data.train_files=${MY_DATA}/train.jsonl"]) == 2
+    assert "write `${oc.env:MY_DATA}` for the environment variable" in capsys.readouterr().err
+    assert main([f"config={tmp_path}/run.toml"]) == 2
+    assert "run.toml is TOML; a config is YAML: write `[a.b]` as" in capsys.readouterr().err
 
 
 def test_an_unknown_switch_exits_2(capsys):
@@ -88,6 +133,14 @@ def test_an_option_without_effect_is_told(capsys):
     main(["config=examples/config.yaml", "worker.actor.padding_free=false", "--dry-run"])
 
     assert "note: `worker.actor.padding_free` has no effect" in capsys.readouterr().err
+
+
+def test_the_variable_of_another_profiler_is_answered_with_the_option(monkeypatch, capsys):
+    monkeypatch.setenv("NVTX_PROFILER", "1")
+
+    main(["config=examples/config.yaml", "--dry-run"])
+
+    assert "`NVTX_PROFILER` has no effect: set `trainer.profile_steps`" in capsys.readouterr().err
 
 
 def test_the_shipped_config_is_the_generated_one():

@@ -50,7 +50,7 @@ sys.exit(main(["config=examples/sft.yaml", "trainer.max_steps=10", "--dry-run"])
     assert "  rows                      64         8" in plan
     assert "<= 8  1 sequences each, at most 4096 tokens" in plan
     assert plan.rstrip().endswith("training steps            10")
-    assert "hf download Qwen/Qwen2.5-7B-Instruct config.json" in memory
+    assert "hf download Qwen/Qwen2.5-7B-Instruct --include '*.json'" in memory
 
 
 def test_help_and_an_unknown_switch(capsys):

@@ -6,9 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from verl.data.bad_rows import BadRow, describe_rows
+from verl.config.data import DataConfig
+from verl.data.bad_rows import BadRow, BadRowError, describe_rows
 from verl.data.columns import (
     KINDS,
+    answer_of,
     check_conversation_columns,
     check_prompt_columns,
     holds,
@@ -226,3 +228,17 @@ def test_only_so_many_lines_are_listed_and_the_others_counted():
     different = [bad(n, f"reason {'x' * n}") for n in range(5)]
 
     assert describe_rows(different, 3)[3:] == ["... and 2 rows more"]
+
+
+def test_the_answer_may_be_a_value_inside_of_a_column():
+    row = {"prompt": "?", "reward_model": {"style": "rule", "ground_truth": "5"}, "a.b": "6"}
+    source = Source("rows", [row], sorted(row))
+
+    check_prompt_columns("data.train_files", [source], DataConfig(answer_key="reward_model.ground_truth"))
+    assert answer_of(row, "reward_model.ground_truth") == "5"
+    assert answer_of(row, "reward_model")["style"] == "rule"
+    assert answer_of(row, "a.b") == "6"
+    with pytest.raises(BadRowError, match=r"no `truth` in it; there is \['ground_truth', 'style'\]"):
+        answer_of(row, "reward_model.truth")
+    with pytest.raises(ValueError, match=r"has no column `reward.ground_truth`"):
+        check_prompt_columns("data.train_files", [source], DataConfig(answer_key="reward.ground_truth"))

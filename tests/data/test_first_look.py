@@ -15,9 +15,10 @@ import pytest
 from tests.helpers.media import save_image
 from tests.helpers.training import ROOT
 from verl.config.data import DataConfig
+from verl.config.model import ModelConfig
 from verl.config.sft import SFTDataConfig
 from verl.data import plain_files
-from verl.data.first_look import CONVERSATION_ROWS, PROMPT_ROWS, look_at_data
+from verl.data.first_look import CONVERSATION_ROWS, PROMPT_ROWS, check_chat_template, look_at_data
 from verl.data.plain_files import first_rows
 
 ROW = {"prompt": "<image>What?", "answer": "red", "images": ["a.png"]}
@@ -301,3 +302,39 @@ def test_columns_of_categories_must_be_in_one_of_the_validation_files(tmp_path):
         ValueError, match=r"`prompt`, `subject` cannot be a column of categories: .*'topic'\]"
     ):
         look_at_data(PROMPT_ROWS, wrong, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"), [("a.jsonl", ""), ("a.csv", "prompt,answer\n"), ("a.json", "[]")]
+)
+def test_a_file_without_rows_is_told_with_its_option(tmp_path, name, content):
+    (tmp_path / name).write_text(content)
+    train = save(tmp_path / "train.jsonl", [{"prompt": "?", "answer": "red"}])
+
+    with pytest.raises(ValueError, match=rf"^`data.val_files` \(.*/{name}\) has no rows$"):
+        look(train, None, val_files=str(tmp_path / name))
+    look(train, None, val_files=[str(tmp_path / name), str(train)])
+
+
+def test_a_model_without_a_chat_template_is_told_by_its_files(tmp_path):
+    model = ModelConfig(model_path=str(tmp_path))
+    check_chat_template(model, None)  # nothing is known
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+
+    with pytest.raises(ValueError, match="has no chat template"):
+        check_chat_template(model, None)
+    check_chat_template(model, "mine.jinja")
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    check_chat_template(model, None)
+    (tmp_path / "chat_template.jinja").unlink()
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
+    check_chat_template(model, None)
+
+
+def test_a_name_that_the_template_does_not_find_is_told_with_those_of_the_row(tmp_path):
+    (tmp_path / "prompt.jinja").write_text("{{ question }}")
+    (tmp_path / "model").mkdir()
+    train = save(tmp_path / "train.jsonl", [{"prompt": "?", "answer": "red"}])
+
+    with pytest.raises(ValueError, match="'question' is undefined; the row has content, prompt, answer"):
+        look(train, str(tmp_path / "model"), format_prompt=str(tmp_path / "prompt.jinja"))

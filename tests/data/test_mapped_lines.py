@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
+import os
 import random
 
 import pytest
@@ -75,6 +76,16 @@ def test_line_ends_at_the_ends_of_blocks_and_chunks_are_counted_once(size, tmp_p
     assert len(fill) == size
 
     check_same(write(tmp_path / "a.jsonl", fill + '\n{"a": 1}\n' + fill + '{"a": 2}\n' * 40))
+
+
+def test_a_file_that_is_cut_while_it_is_open_is_an_error_that_names_it(tmp_path, sample_of_ends):
+    path = write(tmp_path / "a.jsonl", "".join(f'{{"a": {n + 10**8}}}\n' for n in range(10_000)))
+    rows = load_rows(str(path)).sources[0].rows
+    os.truncate(path, 100)
+
+    for row in (0, 9_999):
+        with pytest.raises(ValueError, match=r"a\.jsonl.*it was cut while it was open"):
+            rows[row]
 
 
 def test_a_file_of_blank_lines_has_no_rows(tmp_path):

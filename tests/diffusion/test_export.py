@@ -18,6 +18,7 @@ from tests.diffusion import models
 from tests.diffusion.training import KINDS, build, images, save, update
 from tests.helpers.distributed import run_distributed
 from verl.checkpoint.merger import merge_checkpoint
+from verl.checkpoint.pipelines import merge_pipeline
 from verl.cli.merge import main
 from verl.config.files.paths import model_source
 from verl.config.model import ModelConfig
@@ -184,6 +185,19 @@ def test_an_incomplete_base_is_told_by_the_missing_part(actor, sd3_folder, tmp_p
 
     with pytest.raises(FileNotFoundError, match=r"base/text_encoder_2 is missing.*`--base_model`"):
         merge_checkpoint(actor("full"), base_model=str(base))
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "../secret", "/etc", "vae/inner"])
+def test_a_part_of_the_base_is_a_folder_next_to_its_index(name, tmp_path):
+    index = {"_class_name": "StableDiffusion3Pipeline", name: ["diffusers", "AutoencoderKL"]}
+    for folder in (tmp_path / "actor" / "huggingface", tmp_path / "base", tmp_path / "secret"):
+        folder.mkdir(parents=True)
+        (folder / "model_index.json").write_text(json.dumps(index))
+
+    with pytest.raises(ValueError, match=f"base/model_index.json names the part '{name}', which must be"):
+        merge_pipeline(tmp_path / "actor", base_model=str(tmp_path / "base"))
+
+    assert [path.name for path in (tmp_path / "actor" / "huggingface").iterdir()] == ["model_index.json"]
 
 
 @nightly

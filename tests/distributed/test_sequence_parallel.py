@@ -8,7 +8,7 @@ import torch
 
 from tests.helpers.distributed import run_distributed
 from verl.distributed.sequence_parallel import SequenceParallel
-from verl.distributed.token_sharding import SequenceGroup, shard_plan
+from verl.distributed.token_sharding import SequenceGroup, SPRows, shard_plan
 from verl.distributed.ulysses import gather_rows, heads_to_tokens, tokens_to_heads
 
 pytestmark = pytest.mark.heavy
@@ -94,12 +94,13 @@ def test_rows_are_divided_over_their_ranks_and_gathered_in_order(sizes):
     rows = torch.tensor([40, 3, 3, 0, 17, 25, 39, 1])
     values = torch.arange(100, 146)  # a value for each token
 
-    plans = [shard_plan(PACKED["packed"], sp) for sp in ranks_of(*sizes)]
+    plans = [(shard_plan(PACKED["packed"], sp), sp) for sp in ranks_of(*sizes)]
 
-    found = [values[plan.local][plan.rows(rows).local] for plan in plans]
-    for plan in plans:
-        assert plan.rows(rows).counts == tuple(len(part) for part in found)
-        assert torch.cat(found)[plan.rows(rows).order].tolist() == values[rows].tolist()
+    parts = [SPRows.of(rows, plan, sp) for plan, sp in plans]
+    found = [values[plan.local][part.local] for (plan, _), part in zip(plans, parts, strict=True)]
+    for part in parts:
+        assert part.counts == tuple(len(each) for each in found)
+        assert torch.cat(found)[part.order].tolist() == values[rows].tolist()
 
 
 def test_an_empty_packed_sequence_is_refused():

@@ -108,7 +108,7 @@ def update_on_ranks(rank, world_size, root, name):
     from verl.config.distillation import DistillationLossConfig
     from verl.config.worker import ActorConfig
     from verl.distributed.sequence_parallel import SequenceParallel, data_parallel_group
-    from verl.workers.roles.actor import ActorTraining, DataParallelPPOActor, DistillationLoss
+    from verl.workers.roles.actor import ActorTraining, DataParallelPPOActor
     from verl.workers.roles.teachers import Teachers
 
     options, share, sp_size, _ = SETTINGS[name]
@@ -126,8 +126,7 @@ def update_on_ranks(rank, world_size, root, name):
             divide_short_sequences=True, **options,
         )  # fmt: skip
         training = ActorTraining(
-            optimizer, scheduler, rollout_n=N, distillation=DistillationLoss(teachers, 1.0),
-            uses_advantages=False,
+            optimizer, scheduler, rollout_n=N, teachers=teachers, uses_advantages=False
         )  # fmt: skip
         group = data_parallel_group(sp)
         actor = DataParallelPPOActor(config, forward, group, training)

@@ -17,7 +17,7 @@ from verl.distributed.sequence_parallel import SequenceParallel, data_parallel_g
 from verl.models.tiny import save_tiny_model
 from verl.protocol import DataProto
 from verl.workers.packing.forward import PackedForward
-from verl.workers.packing.schedule import forward_in_micro_batches
+from verl.workers.packing.schedule import run_in_micro_batches
 from verl.workers.packing.sp_strategy import Strategy, StrategyPlanner
 from verl.workers.roles.actor import ActorTraining, DataParallelPPOActor
 from verl.workers.roles.critic import DataParallelPPOCritic
@@ -163,8 +163,8 @@ def patches_seen(folder, sp):
     forward = PackedForward(model, model.config, Features(), share_prompt=True, sp=sp)
     for strategy in (Strategy.REPLICATED, Strategy.SHARDED_ENCODE):
         forward.planner = StrategyPlanner(sp.size, [strategy])
-        forward_in_micro_batches(
-            forward, batch, lambda micro: forward.log_probs(micro, 1.0).log_probs,
+        run_in_micro_batches(
+            forward, batch, lambda micro: {"": forward.log_probs(micro, 1.0).log_probs},
             size=4, dynamic_batching=True, group=data_parallel_group(sp),
         )  # fmt: skip
     return seen

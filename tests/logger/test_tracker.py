@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every logger with its real package, offline."""
 
+import importlib
 import json
 import sys
 
@@ -118,6 +119,163 @@ def test_a_resumed_run_keeps_its_id_of_a_service_and_a_new_one_gets_another(serv
     assert ids[0] == ids[1] != ids[2]
 
 
+MLFLOW = """
+import os, re, types
+
+RUNS = {}  # by their ids
+active = None
+
+class MlflowException(Exception):
+    error_code = "INVALID_PARAMETER_VALUE"
+
+def check_names(things):
+    for name in things:
+        if not re.fullmatch(r"[A-Za-z0-9_\\-. /:]{1,250}", name) or os.path.normpath(name) != name:
+            raise MlflowException(f"Invalid name {name!r}")
+
+def set_experiment(name): ...
+
+def start_run(run_id, run_name):
+    global active
+    if active is not None:
+        raise Exception("Run is already active")
+    run_id = run_id or os.environ.get("MLFLOW_RUN_ID") or f"run{len(RUNS)}"
+    active = RUNS.setdefault(run_id, types.SimpleNamespace(params={}, metrics={}, calls=0))
+    active.status = "RUNNING"
+    return types.SimpleNamespace(info=types.SimpleNamespace(run_id=run_id))
+
+def log_params(params):
+    check_names(params)
+    assert len(params) <= 100
+    for name, value in params.items():
+        if active.params.get(name, value) != value:
+            raise MlflowException(f"Changing param values is not allowed: {name}")
+    active.params |= params
+
+def log_metrics(metrics, step):
+    active.calls += 1
+    check_names(metrics)
+    for name, value in metrics.items():
+        active.metrics.setdefault(name, []).append((step, value))
+
+def log_dict(dictionary, artifact_file): ...
+
+def end_run(status):
+    global active
+    active.status, active = status, None
+"""
+
+
+@pytest.fixture
+def mlflow(tmp_path, monkeypatch):
+    """A stand-in for the service that refuses what its documentation says, whole calls at once."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "mlflow.py").write_text(MLFLOW)
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    sys.modules.pop("mlflow", None)
+    yield importlib.import_module("mlflow")
+    sys.modules.pop("mlflow", None)
+
+
+def log_steps(name, folder, metrics, config=CONFIG, texts=()):
+    with Tracker([name], Run("project", "experiment", folder, config)) as tracker:
+        for step in (1, 2, 3):
+            tracker.log({key: value * step for key, value in metrics.items()}, step)
+            if texts:
+                tracker.log_generations([Generation("q", "r", text, 1.0) for text in texts], step)
+
+
+def test_mlflow_gets_names_that_it_takes_and_loses_only_what_it_refuses(mlflow, tmp_path, caplog):
+    config = {"reward": {"acc@1": 2, "..": 1}, "data": {"seed": 3}} | {f"{n}": n for n in range(150)}
+
+    log_steps("mlflow", tmp_path, {"reward/acc@1": 0.5, "actor//loss": 1.0, "actor/loss": 2.0}, config)
+
+    (run,) = mlflow.RUNS.values()
+    assert run.metrics == {
+        "reward/acc_1": [(1, 0.5), (2, 1.0), (3, 1.5)], "actor/loss": [(1, 2.0), (2, 4.0), (3, 6.0)],
+    }  # fmt: skip
+    assert run.params == {"reward.acc_1": "2", "reward...": "1", "data.seed": "3"} | {
+        f"{n}": f"{n}" for n in range(150)
+    }
+    assert run.status == "FINISHED"
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "a service refuses a name: name='actor//loss' cause=Invalid name" in warning
+    assert run.calls == 1 + 3 + 2 * 2  # all at once, each alone, then those that it takes and the other one
+
+
+def test_a_run_of_mlflow_that_is_continued_with_other_options_keeps_its_parameters(
+    mlflow, tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setenv("MLFLOW_RUN_ID", "mine")
+    log_steps("mlflow", tmp_path, {"loss": 1.0}, {"lr": 1, "seed": 1})
+    log_steps("mlflow", tmp_path, {"loss": 1.0}, {"lr": 2, "seed": 1, "new": 3})
+
+    assert mlflow.RUNS["mine"].params == {"lr": "1", "seed": "1", "new": "3"}
+    assert len(mlflow.RUNS["mine"].metrics["loss"]) == 6 and mlflow.RUNS["mine"].status == "FINISHED"
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "name='lr' cause=Changing param values" in warning
+
+
+def test_a_service_that_is_down_is_not_asked_for_each_name(mlflow, tmp_path, monkeypatch, caplog):
+    asked = []
+
+    def log_metrics(metrics, step):
+        asked.append(step)
+        raise type("RestException", (Exception,), {"error_code": "TEMPORARILY_UNAVAILABLE"})("down")
+
+    monkeypatch.setattr(mlflow, "log_metrics", log_metrics)
+
+    log_steps("mlflow", tmp_path, {"a": 1.0, "b": 1.0})
+
+    assert asked == [1, 2, 3]
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "a logger loses lines, the run continues: logger=mlflow cause=RestException: down" in warning
+
+
+SERVICE = """
+import types
+
+logged, Table, Text = [], types.SimpleNamespace, str
+
+def init(**options):
+    return types.SimpleNamespace(id="new")
+
+def log(things, step):
+    for name in things:
+        if "@" in name:
+            raise ValueError(f"a name with @: {name}")
+    logged.append((step, things))
+
+def finish(**options): ...
+"""
+
+
+@pytest.mark.parametrize("name", ["wandb", "swanlab"])
+def test_a_service_loses_only_the_name_that_it_refuses(name, tmp_path, monkeypatch, caplog):
+    (tmp_path / f"{name}.py").write_text(SERVICE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, name, raising=False)
+
+    log_steps(name, tmp_path, {"a": 1.0, "acc@1": 1.0, "b": 1.0})
+
+    found = {(step, *pair) for step, things in sys.modules[name].logged for pair in things.items()}
+    assert found == {(step, key, float(step)) for step in (1, 2, 3) for key in ("a", "b")}
+    assert [record.args[0] for record in caplog.records if "refuses a name" in record.msg] == ["acc@1"]
+    sys.modules.pop(name)
+
+
+def test_tensorboard_loses_only_the_name_that_it_refuses(tmp_path, caplog):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log_steps("tensorboard", tmp_path, {"a": 1.0, "half \ud800": 1.0, "b": 1.0}, texts=["half \ud800"])
+
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert len(events.Tensors("val/generations/text_summary")) == 3
+    assert events.Tags()["scalars"] == ["a", "b"]
+    assert [event.value for event in events.Scalars("b")] == [1.0, 2.0, 3.0]
+    assert [record.args[0] for record in caplog.records if "refuses a name" in record.msg] == ["half \ud800"]
+
+
 WANDB = """
 import json, os, pathlib, types
 
@@ -160,7 +318,7 @@ def test_a_resumed_run_asks_wandb_for_the_run_of_its_folder(tmp_path, monkeypatc
     resumed = {"id": first, "resume": "allow", "allow_val_change": True}
     assert [call[3] for call in calls if call[0] == "init"] == [{}, resumed, {}, {}]
     assert [call for call in calls if call[0] == "finish"] == [["finish", 0]] * 4
-    monkeypatch.delitem(sys.modules, "wandb")
+    sys.modules.pop("wandb")
 
 
 def test_mlflow_gets_params_metrics_and_an_artifact(tmp_path, monkeypatch):

@@ -168,8 +168,8 @@ def test_workers_get_numbers_and_the_given_config_stays(model):
 
 
 def test_a_node_that_is_too_small_is_refused_with_the_option(model, capsys):
-    assert dry_run(model, f"{EXPERIENCE}=8", "--device-memory-gb=1") == 0
-    assert f"`{UPDATE}` (auto): not even one sequence fits: update_actor takes" in capsys.readouterr().out
+    assert dry_run(model, f"{EXPERIENCE}=8", "--device-memory-gb=1") == 2
+    assert f"`{UPDATE}` (auto): not even one sequence fits: update_actor takes" in capsys.readouterr().err
 
 
 def test_a_memory_size_that_is_not_a_positive_number_is_refused(model, capsys):

@@ -93,6 +93,42 @@ def test_an_async_function_may_take_all_responses_at_once(reward_file):
     assert load_reward_function(path).score(ROWS) == [{"overall": 2.0}] * 2
 
 
+HIDDEN = """
+import asyncio, concurrent.futures, functools
+def in_thread(function, *args):
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        return pool.submit(lambda: asyncio.run(function(*args))).result()
+def decorator(function):
+    {wraps}
+    def wrapper(*args):
+        return {call}
+    return wrapper
+@decorator
+async def main(given):
+    await asyncio.sleep(0)
+    return {returned}
+"""
+CALLS = {"wraps": "@functools.wraps(function)", "returned": "[{'overall': 1} for _ in given]"}
+
+
+@pytest.mark.parametrize("call", ["function(*args)", "in_thread(function, *args)"])
+@pytest.mark.parametrize(
+    ("kind", "returned"), [("batch", CALLS["returned"]), ("sequential", "{'overall': 1}")]
+)
+def test_a_decorated_async_function_is_awaited_if_its_decorator_does_not(reward_file, call, kind, returned):
+    text = HIDDEN.format(**CALLS | {"call": call, "returned": returned})
+
+    assert load_reward_function(reward_file(text), {}, kind).score(ROWS) == [{"overall": 1.0}] * 2
+
+
+@pytest.mark.parametrize("kind", ["batch", "sequential", "dataproto"])
+def test_an_async_function_that_its_decorator_hides_is_an_error_with_the_remedy(reward_file, kind):
+    text = HIDDEN.format(**CALLS | {"call": "function(*args)", "wraps": ""})
+
+    with pytest.raises(ValueError, match=r"returned a coroutine: .* add functools\.wraps"):
+        load_reward_function(reward_file(text), {}, kind).score(ROWS)
+
+
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
@@ -217,7 +253,8 @@ def test_numbers_and_truth_values_of_any_library_are_numbers(reward_file):
             "{'accuracy': 1.0}",
             r"must return a dict with `overall` for each response, got the keys \['accuracy'\]",
         ),
-        ("0.5", "must return a dict with `overall` for each response, got float 0.5"),
+        ("float('nan')", "`overall` must be a finite number, got nan"),
+        ("'0.5'", "must return a dict with `overall` for each response, got str '0.5'"),
         ("None", "must return a dict with `overall` for each response, got NoneType None"),
         ("{'overall': float('nan')}", "`overall` must be a finite number, got nan"),
         ("{'overall': 1.0, 'x': float('inf')}", "`x` must be a finite number, got inf"),

@@ -31,7 +31,7 @@ def test_the_help_of_every_script_names_the_switches_in_the_docs(capsys):
 
     for script in sorted({name for name, _ in commands}):
         with pytest.raises(SystemExit) as end:
-            runpy.run_path(str(ROOT / "scripts" / script))["main"](["--help"])
+            raise SystemExit(runpy.run_path(str(ROOT / "scripts" / script))["main"](["--help"]))
         assert end.value.code == 0
         text = capsys.readouterr().out
         used = {word for name, words in commands if name == script for word in words if word.startswith("--")}

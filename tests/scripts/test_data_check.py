@@ -24,9 +24,9 @@ def rows_of(path):
 
 @pytest.fixture
 def odd(folder, tmp_path):
-    """Eight rows: 1 without marker, 2 much too long, 3 with a missing image, 5 with one that is cut off."""
+    """Eight rows: 1 with another marker, 2 much too long, 3 with a missing image, 5 with one cut off."""
     rows = rows_of(folder / "train.jsonl")
-    rows[1]["problem"] = "What colour?"
+    rows[1]["problem"] = "<video>What colour?"
     rows[2]["problem"] += " and again?" * 20
     rows[3]["images"] = ["missing.png"]
     cut = tmp_path / "cut.png"
@@ -141,6 +141,19 @@ def test_answers_that_no_response_can_hold_are_warned_of(run, folder, tmp_path, 
 
     assert main([*arguments, f"data.max_response_length={longest}"]) == 0
     assert "warning:" not in capsys.readouterr().out
+
+
+def test_an_answer_with_a_lone_surrogate_is_counted_as_a_template_renders_it(run, folder, tmp_path, capsys):
+    rows = rows_of(folder / "train.jsonl")
+    rows[0]["answer"] = "red \ud800"
+    path = tmp_path / "odd.jsonl"
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+    assert main([*run, f"data.train_files={path}", "--rows", "2"]) == 0
+
+    text = capsys.readouterr().out
+    assert r"answer: 'red \ud800'" in text and "longest " in text
+    text.encode()  # a terminal can show it
 
 
 def test_answers_with_parts_are_not_counted():

@@ -7,13 +7,13 @@ import sys
 import yaml
 
 from tests.helpers.training import ROOT
-from verl.cli.print_config import main
 from verl.config.ppo import PPOConfig
 from verl.planning.device_defaults import load_run_config
+from verl.trainer.main import print_config
 
 
 def printed(capsys, *arguments):
-    assert main(arguments) == 0
+    assert print_config(arguments) == 0
     return capsys.readouterr().out
 
 

@@ -55,6 +55,20 @@ def test_without_a_file_samples_are_made_from_rows_and_labeled_as_samples(run, c
     assert overall == ["overall", "6", "0.366667", "0", "1"]
 
 
+@pytest.mark.parametrize("given", ["samples", "responses"])
+def test_a_text_with_a_lone_surrogate_is_scored(run, folder, responses, tmp_path, capsys, given):
+    path = tmp_path / "odd.jsonl"
+    lines = (folder / "train.jsonl").read_text().splitlines()
+    path.write_text("\n".join([json.dumps(json.loads(lines[0]) | {"answer": "\ud800"}), *lines[1:], ""]))
+    own = responses({"response": "\ud800", "row": 0}) if given == "responses" else []
+
+    assert main([*run, f"data.train_files={path}", "--rows", "1", *own]) == 0
+
+    text = capsys.readouterr().out
+    assert r"'\ud800'" in text
+    text.encode()
+
+
 def test_a_response_of_several_turns_may_earn_a_reward_for_each(reward, responses, capsys):
     arguments = reward("def compute_score(inputs): return [{'overall': x['tool_rewards']} for x in inputs]")
     line = {"response": "a", "ground_truth": "b", "num_turns": 2, "tool_rewards": [0.5, -1]}

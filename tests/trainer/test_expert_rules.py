@@ -103,7 +103,7 @@ def test_what_cannot_be_divided_is_named_with_a_remedy(folders, model, options, 
 @pytest.mark.parametrize(
     ("model", "message"), [("dense", "has no experts"), ("odd", "must divide the 6 experts")]
 )
-def test_a_dry_run_says_so_where_its_plan_would_be(folders, model, message):
+def test_a_dry_run_has_it_as_its_problem(folders, model, message):
     options = [f"{SIZE}=4", "worker.actor.micro_batch_size_per_device_for_update=auto"]
 
-    assert message in dry_run_memory(load(folders, model, *options), planned_ppo).memory
+    assert message in dry_run_memory(load(folders, model, *options), planned_ppo).problem

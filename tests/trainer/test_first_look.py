@@ -31,12 +31,12 @@ def look(tmp_path):
 
 FINE = "return [{'overall': float(x['response'] == x['ground_truth'])} for x in inputs]"
 REFUSED = {
-    "floats": ("return [1.0 for _ in inputs]", "must return a dict with `overall` .* got float"),
+    "texts": ("return ['right' for _ in inputs]", "must return a dict with `overall` .* got str"),
     "not a number": ("return [{'overall': float('nan')} for _ in inputs]", "a finite number, got nan"),
     "too few": ("return []", "must return a list of 3 dicts, one per response, got 0"),
     "raises": ("return inputs[0]['hint']", "raised KeyError: 'hint' at .*reward.py:3, in score"),
     "an import": ("import no_such_package", "raised ModuleNotFoundError"),
-    "bad result of the prompt": ("return [len(x['prompt']) for x in inputs]", "got int 6"),
+    "bad result of the prompt": ("return [x['prompt'] for x in inputs]", "got str"),
 }  # fmt: skip
 
 
@@ -76,30 +76,24 @@ def test_failures_that_a_run_handles_do_not_end_it(look):
     look(body, on_failure="mask")
 
 
-FOREIGN = {
-    "TRL": ("def score(completions, **kwargs):\n    return [1.0]\n", "of a reward function for TRL"),
-    "verl": (
-        "def score(data_source, solution_str, ground_truth, extra_info=None):\n    return 1.0\n",
-        "of a reward function for verl",
-    ),
-    "TRL with the answer": (
-        "def score(completions, answer):\n    return [1.0]\n",
-        r"score\(completions, answer\)` has the arguments of a reward function for TRL",
-    ),
-    "neither": (
-        "def score(response, truth):\n    return 1.0\n",
-        r"score\(response, truth\).*must take one argument.*score\(reward_inputs",
-    ),
-}
-
-
-@pytest.mark.parametrize("code, message", FOREIGN.values(), ids=FOREIGN)
-def test_another_signature_is_named_with_what_is_wanted(code, message, tmp_path):
+def test_a_function_of_another_library_is_called_and_noted(tmp_path):
     path = tmp_path / "reward.py"
-    path.write_text(code)
+    path.write_text("def score(solution_str, ground_truth):\n    return solution_str == ground_truth\n")
     config = replace(RewardConfig(), reward_function=f"{path}:score")
 
-    with pytest.raises(ValueError, match=f"(?s){message}"):
+    (note,) = look_at_reward(ROWS, DataConfig(), config)
+
+    assert note.startswith(f"{path}:1 `score` has the arguments of a reward function for verl")
+
+
+def test_another_signature_is_named_with_what_is_wanted(tmp_path):
+    path = tmp_path / "reward.py"
+    path.write_text("def score(response, truth):\n    return 1.0\n")
+    config = replace(RewardConfig(), reward_function=f"{path}:score")
+
+    with pytest.raises(
+        ValueError, match=r"score\(response, truth\).*must take one argument.*score\(reward_input"
+    ):
         look_at_reward(ROWS, DataConfig(), config)
 
 

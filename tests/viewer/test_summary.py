@@ -58,6 +58,26 @@ def test_a_summary_has_last_step_speed_time_left_and_metrics(tmp_path):
     assert line_of(text, "restarts") == ["0"]
 
 
+def test_shares_of_phases_add_up_to_the_step_whether_each_step_has_them_or_not(tmp_path):
+    # Ten seconds a step; the second also validates for six, which is three on average: 3 of 13.
+    log_lines(
+        tmp_path,
+        {"step": 0, "timing_s/validation": 50.0},  # before the first step
+        {"step": 1, "timing_s/step": 10.0, "timing_s/gen": 8.0, "timing_s/sync_weights": 2.0,
+         "actor/ppo_kl": 0.0},
+        {"step": 2, "timing_s/step": 16.0, "timing_s/gen": 8.0, "timing_s/sync_weights": 2.0,
+         "timing_s/validation": 6.0, "actor/ppo_kl": 0.0},
+    )  # fmt: skip
+
+    text = text_of(tmp_path)
+
+    assert line_of(text, "gen")[:2] == ["8.00", "62%"]
+    assert line_of(text, "validation")[:2] == ["3.00", "23%"]
+    assert line_of(text, "other")[:2] == ["2.00", "15%"]
+    assert line_of(text, "sync_weights")[:2] == ["2.00", "(inside)"]
+    assert "kl " not in text
+
+
 def test_runs_are_side_by_side_as_far_as_the_width_allows(tmp_path):
     for name in ("first", "second", "third"):
         write_log(tmp_path / name, range(1, 4))

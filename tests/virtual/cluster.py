@@ -128,10 +128,10 @@ def substitute() -> None:
     from verl.workers.base_worker import ModelWorker
     from verl.workers.packing.vision_features import FrozenTower, TrainedTower
 
-    def read_model(model: Any, config: Any, dtype: Any, trainable: bool, option: str) -> tuple[Any, None]:
+    def read_model(model: Any, config: Any, dtype: Any, trainable: bool, option: str) -> Any:
         source = meta_model(config, dtype)
         source.to_empty(device="cpu")
-        return source, None
+        return source
 
     def engine(config: Any, setup: Any) -> Engine:
         return Engine(setup.adapter is not None)

@@ -64,6 +64,10 @@ class Observation:
     seconds: float | None = field(default=None, compare=False)  # of the tool's work; None if none was called
 
 
+class CallRefusedError(ValueError):
+    """Raised by a tool for a mistake of the policy: the message is the answer, and the tool did not fail."""
+
+
 @dataclass(frozen=True)
 class AgentResult(Observation):
     """The end of an agent: `reward` is that of the whole conversation, given to its last turn."""

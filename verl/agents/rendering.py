@@ -87,11 +87,11 @@ class ObservationRenderer:
         return self._reserved.sub(lambda match: f"{match[0][0]} {match[0][1:]}", text)
 
     def plain_values(self, value: Any) -> Any:
-        """Return a message, or a part of one, in whose texts no special token is read."""
+        """Return a message, or a part of one, in whose texts and keys no special token is read."""
         if isinstance(value, str):
             return self.plain(value)
         if isinstance(value, Mapping):
-            return {key: self.plain_values(each) for key, each in value.items()}
+            return {self.plain_values(key): self.plain_values(each) for key, each in value.items()}
         return [self.plain_values(each) for each in value] if isinstance(value, list | tuple) else value
 
     def messages(self, calls: Sequence[ToolCall], observations: Sequence[Observation]) -> list[Message]:
@@ -157,7 +157,7 @@ class ObservationRenderer:
         parts = [_text(self.plain(part["text"])) if "text" in part else part for part in _parts_of(message)]
         # Templates that take texts from tools may take the user's pictures nevertheless.
         has_media = any(part["type"] != "text" for part in parts)
-        return {**message, "content": parts if has_media else _content(parts, self.style)}
+        return {**self.plain_values(message), "content": parts if has_media else _content(parts, self.style)}
 
     def _answer(self, message: Message) -> Observation:
         parts = _parts_of(message)

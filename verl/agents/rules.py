@@ -66,7 +66,7 @@ class ConversationRules:
             TimeoutError: It takes too long.
         """
         plain = self.renderer.plain_values(messages)
-        text = self.renderer.template(plain, True, name, tools)
+        text = self.renderer.template(plain, True, name, self.renderer.plain_values(tools))
         token_ids = self.tokenizer.encode(text, add_special_tokens=False)
         if self.media is not None and media:
             media = self.media.with_order(media, token_ids)

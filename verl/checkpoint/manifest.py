@@ -13,6 +13,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypedDict
 
+from verl.config.files.paths import MODEL_CONFIGS
+
 MANIFEST = "manifest.json"
 BASE_MODEL = "base_model"  # in a role's manifest: folder or hub name of the model that training started from
 STEP_FOLDER = re.compile(r"global_step_(\d{1,18})")
@@ -53,6 +55,19 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise FileNotFoundError(f"{error}: {remedy(folder)}") from None
     except ValueError as error:
         raise ValueError(f"{error}; the checkpoint is damaged: {remedy(folder)}") from None
+
+
+def check_role_folder(folder: Path) -> None:
+    """Raise a FileNotFoundError unless a folder is that of a role, with the config of its model."""
+    if any((folder / "huggingface" / name).is_file() for name in MODEL_CONFIGS):
+        return
+    inside = (file for levels in range(1, 5) for file in folder.glob(f"{'*/' * levels}huggingface/*.json"))
+    roles = sorted({str(file.parents[1]) for file in inside if file.name in MODEL_CONFIGS})
+    found = f"; it has {', '.join(roles[-4:])}" if roles else ""
+    raise FileNotFoundError(
+        f"{folder / 'huggingface' / 'config.json'} is missing: `--local_dir` must be a role's folder of a"
+        f" checkpoint, for example checkpoints/project/experiment/global_step_8/actor{found}"
+    )
 
 
 def check_digests(folder: Path, manifest: dict[str, Any], names: Iterable[str]) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from verl.checkpoint.manifest import check_role_folder
 from verl.checkpoint.pipelines import merge_pipeline
 from verl.checkpoint.safetensors_files import MAX_FILE_BYTES, cast, write_files, writing
 from verl.checkpoint.sharded import HUGGINGFACE
@@ -41,14 +42,10 @@ def merge_checkpoint(
     `merge_pipeline`.
     """
     local_dir = Path(local_dir)
+    check_role_folder(local_dir)
     folder = local_dir / HUGGINGFACE
     if (folder / PIPELINE).is_file():
         return merge_pipeline(local_dir, dtype=dtype, base_model=base_model, max_file_bytes=max_file_bytes)
-    if not (folder / "config.json").is_file():
-        raise FileNotFoundError(
-            f"{folder / 'config.json'} is missing: `--local_dir` must be a role's folder of a checkpoint,"
-            " for example checkpoints/project/experiment/global_step_8/actor"
-        )
     with reading(
         folder / "config.json", "it must be the config of the saved model, as its checkpoint has it"
     ):

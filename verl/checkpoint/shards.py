@@ -4,7 +4,7 @@
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,19 +41,7 @@ def reading(what: object, remedy: str) -> Iterator[None]:
         raise ValueError(f"{what} cannot be read ({cause(error)}): {remedy}") from error
 
 
-class Shards(Protocol):
-    """A source of full tensors, by name."""
-
-    is_hub_layout_likely: bool  # True for checkpoints of transformers 4, which may use the hub's layout
-
-    def names(self) -> list[str]: ...
-
-    def shape(self, name: str) -> torch.Size: ...
-
-    def read(self, name: str) -> Tensor: ...
-
-
-def open_shards(local_dir: Path) -> Shards:
+def open_shards(local_dir: Path) -> "Shards":
     """Open the shards of a checkpoint folder, whichever format it has."""
     if (local_dir / MANIFEST).is_file():
         return DistributedShards(local_dir)
@@ -95,7 +83,7 @@ class DistributedShards:
 class RankFiles:
     """Checkpoints of EasyR1 and verl: one file for each rank."""
 
-    is_hub_layout_likely = True
+    is_hub_layout_likely = True  # checkpoints of transformers 4 may use the hub's layout
 
     def __init__(self, files: list[Path]) -> None:
         self._first, self._ranks = files[0], [load_shard_file(file) for file in files]
@@ -125,7 +113,7 @@ class FoldedShards:
 
     def __init__(
         self,
-        source: Shards,
+        source: "Shards",
         folder: Path,  # contains `adapter_config.json`
         base: Mapping[str, Tensor],
         parameters: Iterable[AdaptedParameter] = (),  # outside of linear modules
@@ -174,6 +162,9 @@ class FoldedShards:
 
     def _read(self, name: str) -> Tensor:
         return self._source.read(self._saved[name])
+
+
+Shards = DistributedShards | RankFiles | FoldedShards  # sources of full tensors, by name
 
 
 class AdaptedShards(FoldedShards):

@@ -92,20 +92,14 @@ class CheckpointTracker:
     def _prune(self) -> None:
         if self.save_limit <= 0:
             return
+        matches = [(STEP_FOLDER.fullmatch(folder.name), folder) for folder in self.root.iterdir()]
+        folders = {int(match[1]): folder for match, folder in matches if match}
         # A run that resumed from an earlier step writes smaller numbers than the steps it abandons.
-        newest = sorted(self._steps(), key=lambda step: (self._written_ns(step), step), reverse=True)
-        kept = set(newest[: self.save_limit])
-        kept |= {self.record.last_global_step, self.record.best_global_step}
-        for step in self._steps():
+        newest = sorted(folders, key=lambda step: (folders[step].stat().st_mtime_ns, step), reverse=True)
+        kept = {*newest[: self.save_limit], self.record.last_global_step, self.record.best_global_step}
+        for step, folder in folders.items():
             if step not in kept:
-                shutil.rmtree(self.root / f"global_step_{step}")
-
-    def _written_ns(self, step: int) -> int:
-        return (self.root / f"global_step_{step}").stat().st_mtime_ns
-
-    def _steps(self) -> list[int]:
-        matches = [STEP_FOLDER.fullmatch(folder.name) for folder in self.root.iterdir()]
-        return [int(match.group(1)) for match in matches if match]
+                shutil.rmtree(folder)
 
 
 def read_record(root: Path | str) -> CheckpointRecord | None:

@@ -7,6 +7,7 @@ echo 'autoload -Uz bashcompinit && bashcompinit && source <(verl-completion)' >>
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from verl.config.ppo import PPOConfig
 from verl.config.schema import OptionEntry, list_options
@@ -26,30 +27,7 @@ COMMANDS = {  # and the config that they read
     "verl-print-config": PPOConfig,
 }
 TRAINING = ("verl-train", "verl-sft")
-SCRIPT = """\
-# Completes KEY=VALUE. bash gives `KEY`, `=` and `VALUE` as three words, zsh gives one.
-_verl_complete() {
-    local options=$1 switches=$2 values_of=$3 word=${COMP_WORDS[COMP_CWORD]} key= before=
-    COMPREPLY=()
-    if [[ $word == "=" ]]; then
-        key=${COMP_WORDS[COMP_CWORD-1]} word=
-    elif [[ $COMP_CWORD -gt 1 && ${COMP_WORDS[COMP_CWORD-1]} == "=" ]]; then
-        key=${COMP_WORDS[COMP_CWORD-2]}
-    elif [[ $word == *=* ]]; then
-        key=${word%%=*} before=${word%%=*}= word=${word#*=}
-    fi
-    if [[ $key == config || $key == *_files || $key == *_path || $key == *format_prompt ]]; then
-        COMPREPLY=($(compgen -P "$before" -f -- "$word"))
-    elif [[ -n $key ]]; then
-        COMPREPLY=($(compgen -P "$before" -W "$($values_of "$key")" -- "$word"))
-    elif [[ $word == -* ]]; then
-        COMPREPLY=($(compgen -W "$switches" -- "$word"))
-    else
-        COMPREPLY=($(compgen -S = -W "$options" -- "$word"))
-        compopt -o nospace 2>/dev/null
-    fi
-}
-"""
+SCRIPT = Path(__file__).with_suffix(".bash")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -60,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def completion_script() -> str:
     """Return the script: the options of each kind of config, and a function for each command."""
-    parts = [SCRIPT]
+    parts = [SCRIPT.read_text(encoding="utf-8")]
     for config in dict.fromkeys(COMMANDS.values()):
         options = list_options(config)
         name = _name_of(config)

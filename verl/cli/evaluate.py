@@ -28,7 +28,7 @@ from verl.config.schema import ConfigError
 from verl.planning.device_defaults import load_run_config
 from verl.trainer.command import at_least, load_with_notes, make_parser
 from verl.trainer.evaluation.report import Question
-from verl.trainer.run.exit_status import BAD_INPUT, FOR_THE_USER, INTERRUPTED, exit_status_of, raised_by_us
+from verl.trainer.run.exit_status import BAD_INPUT, FOR_THE_USER, INTERRUPTED, told
 from verl.utils.standard_streams import outlive_readers
 
 
@@ -96,11 +96,9 @@ def _evaluate(switches: argparse.Namespace) -> int:
         sys.stderr.write(f"{error}\n")
         return BAD_INPUT
     except FOR_THE_USER as error:
-        if config is None or not raised_by_us(error):
-            raise  # our own mistake, which needs its traceback
-        end = exit_status_of(error, config.trainer)
-        sys.stderr.write(f"{end.message}\n")
-        return end.status
+        if config is None:
+            raise
+        return told(error, config.trainer)
     text = json.dumps(evaluation.as_dict(), indent=2) + "\n" if switches.json else evaluation.table()
     sys.stdout.write(text)
     sys.stderr.write(

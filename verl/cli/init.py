@@ -18,6 +18,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from verl.config.parsing import yaml_text
 from verl.utils.typed_command import command_parser
 
@@ -44,30 +46,11 @@ class Kind:
     prompt_length: int = 128
 
 
-VL_MODEL = "Qwen/Qwen2.5-VL-3B-Instruct"
-TEXT_MODEL = "Qwen/Qwen2.5-1.5B-Instruct"
-QUESTIONS = ("question", "answer")
+INIT_FILES = files("verl.cli") / "init_files"
 KINDS = {
-    kind.name: kind
-    for kind in (
-        Kind(
-            "image", "A model learns to name the colour of a shape in an image.", "train.csv", "val.csv",
-            "qwen2_5_vl", VL_MODEL, 40, 64, 16, QUESTIONS, "images",
-        ),
-        Kind(
-            "text", "A model learns to find the colour in a sentence.", "train.jsonl", "val.jsonl",
-            "qwen3", TEXT_MODEL, 60, 128, 32, QUESTIONS,
-        ),
-        Kind(
-            "video", "A model learns to name the colour of what moves in a video.", "train.csv", "val.csv",
-            "qwen2_5_vl", VL_MODEL, 60, 32, 8, QUESTIONS, "videos",
-        ),
-        Kind(
-            "sft", "A model learns conversations about the colour in a sentence.", "train.jsonl", "val.jsonl",
-            "qwen3", TEXT_MODEL, 40, 128, 32, ("messages",),
-        ),
-    )
-}  # fmt: skip
+    name: Kind(name=name, **entry)
+    for name, entry in yaml.safe_load((INIT_FILES / "kinds.yaml").read_text(encoding="utf-8")).items()
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -116,7 +99,7 @@ def write_folder(folder: Path, kind: Kind, model: str | None) -> None:
         *(() if kind.name == "sft" else ("prompt.jinja", "reward.py.jinja")),
     )
     for name in names:
-        text = (files("verl.cli") / "init_files" / name).read_text(encoding="utf-8")
+        text = (INIT_FILES / name).read_text(encoding="utf-8")
         target = name if name == "prompt.jinja" else name.removesuffix(".jinja")
         (folder / target).write_text(environment.from_string(text).render(facts), encoding="utf-8")
     for number, (name, count) in enumerate(((kind.train, kind.rows), (kind.val, kind.val_rows))):

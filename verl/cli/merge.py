@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from verl.checkpoint.manifest import check_role_folder
 from verl.config.files.extensions import extension_in_file
 from verl.config.model import DTYPES
 from verl.utils.cuda_builds import repair_cuda_builds
@@ -33,12 +34,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--family", help="model family of a file, as `worker.actor.model.family` of the run")
     parser.add_argument("--trust_remote_code", action="store_true", help="allow the model's own Python code")
     options = parser.parse_args(arguments)
-    # Imported here so that `--help` answers before torch loads.
-    from verl.checkpoint.merger import merge_checkpoint, upload  # noqa: PLC0415
-    from verl.distributed.fsdp import torch_dtype  # noqa: PLC0415
-    from verl.models.families.registry import register_family  # noqa: PLC0415
-
     try:
+        check_role_folder(options.local_dir)
+        # Imported here so that `--help` and a wrong folder are answered before torch loads.
+        from verl.checkpoint.merger import merge_checkpoint, upload  # noqa: PLC0415
+        from verl.distributed.fsdp import torch_dtype  # noqa: PLC0415
+        from verl.models.families.registry import register_family  # noqa: PLC0415
+
         register_family(extension_in_file(options.family) if options.family else None)
         folder = merge_checkpoint(
             options.local_dir,
@@ -50,6 +52,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.hf_upload_path:
             sys.stdout.write(f"uploaded to {upload(folder, options.hf_upload_path)}\n")
     except (OSError, ValueError, NotImplementedError) as error:
-        sys.stderr.write(f"model_merger: {error}\n")
+        sys.stderr.write(f"verl-merge: {error}\n")
         return 1
     return 0

@@ -108,9 +108,8 @@ def _check(switches: argparse.Namespace, config: PPOConfig) -> int:
         else:
             responses = read_responses(path, rows, converses=converses)
     origin = SAMPLES if path is None else str(path)
-    sys.stdout.write(
-        f"{reward}, line {reward.line}, {reward.reward_type}\n{len(responses)} responses: {origin}\n"
-    )
+    title = reward.note or f"{reward}, line {reward.line}, {reward.reward_type}"
+    sys.stdout.write(f"{title}\n{len(responses)} responses: {origin}\n")
     calls = _score(reward, responses, options.batch_size, options.timeout_s, debugs=switches.pdb)
     sys.stdout.write(_summary(calls))
     failed = [call for call in calls if call.reason is not None or call.seconds > options.timeout_s]
@@ -122,12 +121,7 @@ def _check(switches: argparse.Namespace, config: PPOConfig) -> int:
 
 
 def _score(
-    reward: RewardFunction,
-    responses: Sequence[Response],
-    batch_size: int,
-    timeout_s: float,
-    *,
-    debugs: bool,
+    reward: RewardFunction, responses: Sequence[Response], batch_size: int, timeout_s: float, *, debugs: bool
 ) -> list[CheckedCall]:
     """Call the function as a run does and show each call; with `debugs` stop at the first error."""
     calls: list[CheckedCall] = []

@@ -161,8 +161,7 @@ class AlgorithmConfig:
         extension="advantage estimator",
     )
     norm_adv_by_std: bool = option(
-        True,
-        "Divide advantages of `grpo`, `grpo_passk`, `turn_grpo` and `gdpo` by the group's deviation.",
+        True, "Divide advantages of `grpo`, `grpo_passk`, `turn_grpo` and `gdpo` by the group's deviation."
     )
     gdpo_reward_keys: list[str] = option(list, "Reward components for `gdpo`.")
     gdpo_reward_weights: list[float] | None = option(None, "Weights of `gdpo_reward_keys`; null is all 1.")

@@ -115,7 +115,7 @@ class RowsConfig:
 class DataConfig(RowsConfig):
     """Prompts and their batches."""
 
-    answer_key: str = option("answer", "Column of the ground truth for the reward function.")
+    answer_key: str = option("answer", "Column of the ground truth, or `COLUMN.KEY` inside of one.")
     category_keys: tuple[str, ...] = option(
         (), "Columns of `val_files` whose values are categories: each has validation metrics of its own."
     )

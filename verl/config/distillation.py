@@ -31,8 +31,7 @@ class DistillationLossConfig:
     )
     topk: int = option(64, "Tokens of the teacher in the `topk` modes.", minimum=1)
     use_task_rewards: bool = option(
-        True,
-        "Also learn from rewards, in fine-tuning from the data; false learns from the teacher alone.",
+        True, "Also learn from rewards, in fine-tuning from the data; false learns from the teacher alone."
     )
     distillation_loss_coef: float = option(1.0, "Weight of the divergence.", minimum=0.0)
     use_policy_gradient: bool = option(

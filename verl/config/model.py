@@ -103,9 +103,7 @@ class ModelConfig:
     )
 
     router_aux_loss_coef: float = option(
-        0.0,
-        "Weight of the loss that balances experts over the tokens of an update.",
-        minimum=0.0,
+        0.0, "Weight of the loss that balances experts over the tokens of an update.", minimum=0.0
     )
     freeze_router: bool = option(False, "Freeze a mixture's routers; with `lora` they have no adapters.")
 

@@ -51,6 +51,10 @@ def read_config_file(path: Path) -> dict[str, Any]:
     """Return the sections of a YAML file; references such as `${a.b}` stay unresolved."""
     if not os.path.isfile(path):  # unlike `Path.is_file`, false for a name that is too long
         raise ValueError(str(missing("file", path)))
+    if path.suffix == ".toml":
+        raise ValueError(
+            f"{path} is TOML; a config is YAML: write `[a.b]` as `a:` and, indented, `b:`, `x = 1` as `x: 1`"
+        )
     size = path.stat().st_size
     if size > MAX_BYTES:
         raise ValueError(f"{path} has {size} bytes; a config file has at most {MAX_BYTES}")
@@ -87,7 +91,9 @@ def resolve_references(values: dict[str, Any]) -> dict[str, Any]:
         resolved = OmegaConf.to_container(OmegaConf.create(values), resolve=True)
         _check_values(resolved)
     except OmegaConfBaseException as error:
-        raise ValueError(f"`{error.full_key or ''}`: {_one_line(error)}") from error
+        variable = next((name for _, name in REFERENCE.findall(str(values)) if name in os.environ), None)
+        hint = f"; write `${{oc.env:{variable}}}` for the environment variable" if variable else ""
+        raise ValueError(f"`{error.full_key or ''}`: {_one_line(error)}{hint}") from error
     except RecursionError as error:
         raise ValueError("the chain of `${...}` references is too long to follow") from error
     assert isinstance(resolved, dict), "a mapping resolves to a mapping"

@@ -35,7 +35,7 @@ WHOLE_ROW_LOSSES = ("gspo", "gspo_token", "geo_mean", "sppo")
 
 
 def _strategy_option() -> Any:
-    return option("fsdp", "Backend that shards the model.", choices=("fsdp",))
+    return option("fsdp", "Backend that shards the model: FSDP2, by either name.", choices=("fsdp", "fsdp2"))
 
 
 def _loss_avg_option(help: str) -> Any:
@@ -252,8 +252,7 @@ class WorkerConfig:
     """Models, rollout engine and reward function."""
 
     hybrid_engine: bool = option(
-        True,
-        "Train and sample in the same processes; false samples in `trainer.n_gpus_for_rollout` others.",
+        True, "Train and sample in the same processes; false samples in `trainer.n_gpus_for_rollout` others."
     )
     vila_model: bool = option(False, "The model belongs to the VILA family.")
     is_omni: bool = option(False, "The model takes audio.")

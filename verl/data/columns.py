@@ -12,6 +12,8 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 from urllib.parse import urlsplit
 
+from verl.data.bad_rows import BadRowError
+
 SAMPLED_ROWS = 64  # of a file, to see what its columns hold
 MAX_PATH = 4096  # characters; a longer text is not a path
 SIGNATURE = 12  # bytes at the start of a file that tell its kind
@@ -96,7 +98,9 @@ class Note(NamedTuple):
 def check_prompt_columns(option: str, sources: Iterable[FileColumns], config: Any) -> None:
     """Raise a ValueError unless each file has the columns of prompts and answers."""
     for source in sources:
-        missing = [key for key in ("prompt_key", "answer_key") if getattr(config, key) not in source.columns]
+        missing = [] if config.prompt_key in source.columns else ["prompt_key"]
+        if not {config.answer_key, config.answer_key.partition(".")[0]} & set(source.columns):
+            missing.append("answer_key")
         if not missing:
             continue
         likely = likely_columns(missing, source.columns, config)
@@ -108,6 +112,19 @@ def check_prompt_columns(option: str, sources: Iterable[FileColumns], config: An
         raise ValueError(
             f"`{option}`: {source.name} has no column `{absent}`: it has {source.columns}; set {remedy}"
         )
+
+
+def answer_of(row: Mapping[str, Any], key: str) -> Any:
+    """Return the value of a column, or of one inside of a column: `reward_model.ground_truth`."""
+    if key in row:
+        return row[key]
+    value: Any = row
+    for name in key.split("."):
+        if not isinstance(value, Mapping) or name not in value:
+            found = sorted(value) if isinstance(value, Mapping) else f"{value!r:.80}"
+            raise BadRowError(f"`{key}` (`data.answer_key`) has no `{name}` in it; there is {found}")
+        value = value[name]
+    return value
 
 
 def check_category_columns(sources: Sequence[FileColumns], config: Any) -> None:
@@ -189,11 +206,7 @@ def notes_on_columns(
 
 
 def unread_media(
-    option: str,
-    source: FileColumns,
-    keys: MediaKeys,
-    read: Collection[str],
-    kinds: Collection[str] | None,
+    option: str, source: FileColumns, keys: MediaKeys, read: Collection[str], kinds: Collection[str] | None
 ) -> list[Note]:
     """Say which columns hold media that no option reads.
 

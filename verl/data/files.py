@@ -31,6 +31,7 @@ from verl.data.plain_files import (
     Source,
     files_of_split,
     from_object,
+    no_rows,
     read_csv,
     read_json,
     split_name,
@@ -83,7 +84,7 @@ def load_rows(files: str | Sequence[str], option: str = "data.train_files") -> R
         kind = FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError
         raise kind(f"`{option}`: {error}") from error
     if not len(rows):
-        raise ValueError(f"`{option}` ({', '.join(names)}) has no rows")
+        raise no_rows(option, names)
     return rows
 
 

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from verl.config.data import DataConfig
-from verl.config.files.model_files import processor_files
+from verl.config.files.model_files import processor_files, read_json
+from verl.config.model import ModelConfig
 from verl.data.bad_rows import BadRow, bad_rows_error
 from verl.data.columns import (
     FileColumns,
@@ -22,9 +23,18 @@ from verl.data.columns import (
     check_prompt_columns,
     notes_on_columns,
 )
-from verl.data.plain_files import DEFAULT_SPLIT, FIRST_READERS, FirstRows, Row, files_of_split, first_rows
-from verl.data.prompt_template import PromptFormat, read_chat_template
+from verl.data.plain_files import (
+    DEFAULT_SPLIT,
+    FIRST_READERS,
+    FirstRows,
+    Row,
+    files_of_split,
+    first_rows,
+    no_rows,
+)
+from verl.data.prompt_template import PromptFormat, no_chat_template, read_chat_template
 
+TEMPLATE_FILES = ("chat_template*", "additional_chat_templates/*", "tekken.json")
 MAX_FILES = 8  # of a folder
 MAX_ROWS = 4  # that are returned
 OPTIONS = ("train_files", "val_files")
@@ -86,6 +96,17 @@ def look_at_data(kind: RowKind, data: Any, processor: str | None, *, checks_rows
     return look
 
 
+def check_chat_template(model: ModelConfig, override: str | None) -> None:
+    """Raise a ValueError if the files of a model's tokenizer show that it has no chat template."""
+    folder = Path(model.tokenizer_path or "")
+    config = read_json(folder / "tokenizer_config.json")
+    if config is None or "auto_map" in config or override is not None or model.is_pipeline:
+        return
+    files = [file for name in TEMPLATE_FILES for file in folder.glob(name)]
+    if config.get("chat_template") is None and not files:
+        raise no_chat_template(folder)
+
+
 def prompts_of_batch(data: DataConfig) -> tuple[str, int]:
     """Return the option that says how many prompts a batch of the loader has, and their number."""
     name = "rollout_batch_size" if data.mini_rollout_batch_size is None else "mini_rollout_batch_size"
@@ -130,12 +151,16 @@ def media_kinds(folder: str | None) -> tuple[str, ...] | None:
 
 def first_of_sources(files: str | Sequence[str], option: str) -> list[FirstRows]:
     """Read the first rows of each local file; a ValueError names the option."""
-    names = [files] if isinstance(files, str) else files
+    names = [name.strip() for name in ([files] if isinstance(files, str) else files) if name.strip()]
     try:
-        paths = [path for name in names if name.strip() for path in _local_files(name.strip())]
-        return [seen for path in paths if (seen := first_rows(path)) is not None and seen.source.rows]
+        paths = [_local_files(name) for name in names]
+        looked = [seen for found in paths for path in found if (seen := first_rows(path)) is not None]
     except ValueError as error:
         raise ValueError(f"`{option}`: {error}") from error
+    with_rows = [seen for seen in looked if seen.source.rows]
+    if names and all(paths) and not with_rows and len(looked) == sum(map(len, paths)):
+        raise no_rows(option, names)
+    return with_rows
 
 
 def _local_files(name: str) -> list[Path]:

@@ -51,6 +51,8 @@ class MappedFile:
 
     def row(self, number: int) -> Row:
         """Parse a row; a ValueError names its line."""
+        if self.text.size() < len(self.text):  # reading beyond its end would kill the process
+            raise ValueError("it was cut while it was open: replace a file by renaming another one")
         start, line = self._find(number)
         try:
             text = self._line(start)

@@ -20,18 +20,17 @@ from PIL import Image
 from verl.config.data import DataConfig, RowsConfig
 from verl.config.sft import SFTDataConfig
 from verl.data.bad_rows import BadRowError
-from verl.data.columns import media_column
+from verl.data.columns import answer_of, media_column
 from verl.data.media.audio import wav_bytes
-from verl.data.media.item_options import read_item_options
 from verl.data.media.references import Reference, inline_bytes, is_url, sound_of
-from verl.data.media.sizes import to_8_bits
+from verl.data.media.sizes import read_item_options
 from verl.data.plain_files import Row
 from verl.data.prompt_template import PromptFormat
+from verl.utils.images import to_rgb
 
 Message = dict[str, Any]
 MARKERS = {"<image>": "image", "<video>": "video", "<audio>": "audio"}
 CHAT_TEXT = re.compile(r"\s*\[\s*\{")
-PNG_MODES = ("1", "L", "LA", "I;16", "P", "RGB", "RGBA")
 ROLES = ("system", "user", "assistant", "tool", "developer")
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
 
@@ -90,8 +89,9 @@ def prompt_of(
 ) -> list[Message]:
     """Return the chat messages of the prompt of a row."""
     for key in ("prompt_key", "answer_key"):
-        if (name := getattr(config, key)) not in row:
+        if (name := getattr(config, key)) not in row and name.partition(".")[0] not in row:
             raise BadRowError(f"column `{name}` (`data.{key}`) is missing; the row has {sorted(row)}")
+    answer_of(row, config.answer_key)
     return build_messages(row[config.prompt_key], row, prompt_format, kinds)
 
 
@@ -132,7 +132,8 @@ def media_of(
 ) -> dict[str, list[Reference]] | None:
     """Return references to the media of a row, of which the messages have a marker for each; None without.
 
-    Audio that the model does not read is a column like any other.
+    Messages without any marker are given them, before the text of the first user message. Audio that the
+    model does not read is a column like any other.
     """
     read = partial(references, allow_urls=config.allow_media_urls)
     media = {
@@ -152,6 +153,7 @@ def media_of(
                     " the rollout engine cannot tell apart: leave out one of the two"
                 )
             media["sounds"] = [sound_of(video) for video in media["videos"]]
+    _put_media_first(messages, media)
     check_counts(messages, media, media_columns(config, kinds), row)
     return media if any(media.values()) else None
 
@@ -252,6 +254,13 @@ def _parts(content: str | list[Any], kinds: Collection[str]) -> str | list[dict[
     return parts
 
 
+def _put_media_first(messages: list[Message], media: Mapping[str, Sequence[Any]]) -> None:
+    user = next((message for message in messages if message["role"] == "user"), None)
+    parts = [{"type": kind} for kind in MARKERS.values() for _ in media.get(f"{kind}s", ())]
+    if parts and user is not None and all(isinstance(message["content"], str) for message in messages):
+        user["content"] = [*parts, {"type": "text", "text": user["content"]}]
+
+
 def check_counts(
     messages: list[Message], media: Mapping[str, Sequence[Any]], columns: Mapping[str, str], row: Row
 ) -> None:
@@ -260,23 +269,18 @@ def check_counts(
     kinds = [part["type"] for content in contents for part in content]
     for marker, kind in MARKERS.items():
         noun = f"{kind}s"
-        if noun not in media:
-            continue
-        found, given, column = kinds.count(kind), len(media[noun]), columns[noun]
-        if found == given:
+        found, given, column = kinds.count(kind), len(media.get(noun, ())), columns.get(noun)
+        if noun not in media or found == given:
             continue
         text = f"the prompt has {found} {marker} but the row has {given} {noun} in column `{column}`"
         text += f" (`data.{kind}_key`)"
+        remedy = f"write {marker} where each belongs, in the rows or with a template (`data.format_prompt`)"
         if given == 0:
             text += ", which is missing" if column not in row else ""
             other = media_column(noun, row, columns.values())
             remedy = f"give the row its {noun} there, or leave {marker} out"
             if other is not None:
                 remedy = f"its column `{other}` looks like {noun}: set `data.{kind}_key={other}`"
-        else:
-            remedy = (
-                f"write {marker} where each belongs, in the rows or with a template (`data.format_prompt`)"
-            )
         raise BadRowError(f"{text}: {remedy}")
 
 
@@ -331,7 +335,7 @@ def _reference(item: Any, kind: str, folder: str | None, allow_urls: bool) -> st
         return bytes(item)
     if isinstance(item, Image.Image) and kind == "image":
         buffer = io.BytesIO()
-        (item if item.mode in PNG_MODES else to_8_bits(item).convert("RGB")).save(buffer, format="PNG")
+        to_rgb(item).save(buffer, format="PNG")
         return buffer.getvalue()
     raise BadRowError(
         f"{kind}s must be paths, bytes, or dictionaries with `bytes` or `path`, got {item!r:.80}"

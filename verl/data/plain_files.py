@@ -199,6 +199,10 @@ def unreadable(path: Path, error: Exception) -> ValueError:
     return ValueError(f"{path} cannot be read: {reason}")
 
 
+def no_rows(option: str, names: Iterable[str]) -> ValueError:
+    return ValueError(f"`{option}` ({', '.join(names)}) has no rows")
+
+
 def _encoding_fault(path: Path) -> str:
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
@@ -212,14 +216,16 @@ def _encoding_fault(path: Path) -> str:
 
 
 def first_rows(path: Path) -> FirstRows | None:
-    """Read the first rows of a file; None if it is empty, takes long, or would run code (a pickle).
+    """Read the first rows of a file; None if that takes long, or would run code (a pickle).
 
     Raises:
         ValueError: The file cannot be read.
     """
     reader = FIRST_READERS.get(path.suffix)
-    if reader is None or path.stat().st_size == 0:
+    if reader is None:
         return None
+    if path.stat().st_size == 0:
+        return FirstRows(Source(str(path), []), are_all=True)
     try:
         return reader(path)
     except (TimeoutError, ChildEndedError):  # opening the whole file says what it is
@@ -248,10 +254,6 @@ def _first_of_json(path: Path) -> FirstRows | None:
     if path.stat().st_size > FIRST_BYTES:
         return None
     return FirstRows(read_json(path), are_all=True)
-
-
-def _first_of_csv(path: Path) -> FirstRows:
-    return _read_csv(path, FIRST_ROWS)
 
 
 def _first_of_table(path: Path) -> FirstRows:
@@ -307,8 +309,8 @@ def _arrow_rows(path: Path) -> tuple[list[str], list[Row], bool]:
 
 
 FIRST_READERS: dict[str, Callable[[Path], FirstRows | None]] = {
-    ".jsonl": _first_lines, ".json": _first_of_json, ".csv": _first_of_csv, ".parquet": _first_of_table,
-    ".arrow": _first_of_table,
+    ".jsonl": _first_lines, ".json": _first_of_json, ".csv": partial(_read_csv, limit=FIRST_ROWS),
+    ".parquet": _first_of_table, ".arrow": _first_of_table,
 }  # fmt: skip
 
 

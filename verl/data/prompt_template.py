@@ -66,7 +66,8 @@ class PromptFormat:
             cause = f"{error} for a prompt of {len(content)} characters: does it loop forever?"
             raise TimeoutError(f"{template} {cause}") from error
         except (ValueError, RuntimeError, ChildProcessError) as error:  # also values too deep to be sent
-            raise BadRowError(f"{template} failed: {error}") from error
+            found = f"; the row has {', '.join({'content': None} | row)}" if "undefined" in str(error) else ""
+            raise BadRowError(f"{template} failed: {error}{found}") from error
         if (size := len(text)) > MAX_RENDERED:
             raise BadRowError(f"{template} makes a prompt of {size} characters, the limit is {MAX_RENDERED}")
         return text
@@ -118,6 +119,10 @@ def read_chat_template(path: str) -> str:
         where = f"`data.override_chat_template` ({path}), line {error.lineno}"
         raise ValueError(f"{where}: {error.message}") from error
     return template
+
+
+def no_chat_template(model: str | Path) -> ValueError:
+    return ValueError(f"{model} has no chat template: set `data.override_chat_template` to a Jinja file")
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

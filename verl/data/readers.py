@@ -10,14 +10,14 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from verl.config.data import RowsConfig
-from verl.config.files.model_files import processor_files, tokenizer_of
+from verl.config.files.model_files import hub_problem, processor_files, tokenizer_of
 from verl.config.model import ModelConfig
 from verl.config.rollout import RolloutConfig
 from verl.config.sft import SFTDataConfig
 from verl.data.media.cache import MediaCache
 from verl.data.media.loader import MediaLoader
 from verl.data.media.sizes import MediaOptions
-from verl.data.prompt_template import read_chat_template
+from verl.data.prompt_template import no_chat_template, read_chat_template
 from verl.models.auto import AutoProcessor, AutoTokenizer, use_modelscope_hub_if_asked
 from verl.models.families.interface import MediaFamily, MediaShape
 from verl.models.families.registry import family_of, load_config, register_family
@@ -39,6 +39,8 @@ def load_tokenizer(
     `default_template` the chat template of a tokenizer that has none.
     """
     use_modelscope_hub_if_asked()
+    if (problem := hub_problem(str(model_path))) is not None:
+        raise ValueError(f"`worker.actor.model.model_path` (or `tokenizer_path`) {problem}")
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(model_path), trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
@@ -51,9 +53,7 @@ def load_tokenizer(
     if tokenizer.chat_template is None:
         tokenizer.chat_template = default_template
     if tokenizer.chat_template is None:
-        raise ValueError(
-            f"{model_path} has no chat template: set `data.override_chat_template` to a Jinja file"
-        )
+        raise no_chat_template(model_path)
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
             raise ValueError(f"the tokenizer of {model_path} has neither a padding nor an end token")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from verl.data.chat_template import check_shown
-from verl.data.columns import check_category_columns, check_prompt_columns
+from verl.data.columns import answer_of, check_category_columns, check_prompt_columns
 from verl.data.dataset import Item, Rendered, RowDataset
 from verl.data.messages import media_of, prompt_of
 from verl.data.plain_files import Row
@@ -84,7 +84,7 @@ class RLHFDataset(RowDataset):
             "raw_prompt_ids": rendered.raw_ids,
             "prompt_text": rendered.text,
             "prompt_messages": rendered.messages,
-            "ground_truth": row[self.config.answer_key],
+            "ground_truth": answer_of(row, self.config.answer_key),
             "multi_modal_data": rendered.media,
         }
         return item | {name: row.get(column) for column, name in self._names.items()}

@@ -8,7 +8,7 @@ their place.
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,22 +37,6 @@ DTYPES = {
 }
 
 
-class ShardOptions(Protocol):
-    """The options of `worker.*.fsdp` that are read here."""
-
-    @property
-    def enable_full_shard(self) -> bool: ...
-
-    @property
-    def enable_cpu_offload(self) -> bool: ...
-
-    @property
-    def mp_param_dtype(self) -> str: ...
-
-    @property
-    def mp_reduce_dtype(self) -> str: ...
-
-
 def torch_dtype(name: str) -> torch.dtype:
     if name not in DTYPES:
         raise ValueError(f"a dtype must be one of {sorted(DTYPES)}, got {name!r}")
@@ -75,7 +59,7 @@ def make_mesh(world_size: int, fsdp_size: int, device: str) -> DeviceMesh:
 def shard_model(
     model: PreTrainedModel,
     mesh: DeviceMesh,
-    config: ShardOptions,
+    config: Any,  # a section `fsdp`
     *,
     casts_inputs: bool = True,  # cast the inputs of all blocks to the data type of computation
     experts: Sequence[nn.Module] = (),  # modules that `divide_experts` divided
@@ -113,7 +97,7 @@ def fsdp_blocks(model: PreTrainedModel) -> list[nn.Module]:
     ]
 
 
-def offload_policy(config: ShardOptions, mesh: DeviceMesh) -> OffloadPolicy:
+def offload_policy(config: Any, mesh: DeviceMesh) -> OffloadPolicy:
     # Without a GPU the shards are in host memory anyway.
     return CPUOffloadPolicy() if config.enable_cpu_offload and is_gpu(mesh.device_type) else OffloadPolicy()
 

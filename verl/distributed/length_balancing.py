@@ -6,6 +6,7 @@ generalized to any number of parts.
 """
 
 import heapq
+from bisect import bisect_left
 from collections.abc import Sequence
 
 # Work of a token outside attention, in units of one attended token: 6 x hidden size of 4096.
@@ -87,14 +88,9 @@ def split_evenly(costs: Sequence[int], parts: int) -> list[int]:
     Returns `parts + 1` bounds: the first item of each span, and the number of items. Later spans may be
     empty.
     """
-    low, high = max([-(-sum(costs) // parts), *costs]), sum(costs)
-    while low < high:
-        middle = (low + high) // 2
-        if len(_span_starts(costs, middle)) <= parts:
-            high = middle
-        else:
-            low = middle + 1
-    starts = _span_starts(costs, low)
+    limits = range(max([-(-sum(costs) // parts), *costs]), sum(costs) + 1)
+    least = bisect_left(limits, True, key=lambda limit: len(_span_starts(costs, limit)) <= parts)
+    starts = _span_starts(costs, limits[least])
     return starts + [len(costs)] * (parts + 1 - len(starts))
 
 

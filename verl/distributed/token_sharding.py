@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from verl.distributed.sequence_parallel import SequenceParallel
+from verl.distributed.ulysses import gather_rows
 
 
 class SequenceGroup(NamedTuple):
@@ -35,15 +36,6 @@ class RingShard(NamedTuple):
     second: tuple[SequenceGroup, ...]
 
 
-class LocalRows(NamedTuple):
-    """Selected tokens of the packed sequence, each on the rank that holds it."""
-
-    local: Tensor  # (m,) int64: indices into this rank's tokens
-    counts: tuple[int, ...]  # selected tokens of each rank
-    order: Tensor  # (M,) int64: index of each token after all ranks' rows are concatenated
-    owned: Tensor  # (m,) int64: indices of this rank's among the selected tokens
-
-
 @dataclass(frozen=True, eq=False)
 class ShardPlan:
     """The division of a packed sequence of N tokens, the same on all ranks that share it.
@@ -52,8 +44,6 @@ class ShardPlan:
 
         plan = shard_plan([SequenceGroup(7), SequenceGroup(4, (2, 3))], sp)
         local_ids = input_ids[plan.local]  # (n_local,)
-        rows = plan.rows(rows_before_responses)
-        results = gather_rows(read(hidden[rows.local]), rows.counts, sp)[rows.order]  # (M,)
     """
 
     groups: tuple[SequenceGroup, ...]
@@ -61,17 +51,47 @@ class ShardPlan:
     is_padding: Tensor  # (n_local,) bool: at the end; its results are ignored
     positions: Tensor  # (N,) int64: index of each token after all ranks' tokens are concatenated
     ring_shards: tuple[RingShard, ...]  # of every ring rank; empty without a ring
-    index: int  # of this rank
-    size: int  # ranks that share the packed sequence
 
-    def rows(self, rows: Tensor) -> LocalRows:
-        """Divide selected tokens, (M,) int64 positions in any order, among the ranks that hold them."""
-        positions = self.positions[rows]
-        owners = positions.div(len(self.local), rounding_mode="floor")
-        owned = (owners == self.index).nonzero()[:, 0]
-        local = positions[owned] - self.index * len(self.local)
-        counts = torch.bincount(owners, minlength=self.size)
-        return LocalRows(local, tuple(counts.tolist()), owners.argsort(stable=True).argsort(), owned)
+
+class SPRows(NamedTuple):
+    """M selected tokens of a packed sequence, in any order, m of them on this rank.
+
+    Example::
+
+        rows = SPRows.of(positions, plan, sp)  # on CPU
+        targets = rows.select(targets)
+        rows, targets = to_device((rows, targets), device)
+        log_probs = rows.gather(read(hidden[rows.local], targets))  # (M,), equal on all ranks
+    """
+
+    local: Tensor  # (m,) int64: positions among this rank's tokens
+    owned: Tensor | None  # (m,) int64: this rank's among the M; None: this rank holds the whole sequence
+    order: Tensor | None  # (M,) int64: index of each after all ranks' results are concatenated
+    counts: tuple[int, ...]  # of each rank
+    sp: SequenceParallel
+
+    @classmethod
+    def of(cls, positions: Tensor, plan: ShardPlan | None, sp: SequenceParallel) -> "SPRows":
+        """Divide tokens at `positions` (M,) int64 among the ranks that hold them."""
+        if plan is None:
+            return cls(positions, None, None, (), sp)
+        joined = plan.positions[positions]
+        owners = joined.div(len(plan.local), rounding_mode="floor")
+        owned = (owners == sp.index).nonzero()[:, 0]
+        local = joined[owned] - sp.index * len(plan.local)
+        counts = torch.bincount(owners, minlength=sp.size)
+        return cls(local, owned, owners.argsort(stable=True).argsort(), tuple(counts.tolist()), sp)
+
+    def select(self, values: Tensor) -> Tensor:
+        """(M,) to (m,)."""
+        return values if self.owned is None else values[self.owned]
+
+    def gather(self, values: Tensor) -> Tensor:
+        """Gather the results of all ranks, (m,) to (M,); collective over the sequence-parallel group.
+
+        All ranks must compute the same from the result: its gradient reaches only this rank's tokens.
+        """
+        return values if self.order is None else gather_rows(values, self.counts, self.sp)[self.order]
 
 
 def shard_plan(groups: Sequence[SequenceGroup], sp: SequenceParallel) -> ShardPlan:
@@ -94,7 +114,7 @@ def shard_plan(groups: Sequence[SequenceGroup], sp: SequenceParallel) -> ShardPl
     positions = torch.empty(total, dtype=torch.int64)
     positions[joined[filled]] = filled
     local = joined[sp.index * n_local : (sp.index + 1) * n_local]
-    return ShardPlan(groups, local.clamp(min=0), local < 0, positions, ring_shards, sp.index, sp.size)
+    return ShardPlan(groups, local.clamp(min=0), local < 0, positions, ring_shards)
 
 
 def _zigzag(groups: tuple[SequenceGroup, ...], ring_size: int) -> tuple[list[Tensor], tuple[RingShard, ...]]:

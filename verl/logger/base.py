@@ -41,7 +41,8 @@ class Generation(NamedTuple):
     score: float
 
     def as_text(self) -> str:
-        return "\n".join(f"[{name}] {value}" for name, value in self._asdict().items())
+        text = "\n".join(f"[{name}] {value}" for name, value in self._asdict().items())
+        return text.encode(errors="replace").decode()  # a lone surrogate has no bytes
 
 
 class Logger:

@@ -10,9 +10,12 @@ continues its curves. `WANDB_RUN_ID`, `SWANLAB_RUN_ID` and `MLFLOW_RUN_ID` take 
 
 import json
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from textwrap import indent
+from typing import Any
 
 from verl.logger.base import LOGGERS, Generation, Logger, Metrics, Run, flatten, import_optional
 from verl.utils.rank_logger import get_logger
@@ -21,6 +24,8 @@ GENERATIONS_KEY = "val/generations"
 VERBATIM = "    "  # Markdown shows indented text as it is
 MLFLOW_PARAMS_PER_CALL = 100  # limit of MLflow
 MLFLOW_MAX_PARAM_LENGTH = 500  # characters, the lowest limit of all versions and stores
+MLFLOW_FOREIGN = re.compile(r"[^\w\-. /:]", re.ASCII)  # characters that its names must not have
+MLFLOW_REFUSALS = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST")  # other errors are of the server, not of a name
 
 logger = get_logger(__name__)
 
@@ -43,8 +48,32 @@ def keep_id(run: Run, service: str, run_id: str) -> None:
         )
 
 
+class ServiceLogger(Logger):
+    """Loses only what a service refuses."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self._refused: set[str] = set()
+
+    def send(self, things: Mapping[str, Any], call: Callable[[dict[str, Any]], object]) -> None:
+        """Send things by their names at once, each alone if they are refused; warn once of what is lost."""
+        batches = [{name: things[name]} for name in things if name in self._refused]
+        batches.append({name: value for name, value in things.items() if name not in self._refused})
+        for batch in batches:  # which get longer
+            try:
+                call(batch)
+            except Exception as error:
+                if getattr(error, "error_code", MLFLOW_REFUSALS[0]) not in MLFLOW_REFUSALS:
+                    raise
+                if len(batch) > 1:
+                    batches += [{name: value} for name, value in batch.items()]
+                elif not batch.keys() <= self._refused:
+                    self._refused |= batch.keys()
+                    logger.warning("a service refuses a name: name=%r cause=%s", *batch, error)
+
+
 @LOGGERS.register("tensorboard")
-class TensorBoardLogger(Logger):
+class TensorBoardLogger(ServiceLogger):
     """Event files under `<run folder>/tensorboard`, or `$TENSORBOARD_DIR/<project>/<experiment>`."""
 
     module = "torch.utils.tensorboard"
@@ -61,9 +90,13 @@ class TensorBoardLogger(Logger):
         self._writer.add_text("config", indent(json.dumps(run.config, indent=2, default=str), VERBATIM))
 
     def log(self, metrics: Metrics, step: int) -> None:
-        for key, value in metrics.items():
-            self._writer.add_scalar(key, value, step)
+        for name, value in metrics.items():
+            self.send({name: value}, partial(self._add, step))
         self._writer.flush()
+
+    def _add(self, step: int, metrics: Metrics) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
 
     def log_generations(self, generations: Sequence[Generation], step: int) -> None:
         text = "\n\n".join(one.as_text() for one in generations)
@@ -74,7 +107,7 @@ class TensorBoardLogger(Logger):
 
 
 @LOGGERS.register("wandb")
-class WandbLogger(Logger):
+class WandbLogger(ServiceLogger):
     """A Weights & Biases run; validation responses of all steps form one table."""
 
     module = "wandb"
@@ -91,7 +124,7 @@ class WandbLogger(Logger):
         keep_id(run, "wandb", started.id)
 
     def log(self, metrics: Metrics, step: int) -> None:
-        self._wandb.log(dict(metrics), step=step)
+        self.send(metrics, partial(self._wandb.log, step=step))
 
     def log_generations(self, generations: Sequence[Generation], step: int) -> None:
         # A logged table cannot grow, so each step logs a new one with all rows.
@@ -104,7 +137,7 @@ class WandbLogger(Logger):
 
 
 @LOGGERS.register("swanlab")
-class SwanlabLogger(Logger):
+class SwanlabLogger(ServiceLogger):
     """A SwanLab experiment; validation responses are texts."""
 
     module = "swanlab"
@@ -126,7 +159,7 @@ class SwanlabLogger(Logger):
         keep_id(run, "swanlab", started.id)
 
     def log(self, metrics: Metrics, step: int) -> None:
-        self._swanlab.log(dict(metrics), step=step)
+        self.send(metrics, partial(self._swanlab.log, step=step))
 
     def log_generations(self, generations: Sequence[Generation], step: int) -> None:
         texts = [self._swanlab.Text(one.as_text(), caption=f"score {one.score:g}") for one in generations]
@@ -138,8 +171,11 @@ class SwanlabLogger(Logger):
 
 
 @LOGGERS.register("mlflow")
-class MlflowLogger(Logger):
-    """An MLflow run; validation responses of a step are a JSON artifact."""
+class MlflowLogger(ServiceLogger):
+    """An MLflow run; validation responses of a step are a JSON artifact.
+
+    Characters that its names must not have become `_`. Parameters that a run has cannot be changed.
+    """
 
     module = "mlflow"
 
@@ -151,19 +187,22 @@ class MlflowLogger(Logger):
         started = self._mlflow.start_run(run_id=known, run_name=run.experiment_name)
         keep_id(run, "mlflow", started.info.run_id)
         if known is None:
-            self._log_params(run)  # MLflow refuses to change them
+            self.send(_mlflow_names(flatten(run.config, ".")), self._log_params)
 
-    def _log_params(self, run: Run) -> None:
-        flat = flatten(run.config, ".").items()
-        params = [(key, str(value)[:MLFLOW_MAX_PARAM_LENGTH]) for key, value in flat]
-        for start in range(0, len(params), MLFLOW_PARAMS_PER_CALL):
-            self._mlflow.log_params(dict(params[start : start + MLFLOW_PARAMS_PER_CALL]))
+    def _log_params(self, params: Mapping[str, Any]) -> None:
+        cut = [(name, str(value)[:MLFLOW_MAX_PARAM_LENGTH]) for name, value in params.items()]
+        for start in range(0, len(cut), MLFLOW_PARAMS_PER_CALL):
+            self._mlflow.log_params(dict(cut[start : start + MLFLOW_PARAMS_PER_CALL]))
 
     def log(self, metrics: Metrics, step: int) -> None:
-        self._mlflow.log_metrics(dict(metrics), step=step)
+        self.send(_mlflow_names(metrics), partial(self._mlflow.log_metrics, step=step))
 
     def log_generations(self, generations: Sequence[Generation], step: int) -> None:
         self._mlflow.log_dict([one._asdict() for one in generations], f"{GENERATIONS_KEY}/step_{step}.json")
 
     def close(self, failed: bool = False) -> None:
         self._mlflow.end_run("FAILED" if failed else "FINISHED")
+
+
+def _mlflow_names(things: Mapping[str, Any]) -> dict[str, Any]:
+    return {MLFLOW_FOREIGN.sub("_", str(name)): value for name, value in things.items()}

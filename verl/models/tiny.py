@@ -31,24 +31,7 @@ SPECIAL_TOKENS = [
 
 WEIGHTS = "model.safetensors"
 
-TEMPLATE = """{%- for message in messages -%}
-<|im_start|>{{ message.role }}
-{% if message.content is string -%}
-{{ message.content }}
-{%- else -%}
-{%- for part in message.content -%}
-{%- if part.type == 'image' -%}IMAGE
-{%- elif part.type == 'video' -%}VIDEO
-{%- elif part.type == 'audio' -%}AUDIO
-{%- else -%}{{ part.text }}
-{%- endif -%}
-{%- endfor -%}
-{%- endif -%}
-<|im_end|>
-{% endfor -%}
-{%- if add_generation_prompt -%}<|im_start|>assistant
-{% endif -%}
-"""
+TEMPLATE = Path(__file__).with_name("tiny_chat_template.jinja")
 
 ROLES = ("system", "user", "assistant")  # in the chat template
 
@@ -110,7 +93,7 @@ def _with_template(
     tokenizer: Tokenizer, special_tokens: list[str], recipe: TinyModel
 ) -> PreTrainedTokenizerFast:
     named = {"extra_special_tokens": dict(recipe.named_tokens)} if recipe.named_tokens else {}
-    template = TEMPLATE
+    template = TEMPLATE.read_text(encoding="utf-8")
     for mark, text in (("IMAGE", recipe.image), ("VIDEO", recipe.video), ("AUDIO", recipe.sound)):
         template = template.replace(mark, text)
     tokenizer.add_tokens(list(recipe.added_tokens))

@@ -13,8 +13,8 @@ from verl.config.distillation import TEACHERS
 from verl.config.hints.renamed_keys import RenamedKeys
 from verl.config.model import AUTO
 from verl.config.parsing import resolve_references
-from verl.config.schema import list_options, load_config, value_at
-from verl.config.trainer import RunTree
+from verl.config.schema import ConfigError, list_options, load_config, value_at
+from verl.config.trainer import WORLD, RunConfig, RunTree
 from verl.distributed.backends import shown_backend
 
 C = TypeVar("C", bound=RunTree)
@@ -22,15 +22,26 @@ C = TypeVar("C", bound=RunTree)
 
 def load_run_config(cls: type[C], arguments: Sequence[str] = (), renamed: RenamedKeys | None = None) -> C:
     """Return the config that `arguments` describe, over the defaults of its device; see `load_config`."""
+    problem = None
 
     def defaults_for(values: dict[str, Any]) -> dict[str, Any]:
+        nonlocal problem
         if "${" in str(values):  # a reference may lead anywhere
             values = resolve_references(values)
         device = _option_of(values, "trainer.device")
+        processes = _option_of(values, "trainer.n_gpus_per_node")
+        if isinstance(processes, int) and not runs_on_gpu(device) and "RAY_ADDRESS" not in os.environ:
+            problem = RunConfig(n_gpus_per_node=processes).core_problem()
         further = correction_defaults(values) | teacher_defaults(values, device)
         return device_defaults(cls, device) | further
 
-    return load_config(cls, arguments, renamed, defaults_for=defaults_for)
+    try:
+        return load_config(cls, arguments, renamed, defaults_for=defaults_for)
+    except ConfigError as error:
+        # Batch sizes are for processes that the machine has.
+        if problem is None or WORLD not in str(error):
+            raise
+        raise ConfigError([problem, *error.problems]) from None
 
 
 def correction_defaults(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ TILE = 1 << 13  # tokens of an MLP's tile, see `models/tiled_mlp.py`
 
 @dataclass(frozen=True)
 class LayerCache:
-    """What a rollout engine keeps of a sequence in layers of one kind, in numbers."""
+    """Numbers that a rollout engine keeps of a sequence in layers of one kind."""
 
     numbers: int  # of a token
     heads: int = 1  # that an engine's ranks divide among them; each rank keeps a latent whole

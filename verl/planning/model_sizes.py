@@ -226,7 +226,7 @@ def _text_stack(config: Any, blocks: list[nn.Module]) -> Stack:
 
 
 def layer_caches(text: Any) -> tuple[LayerCache, ...]:
-    """Return what the layers of a language model's config keep, by kind.
+    """Return the caches of the layers of a language model's config, by kind.
 
     Kinds that are not known, such as state spaces, count as full attention, which keeps more.
     """

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from verl.config.files.paths import MODEL_CONFIGS
 from verl.config.schema import value_at
 from verl.config.trainer import RunTree
 from verl.distributed.backends import on_gpu
@@ -24,7 +25,6 @@ C = TypeVar("C", bound=RunTree)
 Describe = Callable[[C], PlannedRun]  # `planned_ppo` or `planned_sft`
 Changes = dict[str, Any]  # options by their keys
 
-CONFIG_FILE = "config.json"
 read_shape = deferred("verl.planning.model_sizes", "read_shape")  # imports torch
 ENGINE_SHARE = "worker.rollout.gpu_memory_utilization"
 MIN_SHOWN = GIB // 20  # smaller parts of a phase are left out of its line
@@ -79,6 +79,7 @@ class DryRun(Generic[C]):
     config: C
     memory: str
     planner: Planner[C] | None = None  # None where a model or the machine is unknown
+    problem: str | None = None  # that would end the run
 
 
 def dry_run_memory(
@@ -86,20 +87,20 @@ def dry_run_memory(
 ) -> DryRun[C]:
     """Plan the memory of a run on a machine, or on this one.
 
-    Where the sizes of a model cannot be read, the config is unchanged and the report says so.
+    Where the sizes of a model cannot be read, the config is unchanged and the report or `problem` says so.
     """
     run = describe(config)
     for option, path in _missing_configs(run):
         text = (
-            f"  not planned: `{option}` ({path}) has no {CONFIG_FILE} on this machine to read sizes from:\n"
-            f"  hf download {path} {CONFIG_FILE}\n"
+            f"  not planned: `{option}` ({path}) has no config on this machine to read sizes from:\n"
+            f"  hf download {path} --include '*.json'\n"
         )
         return DryRun(config, text)
     try:
         plan = make_planner(describe, machine or find_machine(config.trainer.device, memory_gb))
         resolved = with_largest_sizes(config, plan)
     except ValueError as error:
-        return DryRun(config, f"  {error}\n")
+        return DryRun(config, "", problem=str(error))
     sizes = [f"  auto: {key}={value_at(resolved, key)}\n" for key in run.auto_options()]
     return DryRun(resolved, memory_text(resolved, plan) + "".join(sizes), plan)
 
@@ -138,12 +139,12 @@ def _gib(size: int) -> str:
 def _missing_configs(run: PlannedRun) -> Iterator[tuple[str, str]]:
     """Yield the option and path of models whose config is neither in a folder nor in the hub's cache."""
     in_cache = deferred("huggingface_hub", "try_to_load_from_cache")
-    named = [(f"{model.option}.model_path", model.model.model_path) for model in run.models]
+    named = [(f"{model.option}.model_path", model.model.model_path) for model in run.planned_models]
     named += [(f"{server.option}.model_path", server.options.model_path) for server in run.servers]
     for option, path in named:
-        if path is None or (Path(path) / CONFIG_FILE).is_file():
+        if path is None or any((Path(path) / name).is_file() for name in MODEL_CONFIGS):
             continue
-        if Path(path).is_dir() or not isinstance(in_cache(path, CONFIG_FILE), str):
+        if Path(path).is_dir() or not any(isinstance(in_cache(path, name), str) for name in MODEL_CONFIGS):
             yield option, path
 
 

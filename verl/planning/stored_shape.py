@@ -8,10 +8,10 @@ common dense models, trained whole; for the others `verl.planning.model_sizes` b
 import json
 import math
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from verl.config.files.model_files import stored_sizes
 from verl.config.model import FSDPConfig, ModelConfig
 from verl.planning.memory_model import LayerCache, ModelShape, Stack
 
@@ -59,21 +59,6 @@ def stored_shape(model: ModelConfig, fsdp: FSDPConfig, *, is_trained: bool, head
 def _has_windows(text: dict[str, Any]) -> bool:
     # Qwen's configs have one that they do not use.
     return bool(text.get("sliding_window")) and text.get("use_sliding_window", True)
-
-
-def stored_sizes(folder: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield name and shape of each tensor of a model, from the headers of its safetensors files."""
-    index = folder / "model.safetensors.index.json"
-    files = (
-        {*json.loads(index.read_text())["weight_map"].values()} if index.is_file() else {"model.safetensors"}
-    )
-    for file in sorted(files):
-        with (folder / file).open("rb") as opened:
-            length = int.from_bytes(opened.read(8), "little")
-            header = json.loads(opened.read(length))
-        for name, entry in header.items():
-            if name != "__metadata__":
-                yield name, tuple(entry["shape"])
 
 
 def _shape(config: dict[str, Any], sizes: Sizes, number: int, is_trained: bool, is_tiled: bool) -> ModelShape:

@@ -95,5 +95,6 @@ class FailedCalls:
 
 
 def reason(call: Call) -> str:
-    attempts = f"\n{len(call.failures)} attempts" if len(call.failures) > 1 else ""
+    number = len(call.failures)
+    attempts = f"\nit failed in each of {number} attempts (`worker.reward.max_retries`)" if number > 1 else ""
     return f"{call.failures[-1].message}{attempts}"

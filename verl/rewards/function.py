@@ -9,8 +9,10 @@ A reward file is plain Python; its `REWARD_TYPE` says how its function is called
 
 Each dict holds `response`, `response_length`, `ground_truth`, `prompt` and every other column of the row;
 `data` has them as lists: `data.responses`, `data.prompts`, ... The result needs `overall`, for dataproto
-`reward`: a number, or for a conversation a list with the reward of each turn. A parameter `servers` gets the
-models of `reward_servers` by name. Nothing here imports torch: a process starts in a tenth of a second.
+`reward`: a number, or for a conversation a list with the reward of each turn; a number instead of a dict is
+`overall`. Without `REWARD_TYPE` the name of the first parameter may tell the convention, and the arguments of
+TRL or verl do. A parameter `servers` gets the models of `reward_servers` by name. Nothing here imports torch:
+a process starts in a tenth of a second.
 """
 
 import asyncio
@@ -20,6 +22,7 @@ import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
+from functools import partial
 from itertools import groupby
 from numbers import Real
 from pathlib import Path
@@ -27,7 +30,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from verl.rewards import turns
-from verl.rewards.foreign_signatures import wrapper_for
+from verl.rewards.conventions import ARGUMENTS, REWARD_TYPES, convention_of
 from verl.rewards.servers import SECTION, Specs, connect
 from verl.utils import user_file
 from verl.utils.user_file import import_file, shorten
@@ -37,14 +40,8 @@ KWARGS_OPTION = "worker.reward.reward_function_kwargs"
 DEFAULT_FUNCTION = "main"
 SERVERS = "servers"  # parameter that gets the models of `reward_servers`
 TRACEBACK_HEADING = "Traceback in the reward function (most recent call last):"
-# Of the function: the name of its argument, and what that is.
-ARGUMENTS = {
-    "batch": ("reward_inputs", "a list of dictionaries, one for each response"),
-    "sequential": ("reward_input", "the dictionary of one response"),
-    "dataproto": ("data", "all responses as columns"),
-}
-REWARD_TYPES = tuple(ARGUMENTS)
-MAX_FLOAT32 = (2 - 2**-23) * 2.0**127
+describe_error = partial(user_file.describe_error, heading=TRACEBACK_HEADING)
+describe_place = partial(user_file.describe_place, heading=TRACEBACK_HEADING)
 SHOWN_COLUMNS = ("prompt", "response", "ground_truth")  # what an error shows of a row
 
 Scores = dict[str, float]
@@ -94,6 +91,7 @@ class RewardFunction:
     name: str  # `REWARD_NAME`, or the name of the file
     reward_type: str
     is_async: bool
+    note: str | None = None  # on a convention that nothing but the parameters told
 
     def __str__(self) -> str:
         return f"{self.path}:{self.function_name}"
@@ -116,7 +114,9 @@ class RewardFunction:
     async def call_async(self, inputs: Sequence[dict[str, Any]]) -> Any:
         """Call an `async def` function once and await its result, which is that of `call`."""
         called = self.call(inputs)
-        return [await called[0]] if self.reward_type == "sequential" else await called
+        found = called[0] if self.reward_type == "sequential" else called
+        found = await found if inspect.isawaitable(found) else found  # a decorator may have awaited it
+        return [found] if self.reward_type == "sequential" else found
 
     def call(self, inputs: Sequence[dict[str, Any]]) -> Any:
         """Call the function once; a `sequential` one takes one dict, and its result is put into a list."""
@@ -130,6 +130,8 @@ class RewardFunction:
     def check(self, returned: Any, rows: Sequence[int], inputs: Sequence[dict[str, Any]]) -> list[Scores]:
         """Turn the result of `call`, awaited, into plain floats, or raise a `BadScoresError`."""
         try:
+            if inspect.iscoroutine(returned[0] if self.reward_type == "sequential" else returned):
+                raise self._bad(" returned a coroutine: its decorator hides `async def`; add functools.wraps")
             if self.reward_type == "dataproto":
                 returned = self._rows_of_columns(returned, len(rows))
             if _size(returned) != len(rows):
@@ -162,6 +164,8 @@ class RewardFunction:
         return [{key: column[row] for key, column in columns.items()} for row in range(num_rows)]
 
     def _check_row(self, scores: Any, where: str, num_turns: int | None) -> Scores:
+        if isinstance(scores, Real | Decimal) or getattr(scores, "ndim", None) == 0:
+            scores = {"overall": scores}
         # Plain strings: another process could not unpickle a user's subclass.
         names = [str.__str__(str(key)) for key in scores] if isinstance(scores, dict) else []
         if "overall" not in names:
@@ -202,9 +206,9 @@ class RewardFunction:
     def _as_float(self, key: str, value: Any, where: str) -> float:
         if getattr(value, "ndim", None) == 0:  # a scalar of numpy or torch
             value = value.item()
-        number = _nearest_float(value)
-        if not abs(number) <= MAX_FLOAT32:
-            bound = f" of at most {MAX_FLOAT32:.4g}, as in float32" if math.isfinite(number) else ""
+        number = turns.nearest_float(value)
+        if not abs(number) <= turns.MAX_FLOAT32:
+            bound = f" of at most {turns.MAX_FLOAT32:.4g}, as in float32" if math.isfinite(number) else ""
             raise self._bad(
                 f": `{shorten(key)}` must be a finite number{bound}, got {shorten(repr(value))} for {where}"
             )
@@ -215,10 +219,7 @@ class RewardFunction:
 
 
 def load_reward_function(
-    spec: str,
-    kwargs: dict[str, Any] | None = None,
-    default_type: str = "batch",
-    servers: Specs | None = None,
+    spec: str, kwargs: dict[str, Any] | None = None, default_type: str = "batch", servers: Specs | None = None
 ) -> RewardFunction:
     """Import a reward file, `path.py[:function]`, and check that its function can be called with `kwargs`.
 
@@ -232,23 +233,23 @@ def load_reward_function(
     """
     kwargs = dict(kwargs or {})
     path, function_name = split_spec(spec)
-    module = _import_file(path)
+    module = import_file(path, OPTION, "reward_file", TRACEBACK_HEADING)
     function = _find_function(module, path, function_name)
-    reward_type = getattr(module, "REWARD_TYPE", default_type)
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    where = f"{path}:{code.co_firstlineno if code else 0}"
+    called, reward_type, note = convention_of(function, module, default_type, f"{where} `{function_name}`")
     if reward_type not in REWARD_TYPES:
         raise ValueError(f"{path}: `REWARD_TYPE` must be one of {list(REWARD_TYPES)}, got {reward_type!r}")
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    line = code.co_firstlineno if code else 0
-    _check_convention(function, function_name, f"{path}:{line}", path)
-    is_async = inspect.iscoroutinefunction(function)
+    is_async = inspect.iscoroutinefunction(inspect.unwrap(called))
     if is_async and reward_type == "dataproto":
         what = f"`{function_name}` is `async def`, which `REWARD_TYPE` {reward_type!r} does not call"
         raise ValueError(f'{path}: {what}: set REWARD_TYPE = "sequential" or "batch"')
     if servers:
-        kwargs[SERVERS] = _models_for(function, servers, f"{path}:{line}", function_name)
-    _check_kwargs(function, kwargs, f"{path}:{line}", function_name, reward_type)
+        kwargs[SERVERS] = _models_for(function, servers, where, function_name)
+    _check_kwargs(called, kwargs, where, function_name, reward_type)
     name = str(getattr(module, "REWARD_NAME", path.stem))
-    return RewardFunction(function, kwargs, path, function_name, line, name, reward_type, is_async)
+    line = code.co_firstlineno if code else 0
+    return RewardFunction(called, kwargs, path, function_name, line, name, reward_type, is_async, note)
 
 
 def split_calls(reward_type: str, groups: Sequence[Hashable], batch_size: int) -> list[list[int]]:
@@ -278,10 +279,6 @@ def split_spec(spec: str) -> tuple[Path, str]:
     return Path(path).absolute(), function_name
 
 
-def _import_file(path: Path) -> ModuleType:
-    return import_file(path, OPTION, "reward_file", TRACEBACK_HEADING)
-
-
 def _find_function(module: ModuleType, path: Path, function_name: str) -> Callable[..., Any]:
     function = getattr(module, function_name, None)
     if callable(function):
@@ -293,18 +290,6 @@ def _find_function(module: ModuleType, path: Path, function_name: str) -> Callab
     remedy = f": write {path}:{suggestion}" if suggestion else f"; it defines {public or 'no function'}"
     what = "is not a function" if function is not None else "is missing"
     raise ValueError(f"`{OPTION}`: `{function_name}` {what} in {path}{remedy}")
-
-
-def _check_convention(function: Callable[..., Any], name: str, where: str, path: Path) -> None:
-    found = wrapper_for(function, name)
-    if found is not None:
-        library, wrapper, code = found
-        raise ValueError(
-            f"`{OPTION}`: {where} `{name}{inspect.signature(function)}`"
-            f" has the arguments of a reward function for {library}; here it is called as"
-            f" `{name}(reward_inputs)`, with a list of dictionaries. Add the following to the file, and set"
-            f" `{OPTION}={path}:{wrapper}`:\n\n{code}"
-        )
 
 
 def _models_for(function: Callable[..., Any], servers: Specs, where: str, name: str) -> dict[str, Any]:
@@ -359,18 +344,6 @@ def _as_list(value: Any) -> list[Any] | None:
     return list(value) if isinstance(value, list | tuple) else None
 
 
-def _nearest_float(value: Any) -> float:
-    """Return a number, or a truth value of a library such as SymPy, as a float; NaN for anything else."""
-    try:
-        if isinstance(value, Real | Decimal):
-            return float(value)
-        return float(bool(value)) if hasattr(value, "is_Boolean") and value.is_Boolean else math.nan
-    except TypeError:  # a relation of symbols is neither true nor false
-        return math.nan
-    except OverflowError:  # an integer or fraction beyond the range of a float
-        return math.inf
-
-
 def timeout_message(function: str, timeout_s: float, where: str) -> str:
     """Begin the error of a call that did not return in time; a description of its responses follows."""
     limit = f"`worker.reward.timeout_s` ({timeout_s:g} s)"
@@ -385,13 +358,3 @@ def describe(rows: Sequence[int], inputs: Sequence[dict[str, Any]]) -> str:
         which = f"{len(rows)} responses (rows {min(rows)} to {max(rows)}), the first of which is {which}"
     shown = [f"{key}: {shorten(repr(inputs[0][key]))}" for key in SHOWN_COLUMNS if key in inputs[0]]
     return "\n  ".join([which, *shown])
-
-
-def describe_error(error: BaseException, path: Path) -> str:
-    """Describe an error with its line in the user's file and the traceback from there on."""
-    return user_file.describe_error(error, path, TRACEBACK_HEADING)
-
-
-def describe_place(error: BaseException, path: Path) -> str:
-    """Give the line of the user's file that raised an error, and the traceback from its first line on."""
-    return user_file.describe_place(error, path, TRACEBACK_HEADING)

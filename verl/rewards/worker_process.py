@@ -42,6 +42,7 @@ class Ready(NamedTuple):
     reward_type: str
     is_async: bool
     pid: int
+    note: str | None
 
 
 class Failure(NamedTuple):
@@ -79,7 +80,7 @@ def serve(
         memory.lift()
         connection.send((0, Failure(type(error), f"{error}{memory.hint(error.__cause__)}")))
         return
-    connection.send((0, Ready(reward.name, reward.reward_type, reward.is_async, os.getpid())))
+    connection.send((0, Ready(reward.name, reward.reward_type, reward.is_async, os.getpid(), reward.note)))
     worker = RewardWorker(connection, reward, memory, timeout_s)
     if reward.is_async:
         asyncio.run(worker.serve_concurrently())

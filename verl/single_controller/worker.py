@@ -46,9 +46,6 @@ class Worker:
         self._stacks = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process lives
         faulthandler.register(signal.SIGUSR1, file=self._stacks, all_threads=True)
 
-    def __repr__(self) -> str:
-        return f"rank {os.environ['RANK']}"
-
     def set_axis(self, name: str, index: int, size: int, is_first: bool) -> None:
         """Set this rank's data-parallel index on the axis "train" or "rollout".
 

@@ -5,20 +5,22 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Generic, TypeVar
 
 from verl.checkpoint.tracker import checkpoint_to_resume
-from verl.config.files.model_files import weights_problem
+from verl.config.files.model_files import hub_problem, weights_problem
 from verl.config.hints.arguments import dashless
+from verl.config.hints.missing_paths import config_elsewhere
 from verl.config.hints.renamed_keys import RenamedKeys
 from verl.config.schema import ConfigError, config_notes
-from verl.config.text import example_yaml, help_text, options_page
+from verl.config.text import config_yaml, example_yaml, help_text, options_page
 from verl.config.trainer import RunConfig, RunTree
 from verl.distributed.gpus import list_gpus, shows_gpu
 from verl.logger.console.start_up import shown_start_up
 from verl.logger.guarded import end_process_if_hung
 from verl.logger.tracker import check_loggers
-from verl.planning.device_defaults import load_run_config
+from verl.planning.device_defaults import device_defaults, load_run_config
 from verl.planning.planned_run import PlannedRun
 from verl.planning.report import Describe
 from verl.trainer.run.dry_run import PlanSwitches, dry_run, join_values, read_switches, takes_value
@@ -29,6 +31,7 @@ from verl.trainer.run.exit_status import (
     ExitStatus,
     exit_status_of,
     raised_by_us,
+    told,
 )
 from verl.trainer.run.run_lock import locked_run_folder
 from verl.trainer.run.supervisor import Supervisor
@@ -37,30 +40,16 @@ from verl.utils.standard_streams import outlive_readers
 from verl.utils.typed_command import command_parser, typed_command, version_text
 from verl.utils.version_check import check_versions, name_clash
 
-SWITCHES = ("--dry-run", "--print-config", "--print-options", "--version", "--help", "-h")
+SWITCHES = ("--dry-run", "--print-config", "--changed", "--print-options", "--version", "--help", "-h")
 
 C = TypeVar("C", bound=RunTree)
 
 
 def usage(example: str, page: str | None = None) -> str:
     """The text that `--help` prints above the options of a command that trains."""
-    lists = """'["file","wandb"]', '{"a":1}'"""
     markdown = "... as a Markdown page" + (f": {page}" if page else "")
-    return f"""\
-usage: {typed_command()} [config=FILE.yaml] [section.option=value ...] [--dry-run]
-
-  config=FILE.yaml        a file such as {example}; options that it omits keep their default
-  section.option=value    one option; wins over the file; lists and mappings as {lists}
-  --dry-run               print the config, the plan of a step, its memory and its time, and exit
-  --on 8xH100             with --dry-run: plan for this cluster, nodes x GPUs such as 16x8xH200
-  --mean-prompt N         with --dry-run: tokens of a prompt on average, for the predicted time
-  --mean-response N       ... of a response
-  --device-memory-gb=N    with --dry-run: plan for GPUs with N GiB; on CPU for nodes with as much
-  --print-config          print every option with its help as YAML: {example}
-  --print-options         {markdown}
-  --version               print the versions of this and of the packages that it runs on
-  --help [NAME]           print this and every option, or those of a section (`worker.actor`) or name (`lr`)
-"""
+    text = Path(__file__).with_name("usage.txt").read_text(encoding="utf-8")
+    return text.format(command=typed_command(), example=example, markdown=markdown)
 
 
 @dataclass(frozen=True)
@@ -88,7 +77,10 @@ class TrainingCommand(Generic[C]):
         switches = [argument for argument in arguments if argument.startswith("-")]
         unknown = [name for name in switches if name not in SWITCHES and not takes_value(name)]
         if unknown:
-            sys.stderr.write(f"`{unknown[0]}` is not a switch{dashless(unknown[0])}\n\n{self.usage}")
+            following = [*arguments, ""][arguments.index(unknown[0]) + 1]
+            sys.stderr.write(
+                f"`{unknown[0]}` is not a switch{dashless(unknown[0], following)}\n\n{self.usage}"
+            )
             return BAD_INPUT
         try:
             planned = read_switches(switches)
@@ -98,18 +90,24 @@ class TrainingCommand(Generic[C]):
         if "--version" in switches:
             sys.stdout.write(f"{version_text()}\n")
             return 0
-        if "--print-config" in switches or "--print-options" in switches:
-            printed = example_yaml if "--print-config" in switches else options_page
+        asks_help = "--help" in switches or "-h" in switches
+        is_alone = not overrides and not asks_help
+        if "--print-options" in switches or ("--print-config" in switches and is_alone):
+            printed = options_page if "--print-options" in switches else example_yaml
             sys.stdout.write(printed(self.config_class))
             return 0
         try:
-            if "--help" in switches or "-h" in switches:
+            if asks_help:
                 sys.stdout.write(self._help(overrides))
                 return 0
             config = load_with_notes(self.config_class, [*overrides, *planned.options], self.foreign_keys)
         except ConfigError as error:
             sys.stderr.write(f"{error}\n")
             return BAD_INPUT
+        if "--print-config" in switches:
+            defaults = device_defaults(type(config), config.trainer.device)
+            sys.stdout.write(config_yaml(config, only_changed="--changed" in switches, defaults=defaults))
+            return 0
         return self._plan(config, planned) if "--dry-run" in switches else self._train(config)
 
     def _help(self, topics: Sequence[str]) -> str:
@@ -120,12 +118,11 @@ class TrainingCommand(Generic[C]):
     def _plan(self, config: C, planned: PlanSwitches) -> int:
         try:
             notes = self.look(config)
+            check_weights(self.describe(config))
         except FOR_THE_USER as error:
-            if not raised_by_us(error):
-                raise
-            end = exit_status_of(error, config.trainer)
-            sys.stderr.write(f"{end.message}\n")
-            return end.status
+            return told(error, config.trainer)
+        if planned.machine is None and (problem := core_problem(config.trainer, config.num_serving)):
+            notes.append(problem)
         sys.stderr.write("".join(f"note: {note}\n" for note in notes))
         return dry_run(config, planned, self.describe, self.plan_text)
 
@@ -135,7 +132,7 @@ class TrainingCommand(Generic[C]):
             with locked_run_folder(config.trainer):
                 check_run(config.trainer, config.num_serving)
                 self.look(config)  # its notes come when the data is opened
-                check_weights(self.describe(config))
+                check_weights(self.describe(config), loads=True)
                 if config.trainer.max_restarts > 0:
                     end = Supervisor(config, train_once).run()
                 else:
@@ -182,21 +179,27 @@ def check_run(trainer: RunConfig, num_serving: int = 0) -> None:
     )
 
 
-def check_weights(run: PlannedRun) -> None:
-    """Raise if a model's folder has a config and no weights."""
+def check_weights(run: PlannedRun, *, loads: bool = False) -> None:
+    """Raise if a model's folder has no weights of its config, or a hub name with `loads` cannot be loaded."""
     for planned in run.models:
-        problem = weights_problem(planned.model.model_path or "")
+        problem = weights_problem(planned.model.model_path or "", planned.model.override_config)
+        if problem is None and loads:
+            problem = hub_problem(planned.model.model_path or "")
         if problem is not None:
             raise FileNotFoundError(f"`{planned.option}.model_path` {problem}")
 
 
 def check_cores(trainer: RunConfig, num_serving: int = 0) -> None:
-    """Raise if the run is on CPU, starts its own Ray and has more processes than this machine has cores."""
-    problem = None if trainer.device not in ("auto", "cpu") else trainer.core_problem(num_serving)
-    if problem is None or (trainer.device == "auto" and list_gpus()):
-        return
-    if not joins_cluster():
+    """Raise if the run starts its own Ray and has more processes than this machine has cores."""
+    problem = core_problem(trainer, num_serving)
+    if problem is not None and not joins_cluster():
         raise RuntimeError(problem)
+
+
+def core_problem(trainer: RunConfig, num_serving: int = 0) -> str | None:
+    """Say that the run is on CPU and has more processes than this machine has cores."""
+    is_on_cpu = trainer.device == "cpu" or (trainer.device == "auto" and not list_gpus())
+    return trainer.core_problem(num_serving) if is_on_cpu else None
 
 
 def joins_cluster() -> bool:
@@ -238,18 +241,17 @@ def run_with_config(
     try:
         return run(switches, config)
     except FOR_THE_USER as error:
-        if not raised_by_us(error):
-            raise  # our own mistake, which needs its traceback
-        end = exit_status_of(error, config.trainer)
-        sys.stderr.write(f"{end.message}\n")
-        return end.status
+        return told(error, config.trainer)
     except KeyboardInterrupt:
         return INTERRUPTED
 
 
 def load_with_notes(config_class: type[C], overrides: Sequence[str], keys: RenamedKeys | None) -> C:
     """Load a config, and print notes and a warning about another `verl` on stderr."""
-    config = load_run_config(config_class, overrides, keys)
+    try:
+        config = load_run_config(config_class, overrides, keys)
+    except ConfigError as error:
+        raise ConfigError([*error.problems, *config_elsewhere(overrides, error.problems)]) from None
     for note in config_notes(config):
         sys.stderr.write(f"note: {note}\n")
     if (clash := name_clash()) is not None:

@@ -34,26 +34,11 @@ from verl.protocol import DataProto
 from verl.utils.masking import masked_mean
 
 __all__ = [
-    "ADV_ESTIMATORS",
-    "KL_ESTIMATORS",
-    "POLICY_LOSSES",
-    "AdaptiveKLController",
-    "AdvantageInputs",
-    "Advantages",
-    "FixedKLController",
-    "KLController",
-    "PolicyLoss",
-    "PolicyLossInputs",
-    "aggregate_loss",
-    "apply_kl_penalty",
-    "compute_advantages",
-    "count_denominators",
-    "get_kl_controller",
-    "group_ids_of",
-    "grpo",
-    "kl_divergence",
-    "ppo",
-]
+    "ADV_ESTIMATORS", "KL_ESTIMATORS", "POLICY_LOSSES", "AdaptiveKLController", "AdvantageInputs",
+    "Advantages", "FixedKLController", "KLController", "PolicyLoss", "PolicyLossInputs", "aggregate_loss",
+    "apply_kl_penalty", "compute_advantages", "count_denominators", "get_kl_controller", "group_ids_of",
+    "grpo", "kl_divergence", "ppo",
+]  # fmt: skip
 
 
 def apply_kl_penalty(batch: DataProto, controller: KLController) -> tuple[DataProto, dict[str, float]]:

@@ -19,7 +19,7 @@ from verl.config.reward_servers import RewardServerConfig
 from verl.config.sft import SFTDataConfig, SFTWorkerConfig
 from verl.config.worker import RewardConfig, WorkerConfig
 from verl.data.bad_rows import BadRowError
-from verl.data.first_look import CONVERSATION_ROWS, PROMPT_ROWS, look_at_data
+from verl.data.first_look import CONVERSATION_ROWS, PROMPT_ROWS, check_chat_template, look_at_data
 from verl.data.plain_files import Row
 from verl.rewards.failures import reason
 from verl.rewards.function import split_calls
@@ -52,11 +52,13 @@ def look_at_prompts(
     Without `checks_rows` only columns and templates are looked at, see `look_at_data`. Without `makes_text`
     the function is loaded and not called: pictures need torch.
     """
+    check_chat_template(worker.actor.model, data.override_chat_template)
     look = look_at_data(PROMPT_ROWS, data, worker.actor.model.tokenizer_path, checks_rows=checks_rows)
     if checks_rows:
         converses = worker.rollout.multi_turn.enable
         rows = look.rows if makes_text else []
-        look_at_reward(rows, data, worker.scoring, specs_of(servers or {}), converses=converses)
+        servers_of_run = specs_of(servers or {})
+        look.notes.extend(look_at_reward(rows, data, worker.scoring, servers_of_run, converses=converses))
     return look.notes
 
 
@@ -64,6 +66,7 @@ def look_at_conversations(
     data: SFTDataConfig, worker: SFTWorkerConfig, *, checks_rows: bool = True
 ) -> list[str]:
     """Look at the conversations of a run; see `look_at_prompts`."""
+    check_chat_template(worker.actor.model, data.override_chat_template)
     path = worker.actor.model.tokenizer_path
     return look_at_data(CONVERSATION_ROWS, data, path, checks_rows=checks_rows).notes
 
@@ -75,8 +78,8 @@ def look_at_reward(
     servers: Specs = MappingProxyType({}),
     *,
     converses: bool = False,
-) -> None:
-    """Load the reward function and score samples of the first rows, if that is soon done.
+) -> list[str]:
+    """Load the reward function, score samples of the first rows if that is soon done, and return notes.
 
     A function that asks a model which the run will serve is only loaded. `check_reward` decides on everything
     that depends on the model.
@@ -84,18 +87,21 @@ def look_at_reward(
     Raises:
         ValueError: The function cannot be loaded, or a run could not use what it returns.
     """
+    notes: list[str] = []
     if options.reward_function is None:
-        return
+        return notes
     with closing(_open_pool(options, servers)) as pool, suppress(TimeoutError):
-        reward_type = pool.wait_until_loaded(LOOK_S).reward_type
+        loaded = pool.wait_until_loaded(LOOK_S)
+        notes = [loaded.note] if loaded.note else []
         if not rows or not _are_ready(servers):
-            return
+            return notes
         # The second row has the wrong answer.
         samples = sample_responses(PlainRows(rows, data), 2, converses=converses)[:3]
-        calls = score_samples(pool, samples, reward_type, options, LOOK_S)
+        calls = score_samples(pool, samples, loaded.reward_type, options, LOOK_S)
         source = Path(pool.path).read_text(encoding="utf-8", errors="replace")
         if INEXACT.search(source) is None or all(is_bad_result(call) for call in failed_calls(calls)):
             check_scores(calls, samples, options.on_failure)
+    return notes
 
 
 def check_reward(data: DataConfig, worker: WorkerConfig, served: Servers) -> None:
@@ -117,8 +123,10 @@ def check_reward(data: DataConfig, worker: WorkerConfig, served: Servers) -> Non
         from verl.trainer.reward_rows import make_samples, open_rows  # noqa: PLC0415
 
         samples = make_samples(open_rows(data, worker), 2, worker)[:3]  # the second row has the wrong answer
-        reward_type = pool.wait_until_loaded().reward_type
-        calls = score_samples(pool, samples, reward_type, options, options.timeout_s + MARGIN_S)
+        loaded = pool.wait_until_loaded()
+        if loaded.note:
+            logger.info("%s", loaded.note)
+        calls = score_samples(pool, samples, loaded.reward_type, options, options.timeout_s + MARGIN_S)
         logger.info(check_scores(calls, samples, options.on_failure))
         if failed := failed_calls(calls):
             logger.warning(

@@ -26,5 +26,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ).run(arguments)
 
 
+def print_config(arguments: Sequence[str] | None = None) -> int:
+    """Print the config of a run, as `verl-train --print-config` does, and return the exit status."""
+    return main(["--print-config", *(sys.argv[1:] if arguments is None else arguments)])
+
+
 if __name__ == "__main__":
     sys.exit(main())

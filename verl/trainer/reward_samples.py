@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from verl.config.data import DataConfig
+from verl.data.columns import answer_of
 from verl.data.plain_files import Row
 
 WRONG = "no such answer"  # used if no other row has another ground truth
@@ -49,7 +50,8 @@ class PlainRows:
         columns, data = self._rows[row], self._data
         media = {data.image_key, data.video_key, data.audio_key}
         others = {name: value for name, value in columns.items() if name not in media}
-        own = {"ground_truth": columns[data.answer_key], "prompt": str(columns[data.prompt_key])}
+        truth = answer_of(columns, data.answer_key)
+        own = {"ground_truth": truth, "prompt": str(columns[data.prompt_key])}
         return others | own | {"uid": f"row-{row}", "multi_modal_data": None}
 
     def count_tokens(self, response: str) -> int:

@@ -5,7 +5,7 @@ import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -15,8 +15,10 @@ from verl.batch_keys import TEACHER_IDS, TEACHER_LOG_PROBS, TEACHER_TOP_IDS, TEA
 from verl.config.distillation import TEACHERS, DistillationLossConfig
 from verl.protocol import DataProto
 from verl.rewards.graders.endpoint import Endpoint
+from verl.rewards.turns import MAX_FLOAT32
 
-Entries = Mapping[str, Mapping[str, Any]]  # of a position, by token: `logprob` and `rank`
+MAX_ID = 2**31 - 1  # of int32
+ROUNDING = 1e-3  # a log-prob of 0 that was computed in low precision may be above it
 MEDIA = ("multi_modal_data", "observation_media")
 
 
@@ -62,11 +64,11 @@ class TeacherModel(Endpoint):
         if len(entries) != len(ids):
             raise RuntimeError(f"{self} answered about {len(entries)} tokens, and was asked about {len(ids)}")
         pairs = list(zip(ids[start:], entries[start:], strict=True))
-        top = [self._top(token, given, k) for token, given in pairs]
+        found = [self._log_probs(token, given, k) for token, given in pairs]
         return TokenAnswers(
-            np.array([given[str(token)]["logprob"] for token, given in pairs], np.float32),
-            np.array([[int(one) for one in ids] for ids, _ in top], np.int32).reshape(len(top), k),
-            np.array([values for _, values in top], np.float32).reshape(len(top), k),
+            np.array([value for value, _, _ in found], np.float32),
+            np.array([ids for _, ids, _ in found], np.int32).reshape(len(found), k),
+            np.array([values for _, _, values in found], np.float32).reshape(len(found), k),
         )
 
     def text_of(self, answer: Any) -> str:
@@ -82,28 +84,30 @@ class TeacherModel(Endpoint):
             )
         return json.dumps(entries)
 
-    def _top(self, token: int, given: Entries, k: int) -> tuple[list[str], list[float]]:
-        """Return the k most likely tokens of a position and their log-probs."""
-        if str(token) not in given or len(given) < k:
+    def _log_probs(self, token: int, given: Any, k: int) -> tuple[float, list[int], list[float]]:
+        """Return the log-prob of a position's token, the k most likely tokens and their log-probs."""
+        try:
+            found = {int(one): float(entry["logprob"]) for one, entry in given.items()}
+        except (AttributeError, LookupError, TypeError, ValueError, OverflowError) as error:
+            raise RuntimeError(f"{self} gave no log-probs at token {token}, but {given!r:.200}") from error
+        for one, value in found.items():
+            if not (0 <= one <= MAX_ID and -MAX_FLOAT32 <= value <= ROUNDING):
+                raise RuntimeError(
+                    f"{self} gave the log-prob {value} of token {one} at token {token}: it must be a finite"
+                    f" number of at most 0, of a token from 0 to {MAX_ID}"
+                )
+        if token not in found or len(found) < k:
             raise RuntimeError(
                 f"{self} gave {len(given)} log-probs at token {token}, which must be among them, as well as"
                 f" the {k} most likely tokens"
             )
-        ids = sorted(given, key=lambda one: -given[one]["logprob"])[:k]
-        return ids, [given[one]["logprob"] for one in ids]
+        ids = sorted(found, key=lambda one: -found[one])[:k]
+        return found[token], ids, [found[one] for one in ids]
 
     def _remedy(self, status: int) -> str:
         if status in (401, 403, 404):
             return super()._remedy(status)
         return "its `--max-model-len` must exceed prompt and response, and its `--max-logprobs` reach `topk`"
-
-
-class Teacher(Protocol):
-    """Answers about tokens; see `TeacherModel`."""
-
-    name: str
-
-    async def ask(self, ids: Sequence[int], start: int, k: int) -> TokenAnswers: ...
 
 
 class ServedTeachers:
@@ -113,7 +117,7 @@ class ServedTeachers:
         teachers: By their numbers in `distillation.teacher_models`; the rows of others stay as they are.
     """
 
-    def __init__(self, teachers: Mapping[int, Teacher], loss: DistillationLossConfig) -> None:
+    def __init__(self, teachers: Mapping[int, TeacherModel], loss: DistillationLossConfig) -> None:
         self.teachers, self.loss = teachers, loss
         self.k = loss.topk if loss.is_top else 0
 
@@ -153,7 +157,7 @@ class ServedTeachers:
             TEACHER_TOP_LOG_PROBS: torch.from_numpy(given.top_log_probs),
         }
 
-    async def _ask(self, batch: DataProto, own: Mapping[int, Teacher]) -> list[TokenAnswers]:
+    async def _ask(self, batch: DataProto, own: Mapping[int, TeacherModel]) -> list[TokenAnswers]:
         tensors, width = batch.batch, batch.batch["responses"].shape[1]
         masks = tensors["attention_mask"].bool()  # (B, T)
         starts = masks[:, :-width].sum(-1).tolist()  # lengths of the prompts
@@ -165,7 +169,7 @@ class ServedTeachers:
         )
 
 
-def check_text(batch: DataProto, row: int, teacher: Teacher) -> None:
+def check_text(batch: DataProto, row: int, teacher: TeacherModel) -> None:
     """Raise a ValueError if a row shows media: a server is sent tokens, and these do not carry them."""
     shown = [name for name in MEDIA if name in batch.non_tensor_batch and batch.non_tensor_batch[name][row]]
     if shown:

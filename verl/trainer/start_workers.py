@@ -22,7 +22,7 @@ from verl.workers.rollout.interface import EngineAdapter
 from verl.workers.rollout_worker import RolloutWorker
 from verl.workers.run_options import ModelRunOptions, RunOptions
 from verl.workers.training_worker import TrainingWorker
-from verl.workers.warm_up import import_rollout_worker
+from verl.workers.warm_up import import_worker
 
 
 def start_workers(
@@ -98,7 +98,7 @@ class EngineStarter:
     timeout_s: float | None
 
     def new_processes(self) -> WorkerProcesses:
-        warm_up = partial(import_rollout_worker, self.worker.rollout.name)
+        warm_up = partial(import_worker, "rollout_worker", self.worker.rollout.name)
         return start_processes(self.pool(), warm_up, self.stack)
 
     def new_group(self, index: int, processes: WorkerProcesses) -> RayWorkerGroup:

@@ -5,7 +5,6 @@ A name may also be `/path/to/file.py:NAME`: a function or class of a file of the
 loaded by path in each process that looks it up, so the controller and the workers on every node find it.
 """
 
-import hashlib
 import inspect
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -68,8 +67,7 @@ def place_of(spec: str, value: Any) -> str:
 
 @cache
 def _module(path: Path, option: str) -> ModuleType:
-    folder = hashlib.blake2b(str(path.parent).encode(), digest_size=4).hexdigest()
-    return import_file(path, option, f"extension_{folder}", HEADING)
+    return import_file(path, option, "extension", HEADING)
 
 
 class Registry(Generic[F]):

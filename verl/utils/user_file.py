@@ -1,40 +1,52 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of a user: imports of Python files, errors that point into them, and opening of images."""
+"""Python files of a user: their imports, and errors that point into them."""
 
 import hashlib
-import importlib.util
 import os
 import sys
 import traceback
-from collections.abc import Mapping
+from importlib.machinery import ModuleSpec
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, BinaryIO
-
-if TYPE_CHECKING:  # most processes open no image
-    from PIL import Image
+from typing import Any
+from urllib.parse import quote, unquote
 
 EXCERPT_HEAD, EXCERPT_TAIL = 200, 100  # characters of a text that an error shows
 ERROR_HEAD, ERROR_TAIL = 4000, 2000  # characters of an exception, and of its traceback
-# That Pillow decodes itself, tried in this order; a Pillow may lack some.
-IMAGE_FORMATS = "JPEG PNG WEBP GIF BMP PPM TIFF AVIF JPEG2000 DDS DIB ICNS ICO PCX PSD QOI SGI TGA"
 
-_imported: dict[str, Path] = {}  # by the names of their modules
+__path__: list[str] = []  # makes this module a package: the files are its modules
+
+
+class _UsersFiles:
+    """Import a file by the name of its module, in a process that is sent an object of it."""
+
+    @staticmethod
+    def find_spec(name: str, *_: Any) -> ModuleSpec | None:
+        if not name.startswith(f"{__name__}.") or ":" not in name:
+            return None
+        path = Path(unquote(name.partition(":")[2], errors="surrogateescape"))
+        extend_import_path(path)
+        return spec_from_file_location(name, path)
+
+
+sys.meta_path.append(_UsersFiles)
 
 
 def import_file(path: Path, option: str, prefix: str, heading: str) -> ModuleType:
-    """Run a Python file and return its module, which is named after `prefix` and the file.
+    """Run a Python file and return its module, whose name holds `prefix` and the path of the file.
 
     Args:
         option: The option that named the file, for errors.
         heading: Precedes the traceback in errors.
     """
-    # Prefixed, because a file may well be called math.py.
-    name = f"{prefix}_{path.stem}"
-    module_spec = importlib.util.spec_from_file_location(name, path)
+    where = quote(os.fsencode(path.resolve()), safe="").replace(".", "%2E")
+    name = f"{__name__}.{prefix}:{where}"
+    module_spec = spec_from_file_location(name, path)
     if module_spec is None or module_spec.loader is None:
         raise ValueError(f"`{option}` must be a Python file (.py), got {path}")
-    module = importlib.util.module_from_spec(module_spec)
+    module = module_from_spec(module_spec)
+    module.__package__ = ""  # the file is in no package, for imports with a dot
     extend_import_path(path)
     sys.modules[name] = module  # dataclasses and pickle look a module up by its name
     try:
@@ -43,29 +55,7 @@ def import_file(path: Path, option: str, prefix: str, heading: str) -> ModuleTyp
         del sys.modules[name]
         what = describe_error(error, path, heading)
         raise ValueError(f"`{option}`: importing {path} failed: {what}{_remedy_of(error)}") from error
-    _imported[name] = path.resolve()
     return module
-
-
-def imported_files() -> dict[str, Path]:
-    """Return the files that this process has imported, by the names of their modules."""
-    return dict(_imported)
-
-
-def import_again(files: Mapping[str, Path]) -> None:
-    """Import files under the names that they have in another process, which sends objects of them."""
-    for name, path in files.items():
-        if name not in sys.modules:
-            prefix = name.removesuffix(f"_{path.stem}")
-            import_file(path, "a file of the run", prefix, "Traceback (most recent call last):")
-
-
-def open_image(source: str | BinaryIO) -> "Image.Image":
-    """Open an image of one of the formats; for PostScript, Pillow would run a program."""
-    from PIL import Image  # noqa: PLC0415
-
-    Image.init()
-    return Image.open(source, formats=[name for name in IMAGE_FORMATS.split() if name in Image.OPEN])
 
 
 def _remedy_of(error: BaseException) -> str:
@@ -102,6 +92,8 @@ def describe_error(error: BaseException, path: Path, heading: str) -> str:
         line = shorten((error.text or "").strip())
         return f"SyntaxError: {error.msg} at {error.filename}:{error.lineno}\n    {line}"
     text = "".join(traceback.format_exception_only(error)).strip()
+    if type(error).__module__.startswith(__name__):  # an exception of the file itself
+        text = text.removeprefix(f"{type(error).__module__}.")
     return shorten(text, ERROR_HEAD, ERROR_TAIL) + describe_place(error, path, heading)
 
 

@@ -60,9 +60,11 @@ def exported(runs: Sequence[RunFolder], table: pa.Table, name: str) -> Iterator[
     """
     part = [_csv_line(COLUMNS)] if name == "csv" else []
     for row in _rows(runs, table):
-        part.append(
-            _json_line(row) if name == "jsonl" else _csv_line([_cell(row[column]) for column in COLUMNS])
-        )
+        if name == "jsonl":
+            values = {column: row[column] for column in COLUMNS}
+            part.append(json.dumps(values, ensure_ascii=False) + "\n")
+        else:
+            part.append(_csv_line([_cell(row[column]) for column in COLUMNS]))
         if len(part) >= PART_ROWS:
             yield "".join(part)
             part = []
@@ -76,10 +78,6 @@ def _rows(runs: Sequence[RunFolder], table: pa.Table) -> Iterator[Mapping[str, A
     for run, kind, step in sorted(chosen):
         for row in runs[run].rollouts.rows_of(kind, step, chosen[run, kind, step]):
             yield {"run": runs[run].name} | row
-
-
-def _json_line(row: Mapping[str, Any]) -> str:
-    return json.dumps({name: row[name] for name in COLUMNS}, ensure_ascii=False) + "\n"
 
 
 def _csv_line(cells: Sequence[Any]) -> str:

@@ -171,7 +171,10 @@ class RolloutIndex:
         if not paths:
             return
         try:
-            yield _columns_of(paths, rows, columns)
+            data = ds.dataset([str(path) for path in paths], schema=SCHEMA, format="parquet")
+            table = data.to_table(columns=columns, filter=rows)
+            table.validate(full=True)  # texts may be no UTF-8
+            yield table
         except UNREADABLE as error:
             if len(paths) == 1:
                 self.problems[paths[0].name] = str(error)
@@ -196,13 +199,6 @@ def plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: plain(one) for name, one in value.items()}
     return value
-
-
-def _columns_of(paths: list[Path], rows: ds.Expression | None, columns: list[str]) -> pa.Table:
-    data = ds.dataset([str(path) for path in paths], schema=SCHEMA, format="parquet")
-    table = data.to_table(columns=columns, filter=rows)
-    table.validate(full=True)  # texts may be no UTF-8
-    return table
 
 
 def _contents(media: Any) -> list[tuple[Any, ...]]:

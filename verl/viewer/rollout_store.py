@@ -44,89 +44,85 @@ JPEG_QUALITY = 80
 START_LENGTH = 160  # characters of a text in tables
 
 _TEXT, _FLOAT, _INT, _BOOL = pa.string(), pa.float32(), pa.int32(), pa.bool_()
-_FLOATS = pa.list_(pa.float32())
-_MEDIUM = pa.struct(
-    [
-        pa.field("kind", pa.string()),  # "image", "video" or "audio"
-        pa.field("source", pa.string()),  # path or URL in the row, or its number of bytes
-        # in the media folder: the image, frames of the video, or a drawing of the audio
-        pa.field("files", pa.list_(pa.string())),
-        pa.field("problem", pa.string()),  # reason if there are none
-        pa.field("times", pa.list_(pa.float32())),  # of the frames of a video, in seconds
-        # file in the media folder: the bytes of an image, if they were kept, or the video the policy made
-        pa.field("whole", pa.string()),
-    ]
+_FLOATS = pa.list_(_FLOAT)
+
+
+def _struct(**fields: pa.DataType) -> pa.StructType:
+    return pa.struct(fields)
+
+
+_MEDIUM = _struct(
+    kind=_TEXT,  # "image", "video" or "audio"
+    source=_TEXT,  # path or URL in the row, or its number of bytes
+    # in the media folder: the image, frames of the video, or a drawing of the audio
+    files=pa.list_(_TEXT),
+    problem=_TEXT,  # reason if there are none
+    times=pa.list_(_FLOAT),  # of the frames of a video, in seconds
+    # file in the media folder: the bytes of an image, if they were kept, or the video the policy made
+    whole=_TEXT,
 )
-_OBSERVATION = pa.struct(
-    [
-        pa.field("text", _TEXT),
-        pa.field("failed", _BOOL),  # the tool raised, hung or died, or there is none of that name
-        pa.field("seconds", _FLOAT),  # of the tool; null if none was called
-        pa.field("num_media", _INT),
-        pa.field("media", pa.list_(_MEDIUM)),  # none if the conversation ended before them
-    ]
+_OBSERVATION = _struct(
+    text=_TEXT,
+    failed=_BOOL,  # the tool raised, hung or died, or there is none of that name
+    seconds=_FLOAT,  # of the tool; null if none was called
+    num_media=_INT,
+    media=pa.list_(_MEDIUM),  # none if the conversation ended before them
 )
-_CALL = pa.struct([pa.field("name", _TEXT), pa.field("arguments", _TEXT)])  # arguments as JSON
-_TURN = pa.struct(
-    [
-        pa.field("start", _INT),  # in the lists of tokens
-        pa.field("stop", _INT),
-        pa.field("text", _TEXT),  # of the policy
-        pa.field("calls", pa.list_(_CALL)),
-        pa.field("observations", pa.list_(_OBSERVATION)),  # to the calls in order; fewer if not all were made
-        pa.field("is_shown", _BOOL),  # the policy could read them
-        pa.field("seconds", _FLOAT),  # from the turn to the last observation
-        pa.field("reward", _FLOAT),  # the sum of the observations'; null without any
-    ]
+_CALL = _struct(name=_TEXT, arguments=_TEXT)  # arguments as JSON
+_TURN = _struct(
+    start=_INT,  # in the lists of tokens
+    stop=_INT,
+    text=_TEXT,  # of the policy
+    calls=pa.list_(_CALL),
+    observations=pa.list_(_OBSERVATION),  # to the calls in order; fewer if not all were made
+    is_shown=_BOOL,  # the policy could read them
+    seconds=_FLOAT,  # from the turn to the last observation
+    reward=_FLOAT,  # the sum of the observations'; null without any
 )
-_CONTEXT = pa.struct(
-    [
-        pa.field("start", _INT),  # in the lists of tokens
-        pa.field("num_turns", _INT),  # those of the contexts follow each other
-        pa.field("num_opening", _INT),  # messages before its first turn
-        pa.field("messages", _TEXT),  # all, as JSON; the policy's as it wrote them
-        pa.field("tools", _TEXT),  # schemas as JSON
-        pa.field("media", pa.list_(_MEDIUM)),  # of its first messages; those of the first one are the row's
-    ]
+_CONTEXT = _struct(
+    start=_INT,  # in the lists of tokens
+    num_turns=_INT,  # those of the contexts follow each other
+    num_opening=_INT,  # messages before its first turn
+    messages=_TEXT,  # all, as JSON; the policy's as it wrote them
+    tools=_TEXT,  # schemas as JSON
+    media=pa.list_(_MEDIUM),  # of its first messages; those of the first one are the row's
 )
 SCHEMA = pa.schema(
-    [
-        pa.field("step", pa.int32()),
-        pa.field("group", pa.string()),  # the prompt's `uid`
-        pa.field("sample", pa.int32()),  # index of the response in its group
-        pa.field("data_source", pa.string()),
-        pa.field("score", pa.float32()),  # with all terms; null if the reward function failed
-        pa.field("advantage", pa.float32()),  # mean over the trained tokens; null without any
-        pa.field("prompt_length", pa.int32()),  # tokens
-        pa.field("response_length", pa.int32()),  # tokens
-        pa.field("finish_reason", pa.string()),
-        pa.field("num_media", pa.int32()),
-        pa.field("num_turns", pa.int32()),  # of a conversation, like all columns up to `stop_reason`
-        pa.field("num_calls", pa.int32()),
-        pa.field("num_failures", pa.int32()),  # of calls
-        pa.field("stop_reason", pa.string()),  # "stop", "done", "tool", or the limit that cut it off
-        pa.field("is_masked", pa.bool_()),  # no token is trained
-        pa.field("prompt_start", pa.string()),
-        pa.field("response_start", pa.string()),
-        pa.field(
-            "picture_start", pa.string()
-        ),  # file in the media folder: the picture, small, or first frame
-        pa.field("prompt", pa.string()),
-        pa.field("messages", pa.string()),  # the prompt before the chat template, as JSON
-        pa.field("response", pa.string()),
-        pa.field("ground_truth", pa.string()),
-        pa.field("reward_values", pa.map_(pa.string(), pa.float32())),  # values of the reward function
-        pa.field("media", pa.list_(_MEDIUM)),
-        pa.field("picture", _MEDIUM),  # that the policy made; null for a text
-        pa.field("contexts", pa.list_(_CONTEXT)),  # several if an agent shortened what the policy reads
-        pa.field("turns", pa.list_(_TURN)),
-        pa.field("token_ids", pa.list_(pa.int32())),  # of the response, like all lists below
-        pa.field("tokens", pa.list_(pa.string())),  # each decoded separately
-        pa.field("is_trained", pa.list_(pa.bool_())),  # false on what tools answered and on masked responses
-        pa.field("rollout_log_probs", _FLOATS),
-        pa.field("old_log_probs", _FLOATS),  # null in validation
-        pa.field("advantages", _FLOATS),  # null in validation
-    ]
+    _struct(
+        step=_INT,
+        group=_TEXT,  # the prompt's `uid`
+        sample=_INT,  # index of the response in its group
+        data_source=_TEXT,
+        score=_FLOAT,  # with all terms; null if the reward function failed
+        advantage=_FLOAT,  # mean over the trained tokens; null without any
+        prompt_length=_INT,  # tokens
+        response_length=_INT,  # tokens
+        finish_reason=_TEXT,
+        num_media=_INT,
+        num_turns=_INT,  # of a conversation, like all columns up to `stop_reason`
+        num_calls=_INT,
+        num_failures=_INT,  # of calls
+        stop_reason=_TEXT,  # "stop", "done", "tool", or the limit that cut it off
+        is_masked=_BOOL,  # no token is trained
+        prompt_start=_TEXT,
+        response_start=_TEXT,
+        picture_start=_TEXT,  # file in the media folder: the picture, or its first frame
+        prompt=_TEXT,
+        messages=_TEXT,  # the prompt before the chat template, as JSON
+        response=_TEXT,
+        ground_truth=_TEXT,
+        reward_values=pa.map_(_TEXT, _FLOAT),  # values of the reward function
+        media=pa.list_(_MEDIUM),
+        picture=_MEDIUM,  # that the policy made; null for a text
+        contexts=pa.list_(_CONTEXT),  # several if an agent shortened what the policy reads
+        turns=pa.list_(_TURN),
+        token_ids=pa.list_(_INT),  # of the response, like all lists below
+        tokens=pa.list_(_TEXT),  # each decoded separately
+        is_trained=pa.list_(_BOOL),  # false on what tools answered and on masked responses
+        rollout_log_probs=_FLOATS,
+        old_log_probs=_FLOATS,  # null in validation
+        advantages=_FLOATS,  # null in validation
+    )
 )
 # Short columns: those of all steps fit in memory.
 TOKEN_COLUMNS = SCHEMA.names[SCHEMA.names.index("token_ids") :]

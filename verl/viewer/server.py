@@ -128,9 +128,7 @@ def make_app(
         Route("/api/distributions", views.distributions),  # histograms of the same rows
         Route("/api/export", views.export),  # the same rows as a file: `?format=csv&run=0`
         Route("/media/{run}/{file}", views.media),  # an image, a frame, or a video that was made
-        Route(
-            "/videos/{run}/{kind}/{step}/{number}/{group:path}", views.video
-        ),  # a prompt's video or audio file
+        Route("/videos/{run}/{kind}/{step}/{number}/{group:path}", views.video),  # a prompt's file, or audio
         Mount("/", StaticFiles(directory=STATIC, html=True)),
     ]
     parts = (add_headers, check_host, TokenGate(token))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from itertools import pairwise
+from itertools import compress, pairwise
 from typing import Any
 
 import pyarrow.compute as pc
@@ -40,6 +40,7 @@ METRICS = (  # label, metrics of which the first logged one is shown, function o
 )
 STEP_SECONDS = "timing_s/step"
 PHASE = "timing_s/"
+INSIDE = ("sync_weights",)  # phases that are parts of others
 TRAINED_STEP = re.compile(r'^\{"step": (\d+),.*"update_actor"', re.MULTILINE)  # in the log
 RECENT = 20  # steps to average times over
 LABEL, COLUMN, GAP = 15, 29, 3  # characters: first column, column of a run, gap
@@ -86,8 +87,13 @@ class RunNumbers:
     def read(cls, run: RunFolder) -> "RunNumbers":
         """Read the files of a run, which may be incomplete or missing."""
         columns = run.metrics()
-        finite = {name: [*filter(_is_finite, values)] for name, values in columns["metrics"].items()}
-        metrics = {name: values for name, values in finite.items() if values}
+        steps = [_is_finite(seconds) for seconds in columns["metrics"].get(STEP_SECONDS, [])]
+        metrics = {}
+        for name, values in columns["metrics"].items():
+            if name.startswith(PHASE) and any(steps):  # a phase that a step lacks took no time in it
+                values = [value if _is_finite(value) else 0.0 for value in compress(values, steps)]
+            if values := [*filter(_is_finite, values)]:
+                metrics[name] = values
         return cls(run.name, columns["step"], metrics, run.total_steps(), _count_restarts(run))
 
     def recent(self, name: str) -> float | None:
@@ -96,10 +102,12 @@ class RunNumbers:
         return sum(values) / len(values) if values else None
 
     def phases(self) -> dict[str, float]:
-        """Seconds of each phase of a step, longest first."""
+        """Seconds of each phase of a step on average, longest first; `other` is the rest of it."""
         names = [name for name in self.metrics if name.startswith(PHASE) and name != STEP_SECONDS]
         seconds = {name.removeprefix(PHASE): self.recent(name) or 0.0 for name in names}
-        return dict(sorted(seconds.items(), key=lambda item: -item[1]))
+        named = sum(value for name, value in seconds.items() if name not in INSIDE)
+        seconds["other"] = max(0.0, (self.recent(STEP_SECONDS) or 0.0) - named)
+        return dict(sorted(seconds.items(), key=lambda item: -item[1])) if names else {}
 
 
 def summary(runs: Sequence[RunFolder], width: int) -> RenderableType:
@@ -161,7 +169,7 @@ def _time_left(run: RunNumbers) -> str:
 def _course(run: RunNumbers, names: Sequence[str], best: Callable[..., float] | None) -> Text:
     """First and last value, the best one if the metric has a best, and a sparkline."""
     values = next((run.metrics[name] for name in names if name in run.metrics), None)
-    if values is None:
+    if values is None or (best is None and len(values) > 1 and not any(values)):  # KL without a second update
         return Text(NOTHING)
     numbers = f"{short(values[0])} > {short(values[-1])}" if len(values) > 1 else short(values[0])
     if best is not None:
@@ -180,13 +188,14 @@ def _phases_table(run: RunNumbers) -> RenderableType:
     phases = run.phases()
     if not phases:
         return Text(f"{printable(run.name, COLUMN)}: no times logged")
-    total = max(run.recent(STEP_SECONDS) or 0.0, *phases.values()) or 1.0
+    total = sum(seconds for name, seconds in phases.items() if name not in INSIDE) or 1.0
     right = partial(Column, justify="right")
     columns = (Column(Text(printable(run.name, COLUMN))), right("s/step"), right("share"), "")
     table = Table(*columns, box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for name, seconds in phases.items():
         bar = "#" * round(BAR_WIDTH * seconds / total)
-        cells = (f"{seconds:.2f}", f"{seconds / total:.0%}", Text(bar, style="green"))
+        share = "(inside)" if name in INSIDE else f"{seconds / total:.0%}"
+        cells = (f"{seconds:.2f}", share, Text(bar, style="green"))
         table.add_row(Text(printable(name, COLUMN)), *cells)
     return table
 

@@ -16,8 +16,9 @@ from torch.profiler import profile, record_function
 from verl.checkpoint.async_writer import AsyncWriter
 from verl.checkpoint.sharded import Restored, Snapshot
 from verl.config.distillation import TEACHERS, DistillationConfig, TeacherConfig
-from verl.config.model import ModelConfig, OptimConfig, PolicyConfig
+from verl.config.model import ModelConfig, PolicyConfig
 from verl.data.media.loader import MediaLoader
+from verl.data.media.sizes import MediaOptions
 from verl.data.readers import load_processor, load_tokenizer
 from verl.data.teachers import media_of_teacher
 from verl.distributed.device import backend_of, set_device, set_seed
@@ -28,15 +29,12 @@ from verl.models.families.registry import family_of
 from verl.protocol import DataProto
 from verl.single_controller.dispatch import Dispatch, register
 from verl.single_controller.worker import Worker
-from verl.utils.rank_logger import get_logger
 from verl.workers.model_builder import load_model_config
 from verl.workers.out_of_memory import explained_out_of_memory
 from verl.workers.packing.media_inputs import MEDIA_KEYS
 from verl.workers.roles.teachers import Teachers
 from verl.workers.run_options import ModelRunOptions
 from verl.workers.sharded_model import ModelSetup, ShardedModel
-
-logger = get_logger(__name__)
 
 
 class DeviceWorker(Worker):
@@ -64,12 +62,15 @@ class DeviceWorker(Worker):
     def _load_tokenizer(self, model: ModelConfig) -> None:
         options = self.options
         assert model.tokenizer_path is not None, "filled in when the config was checked"
-        family = family_of(load_model_config(model))
         arguments = (model.tokenizer_path, options.override_chat_template, model.trust_remote_code)
         self.tokenizer, self.processor = load_tokenizer(*arguments), load_processor(*arguments)
-        self.media = None
-        if self.processor is not None and isinstance(family, MediaFamily):
-            self.media = MediaLoader(self.processor, options.media, options.media_cache, family)
+        self.media = self._media_loader(model, self.processor, options.media)
+
+    def _media_loader(self, model: ModelConfig, processor: Any, options: MediaOptions) -> MediaLoader | None:
+        family = family_of(load_model_config(model))
+        if processor is None or not isinstance(family, MediaFamily):
+            return None
+        return MediaLoader(processor, options, self.options.media_cache, family)
 
 
 class SavedModel(Protocol):
@@ -155,6 +156,10 @@ class ModelWorker(SavingWorker[ShardedModel]):
     A subclass calls `_prepare` before it loads its models with `_build_model`.
     """
 
+    def __init__(self, config: Any, options: ModelRunOptions) -> None:
+        super().__init__(options)
+        self.config = config
+
     def _prepare(self, actor: PolicyConfig, *, share_prompt: bool = False, feature_chunks: int = 1) -> None:
         """Set up parallelism, tokenizer and media before models are built."""
         sp_size = actor.sp_size
@@ -182,42 +187,23 @@ class ModelWorker(SavingWorker[ShardedModel]):
         self.reported_media = 0  # media encoded by frozen towers, at the last call of `_encoded_media`
 
     def _build_model(
-        self,
-        role: str,
-        config: Any,
-        model: ModelConfig,
-        *,
-        optim: OptimConfig | None = None,
-        head: str = "causal",
+        self, role: str, config: Any, model: ModelConfig, setup: ModelSetup | None = None, **options: Any
     ) -> ShardedModel:
-        sharded = ShardedModel(
-            role,
-            model,
-            config.fsdp,
-            config.offload,
-            self.setup,
-            optim=optim,
-            training_steps=self.options.training_steps,
-            head=head,
-        )
+        """Build a model of a section `config`; `options` are those of `ShardedModel`."""
+        options["training_steps"] = self.options.training_steps
+        sharded = ShardedModel(role, model, config.fsdp, config.offload, setup or self.setup, **options)
         self.models.append(sharded)
         return sharded
 
     def _build_teacher(self, name: str, config: TeacherConfig) -> ShardedModel:
         setup, model = self.setup, config.model
         if config.num_video_frames is not None:
-            family = family_of(load_model_config(model))
-            options = media_of_teacher(config, self.options.media)
-            assert isinstance(family, MediaFamily), "its data set has media"
             assert model.tokenizer_path is not None, "that of its model unless given"
             processor = load_processor(model.tokenizer_path, None, model.trust_remote_code)
-            media = MediaLoader(processor, options, self.options.media_cache, family)
+            media = self._media_loader(model, processor, media_of_teacher(config, self.options.media))
+            assert media is not None, "its data set has media"
             setup = replace(setup, media=media)
-        teacher = ShardedModel(
-            name, model, config.fsdp, config.offload, setup, option=f"{TEACHERS}.{name}"
-        )  # fmt: skip
-        self.models.append(teacher)
-        return teacher
+        return self._build_model(name, config, model, setup, option=f"{TEACHERS}.{name}")
 
     def _build_teachers(self, config: DistillationConfig) -> None:
         """Build the frozen models that the policy learns from: `teacher_models` by name, and `teachers`."""

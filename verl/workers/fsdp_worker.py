@@ -12,7 +12,7 @@ from verl.checkpoint.sharded import Restored
 from verl.protocol import DataProto
 from verl.single_controller.dispatch import Dispatch, register
 from verl.workers.engine_host import EngineHost, EnginePlace
-from verl.workers.sampling_worker import SamplingWorker
+from verl.workers.rollout_worker import SamplingWorker
 from verl.workers.sharded_model import ShardedModel
 from verl.workers.training_worker import TrainingWorker
 
@@ -28,7 +28,7 @@ class FSDPWorker(SamplingWorker, TrainingWorker):
         self.place = EnginePlace(self.rank // tp_size, leads=self.rank % tp_size == 0)
         engines = self.world_size // tp_size
         self.set_axis("rollout", self.place.engine, engines, is_first=self.place.leads)
-        self._init_models()
+        super().init_model()
         policy = self.policy
         self.host = EngineHost(
             self.config,

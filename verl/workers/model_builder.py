@@ -6,10 +6,10 @@ files and broadcasts tensor by tensor, so host memory holds one copy of the mode
 """
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -44,6 +44,8 @@ from verl.utils.rank_logger import get_logger
 
 logger = get_logger(__name__)
 
+T = TypeVar("T")
+
 
 def build_model(
     model: ModelConfig,
@@ -74,13 +76,13 @@ def build_model(
     empty = meta_model(config, dtype, model.trust_remote_code)
     empty.generation_config = load_generation_config(model, config)
     prepare_model(empty)
-    source = _read_on_rank0(model, config, dtype, trainable, option)
+    source = _on_rank0(lambda: _read_model(model, config, dtype, trainable, option))
     if head == "scalar":
         _agree_on_bias(empty, source)
     if options is not None:
         select_trainable(empty, options, option)
         if options.adapter is not None:
-            _adapt_source(source, model, options, option)
+            _on_rank0(lambda: _adapt_source(source, model, options, option))
         if model.enable_gradient_checkpointing:
             empty.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     else:
@@ -216,21 +218,34 @@ def weights_dtype(fsdp: FSDPConfig, options: TrainableOptions | None) -> torch.d
     return torch_dtype(fsdp.torch_dtype or ("fp32" if is_whole else "bf16"))
 
 
+def _on_rank0(function: Callable[[], T]) -> T | None:
+    """Call a function on rank 0 and return its result there; its error is raised on all ranks.
+
+    Else the others would wait in the next collective.
+    """
+    result: T | None = None
+    problems: list[Exception | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            result = function()
+        except (FileNotFoundError, ValueError) as error:
+            problems = [error]
+    dist.broadcast_object_list(problems, src=0)
+    if problems[0] is not None:
+        raise problems[0]
+    return result
+
+
 def _adapt_source(
     source: PreTrainedModel | None, model: ModelConfig, options: TrainableOptions, option: str
 ) -> None:
-    """Add adapters with their initial values to rank 0's source model; all ranks raise together."""
-    problem = None
-    if source is not None:
-        select_trainable(source, options, option)
-        if model.lora.path is not None:
-            where = f"`{option}.lora.path` ({model.lora.path})"
-            hub = HubNames(source.config, model.trust_remote_code)
-            try:
-                set_adapter(source, read_adapter(Path(model.lora.path), where), hub.of_module, where)
-            except ValueError as error:
-                problem = str(error)
-    _raise_everywhere(ValueError, problem)
+    """Add adapters with their initial values to the source model."""
+    assert source is not None, "rank 0 has read it"
+    select_trainable(source, options, option)
+    if model.lora.path is not None:
+        where = f"`{option}.lora.path` ({model.lora.path})"
+        hub = HubNames(source.config, model.trust_remote_code)
+        set_adapter(source, read_adapter(Path(model.lora.path), where), hub.of_module, where)
 
 
 def _fill(
@@ -255,29 +270,10 @@ def _fill(
     _check_nothing_is_empty(model)
 
 
-def _read_on_rank0(
-    model: ModelConfig, config: PreTrainedConfig, dtype: torch.dtype, trainable: bool, option: str
-) -> PreTrainedModel | None:
-    """Read the whole model into host memory on rank 0, None elsewhere; all ranks raise on failure."""
-    source, problem = None, None
-    if dist.get_rank() == 0:
-        source, problem = _read_model(model, config, dtype, trainable, option)
-    _raise_everywhere(FileNotFoundError, problem)
-    return source
-
-
-def _raise_everywhere(kind: type[Exception], problem: str | None) -> None:
-    # on all ranks, if rank 0 found a problem: else the others would wait in the next collective
-    problems = [problem]
-    dist.broadcast_object_list(problems, src=0)
-    if problems[0] is not None:
-        raise kind(problems[0])
-
-
 def _read_model(
     model: ModelConfig, config: PreTrainedConfig, dtype: torch.dtype, trainable: bool, option: str
-) -> tuple[PreTrainedModel | None, str | None]:
-    # the model, or an error message
+) -> PreTrainedModel:
+    """Read the whole model into host memory."""
     where = f"`{option}.model_path` ({model.model_path})"
     try:
         source, report = auto_class(config).from_pretrained(
@@ -288,34 +284,34 @@ def _read_model(
             output_loading_info=True,
         )
     except (OSError, SafetensorError, RuntimeError, ValueError) as error:
-        return None, f"{where}: the weights cannot be read ({error}): download or export the model again"
+        raise FileNotFoundError(
+            f"{where}: the weights cannot be read ({error}): download or export the model again"
+        ) from error
     missing = set(report["missing_keys"])
     if is_scalar(config):
-        problem = _init_score(source, missing, trainable, where)
-        if problem is not None:
-            return None, problem
+        _init_score(source, missing, trainable, where)
         missing -= {SCORE_WEIGHT, SCORE_BIAS}
     if missing:
-        names = sorted(missing)
-        problem = f"{where}: {len(names)} weights are missing, for example {names[:3]}: use a complete model"
-        return None, problem
+        raise FileNotFoundError(
+            f"{where}: {len(missing)} weights are missing, for example {sorted(missing)[:3]}: use a complete"
+            " model"
+        )
     if report["unexpected_keys"]:
         logger.warning(
             "weights that the model does not have are ignored: names=%s", sorted(report["unexpected_keys"])
         )
-    return source, None
+    return source
 
 
-def _init_score(source: PreTrainedModel, missing: set[str], trainable: bool, where: str) -> str | None:
-    """Start a missing score at zero and drop a missing bias; return an error message if impossible."""
+def _init_score(source: PreTrainedModel, missing: set[str], trainable: bool, where: str) -> None:
+    """Start a missing score at zero and drop a missing bias."""
     if SCORE_WEIGHT in missing:
         if not trainable:
-            return f"{where} holds no `{SCORE_WEIGHT}`: use a trained reward model"
+            raise FileNotFoundError(f"{where} holds no `{SCORE_WEIGHT}`: use a trained reward model")
         start_score(source)
         logger.info("the score starts at zero, the files have none: %s", where)
     elif SCORE_BIAS in missing:
         drop_score_bias(source)
-    return None
 
 
 def _agree_on_bias(model: PreTrainedModel, source: PreTrainedModel | None) -> None:

@@ -1,21 +1,60 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sampling worker: one device of a rollout engine, with weights from the training processes."""
+"""Sampling workers, in the processes of training and in separate ones, which get weights from these."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from verl.config.worker import WorkerConfig
+from verl.protocol import DataProto
 from verl.single_controller.dispatch import Dispatch, register
 from verl.single_controller.ray.published_weights import PublishedWeights
+from verl.workers.base_worker import DeviceWorker
 from verl.workers.engine_check import SampledRow
 from verl.workers.engine_host import EngineHost, EnginePlace
 from verl.workers.model_builder import load_model_config
-from verl.workers.rollout.interface import EngineAdapter
+from verl.workers.rollout.interface import EngineAdapter, FinishedResponse, SamplingOptions
 from verl.workers.run_options import RunOptions
-from verl.workers.sampling_worker import SamplingWorker
 from verl.workers.weight_transport import make_reader
+
+
+class SamplingWorker(DeviceWorker):
+    """A worker with a rollout engine."""
+
+    host: EngineHost  # from the engine's start on
+    place: EnginePlace
+
+    @register(Dispatch.SHARD, phase="gen", axis="rollout", streaming=True)
+    def generate(self, prompts: DataProto, sampling: SamplingOptions) -> Iterator[list[FinishedResponse]]:
+        """Sample responses to this engine's prompts as they finish; see `EngineHost.generate`."""
+        return self.host.generate(prompts, sampling)
+
+    @register(Dispatch.ALL, phase="gen")
+    def sample(
+        self, prompts: DataProto | None, sampling: SamplingOptions, at_most: int
+    ) -> list[FinishedResponse]:
+        """Continue sampling with more prompts; see `EngineHost.sample`."""
+        return self._led(self.host.sample(prompts, sampling, at_most))
+
+    @register(Dispatch.ALL, phase="gen")
+    def interrupt(self) -> list[FinishedResponse]:
+        """Drop all prompts, and return what each unfinished response has; see `EngineHost.interrupt`."""
+        return self._led(self.host.interrupt())
+
+    @register(Dispatch.ALL, phase="gen")
+    def forget(self) -> None:
+        """Have interrupted conversations begin again when their prompts come."""
+        self.host.forget()
+
+    def _led(self, responses: list[FinishedResponse]) -> list[FinishedResponse]:
+        return responses if self.place.leads else []  # all ranks of an engine have the same
+
+    def close(self) -> None:
+        super().close()
+        if hasattr(self, "host"):
+            self.host.close()
 
 
 class RolloutWorker(SamplingWorker):

@@ -11,17 +11,14 @@ from verl.distributed.device import memory_metrics, reset_peak_memory
 from verl.protocol import DataProto
 from verl.single_controller.dispatch import Dispatch, register
 from verl.workers.base_worker import ModelWorker
-from verl.workers.roles.sft import DataParallelSFT, Distillation
+from verl.workers.roles.sft import DataParallelSFT
 from verl.workers.roles.updater import Training
-from verl.workers.run_options import ModelRunOptions
 
 
 class SFTWorker(ModelWorker):
     """One process of the group that fine-tunes a model."""
 
-    def __init__(self, config: SFTWorkerConfig, options: ModelRunOptions) -> None:
-        super().__init__(options)
-        self.config = config
+    config: SFTWorkerConfig
 
     @register(Dispatch.ALL, phase="init_model")
     def init_model(self) -> None:
@@ -29,12 +26,8 @@ class SFTWorker(ModelWorker):
         self._prepare(actor)
         self.policy = self._build_model("actor", actor, actor.model, optim=actor.optim)
         self._build_teachers(self.options.distillation)
-        loss = self.options.distillation.distillation_loss
-        distillation = None
-        if self.teachers is not None:
-            distillation = Distillation(self.teachers, loss.distillation_loss_coef, loss.use_task_rewards)
         training = Training(*self.policy.training)
-        self.sft = DataParallelSFT(actor, self.policy.forward, self.group, training, distillation)
+        self.sft = DataParallelSFT(actor, self.policy.forward, self.group, training, self.teachers)
 
     @register(Dispatch.SHARD, phase="update_actor")
     def update(self, batch: DataProto) -> dict[str, float]:

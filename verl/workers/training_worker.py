@@ -23,7 +23,7 @@ from verl.protocol import DataProto
 from verl.single_controller.dispatch import Dispatch, register
 from verl.workers.base_worker import ModelWorker
 from verl.workers.engine_check import SampledRow, check_engine, differences
-from verl.workers.roles.actor import ActorTraining, DataParallelPPOActor, DistillationLoss, Updated
+from verl.workers.roles.actor import ActorTraining, DataParallelPPOActor, Updated
 from verl.workers.roles.critic import DataParallelPPOCritic
 from verl.workers.roles.prime import DataParallelPrimeModel, check_prime_tokenizer
 from verl.workers.roles.reward_model import RewardModelScorer, check_has_score, load_reward_tokenizer
@@ -37,19 +37,13 @@ from verl.workers.weight_transport import Publisher, make_publisher
 class TrainingWorker(ModelWorker):
     """One process of the group that trains."""
 
+    config: WorkerConfig
     options: RunOptions
     publishes_adapter = False
     publisher: Publisher | None = None  # from the first published weights on
 
-    def __init__(self, config: WorkerConfig, options: RunOptions) -> None:
-        super().__init__(options)
-        self.config = config
-
     @register(Dispatch.ALL, phase="init_model")
     def init_model(self) -> None:
-        self._init_models()
-
-    def _init_models(self) -> None:
         actor = self.config.actor
         feature_chunks = max(1, self.config.rollout.num_chunk_seq)
         self._prepare(actor, share_prompt=actor.share_prompt, feature_chunks=feature_chunks)
@@ -88,16 +82,10 @@ class TrainingWorker(ModelWorker):
             reference=self.reference_forward,
             correction=RolloutCorrection.of(correction) if options.corrects_in_update else None,
             is_reinforce=correction.loss_type == "reinforce",
-            distillation=self._distillation_loss(),
+            teachers=None if options.distillation.rewards_tokens else self.teachers,
             uses_advantages=not options.distillation.is_alone or options.distillation.rewards_tokens,
         )
         self.actor = DataParallelPPOActor(config, self.policy.forward, self.group, training)
-
-    def _distillation_loss(self) -> DistillationLoss | None:
-        distillation = self.options.distillation
-        if self.teachers is None or distillation.rewards_tokens:
-            return None
-        return DistillationLoss(self.teachers, distillation.distillation_loss.distillation_loss_coef)
 
     def _sizes(self) -> dict[str, int]:
         return {"rollout_n": self.config.rollout.n, "max_response_length": self.options.max_response_length}

@@ -4,16 +4,12 @@
 To add one: a class for each end here, and its name in `worker.rollout.weight_transport`.
 """
 
-from collections.abc import Iterator
-from typing import Any, Protocol
+from functools import partial
 
 import torch
-from torch import Tensor
 
 from verl.config.rollout import COLLECTIVE, RolloutConfig
 from verl.distributed.device import is_gpu
-from verl.distributed.weights.buckets import NamedTensors
-from verl.distributed.weights.peer_lost import PeerLostError
 from verl.distributed.weights.reader import WeightReader
 from verl.distributed.weights.server import WeightServer
 from verl.single_controller.ray.published_weights import StoreReader, WeightStore, own_address
@@ -22,29 +18,16 @@ from verl.utils.rank_logger import get_logger
 logger = get_logger(__name__, all_ranks=True)
 
 
-class Publisher(Protocol):
-    """The end of a rank that trains."""
-
-    def publish(self, version: int, named_tensors: NamedTensors) -> Any:
-        """Offer this rank's share of full tensors; return what readers need to find it."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class Reader(Protocol):
-    """The end of a rank of an engine."""
-
-    def named_tensors(self, version: int, shares: Any) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of a version; `shares` are what all ranks that train returned, in order."""
-        ...
-
-    def close(self) -> None: ...
+# The end of a rank that trains: `publish` offers its share of full tensors, and returns what readers need.
+Publisher = WeightServer | WeightStore
+# The end of a rank of an engine: `named_tensors` yields a version from what all ranks that train returned.
+Reader = WeightReader | StoreReader
 
 
 def make_publisher(config: RolloutConfig, rank: int, world_size: int, device: torch.device) -> Publisher:
     if config.weights_go_by(is_gpu(device)) == COLLECTIVE:
-        return WeightServer(rank, world_size, device, own_address(), on_lost=_warn_of_lost)
+        on_lost = partial(logger.warning, "an engine is lost while it takes weights: %s")
+        return WeightServer(rank, world_size, device, own_address(), on_lost=on_lost)
     return WeightStore(rank, world_size)
 
 
@@ -52,7 +35,3 @@ def make_reader(config: RolloutConfig, rank: int, world_size: int, device: torch
     if config.weights_go_by(is_gpu(device)) == COLLECTIVE:
         return WeightReader(rank, world_size, device, own_address())
     return StoreReader()
-
-
-def _warn_of_lost(error: PeerLostError) -> None:
-    logger.warning("an engine is lost while it takes weights: %s", error)

@@ -16,9 +16,8 @@ from tests.helpers.grids import grids_in, inputs_of
 from tests.helpers.media import image_bytes, noise, save_image, save_video
 from verl.config.data import DataConfig
 from verl.data.media.cache import MediaCache
-from verl.data.media.item_options import with_item_options
 from verl.data.media.loader import MediaLoader
-from verl.data.media.sizes import MediaOptions, process_image, resized_size
+from verl.data.media.sizes import MediaOptions, process_image, resized_size, with_item_options
 from verl.data.media.video import SizeOptions, VideoOptions, choose_frames, probe_video, read_video
 from verl.data.messages import references
 from verl.data.readers import load_processor

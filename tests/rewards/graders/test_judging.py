@@ -126,6 +126,7 @@ def test_a_response_without_a_readable_comparison_has_no_score():
         ("[1] > [2] > [2]", None),
         ("[0] > [1] > [2]", None),
         ("1 > 2 > 3", None),
+        (f"[{'1' * 500_000}] > [2] > [3]", None),
     ],
 )
 def test_a_ranking_names_all_responses_once_and_ties_share_places(answer, scores):
@@ -146,6 +147,13 @@ def test_the_scores_of_a_group_do_not_depend_on_the_order_of_its_responses():
 
     assert len(results) == len(set(shown)) == 1
     assert sorted(score for _, score in results.pop()) == [0.0, 0.5, 1.0]
+
+
+def test_texts_with_lone_surrogates_are_ranked():
+    async def ask(text):
+        return "[1] > [2]" if text[0] == "\ud800" else "[2] > [1]"
+
+    assert asyncio.run(rank(ask, ",".join, ["\udc00", "\ud800"])) == [0.0, 1.0]
 
 
 def test_equal_responses_of_a_group_are_shown_once_and_share_their_score():

@@ -38,6 +38,22 @@ def test_the_request_holds_model_messages_and_parameters_and_the_answer_is_its_t
         assert server.requests == [{"model": "m", "messages": HELLO, "max_tokens": 9, "seed": 1, "top_k": 5}]
 
 
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ('{"choices": 5}', "something other than a chat completion: .*check `base_url`"),
+        ('{"choices": [5]}', "something other than a chat completion"),
+        ('{"choices": [{"message": null}]}', "something other than a chat completion"),
+        ('{"choices": {}}', "something other than a chat completion"),
+        ('{"choices": [{"message": {"content": []}}]}', "answered without text"),
+        ('{"choices": [{"message": {"content": {"text": "Yes"}}}]}', "answered without text"),
+    ],
+)
+def test_an_answer_of_another_form_is_an_error_that_names_the_judge(body, message):
+    with ChatServer(Reply(body=body)) as server, pytest.raises(RuntimeError, match=f"'m'.*{message}"):
+        ask(Judge(server.url, "m", max_retries=0))
+
+
 def test_a_judge_is_greedy_and_brief_by_default():
     with ChatServer() as server:
         ask(Judge(server.url, "m"))

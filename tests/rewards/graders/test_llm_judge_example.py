@@ -3,6 +3,7 @@
 
 import asyncio
 import re
+import sys
 
 import pytest
 
@@ -53,10 +54,9 @@ def scores_of(kwargs, responses, **options):
     ],
 )
 def test_the_score_is_the_last_whole_number_from_0_to_10_after_the_word(answer, score):
-    load_reward_function(FILE, PLACEHOLDER)
-    import reward_file_llm_judge
+    reward = load_reward_function(FILE, PLACEHOLDER)
 
-    assert reward_file_llm_judge.read_score(answer) == score
+    assert sys.modules[reward.function.__module__].read_score(answer) == score
 
 
 def test_the_judge_sees_prompt_reference_and_response_without_thoughts():

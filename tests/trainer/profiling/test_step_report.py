@@ -56,7 +56,7 @@ def test_bottlenecks_are_named(changed, expected):
 
 def test_advice_names_options_that_exist():
     options = {entry.key for entry in list_options(PPOConfig)}
-    named = {name for entry in ADVICE for name in re.findall(r"`([\w.]+?)(?:=\w+)?`", entry.text)}
+    named = {name for _, text in ADVICE for name in re.findall(r"`([\w.]+?)(?:=\w+)?`", text)}
 
     assert len(named) >= 12
     assert named <= options

@@ -50,7 +50,8 @@ def test_a_server_that_is_killed_starts_again_and_answers_as_before(ray_session,
         by_url = RewardServerConfig(url=url, served_model="judge", api_key_env=KEY)
         answer_by_url = ask(specs_of({"judge": by_url}))
         [replica] = servers.models["judge"].replicas
-        os.kill(replica.pid(), signal.SIGKILL)
+        pid = ray.get(replica._actor.__ray_call__.remote(lambda server: server._child.pid))
+        os.kill(pid, signal.SIGKILL)
 
         again = ask(servers.specs)  # waits for the next server
 

@@ -123,6 +123,29 @@ def test_a_teacher_that_leaves_the_token_out_is_an_error():
         add(server, make_batch()[2:])
 
 
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"5": {"logprob": math.nan}}, "the log-prob nan of token 5 at token 5"),
+        ({"5": {"logprob": -1.0}, "1": {"logprob": 5}}, "the log-prob 5.0 of token 1"),
+        ({"5": {"logprob": -1e300}}, "the log-prob -1e[+]300 of token 5"),
+        ({"5": {"logprob": -1.0}, "-1": {"logprob": -1}}, "of token -1 .*from 0 to"),
+        ({"5": {"logprob": -1.0}, str(10**12): {"logprob": -1}}, f"of token {10**12}"),
+        ({"5": {"rank": 1}}, "gave no log-probs at token 5, but .*rank"),
+        ({"5": None}, "gave no log-probs"),
+        ({"5": {"logprob": 10**400}}, "gave no log-probs"),
+        ({"five": {"logprob": -1}}, "gave no log-probs"),
+        (None, "gave no log-probs"),
+        (7, "gave no log-probs"),
+    ],
+)
+def test_what_is_no_log_prob_is_an_error_with_the_name_of_the_teacher(entries, message):
+    reply = Reply(body=json.dumps({"choices": [{"prompt_logprobs": [None, *[entries] * 4]}]}))
+
+    with ChatServer(reply) as server, pytest.raises(RuntimeError, match=f"the teacher `math` .*{message}"):
+        add(server, make_batch()[2:])
+
+
 def test_rows_with_media_are_refused_before_any_request():
     batch = make_batch(multi_modal_data=objects([None, None, {"images": ["a.png"]}]))
 

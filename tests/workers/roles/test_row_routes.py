@@ -6,8 +6,8 @@ import torch
 
 from verl.batch_keys import BatchError
 from verl.distributed.sequence_parallel import SequenceParallel
+from verl.distributed.token_sharding import SPRows
 from verl.workers.packing.observers import PackedRows, PassTokens
-from verl.workers.packing.sp_rows import SPRows
 from verl.workers.roles.routers import column_of, pack_routes
 
 LIKE = torch.empty(0, 1, 2, dtype=torch.uint8)

@@ -79,7 +79,10 @@ def assistant_message(text: str, calls: Sequence[ToolCall], call_ids: Sequence[s
     """Return a turn of the policy as it is answered."""
     message: Message = {"role": "assistant", "content": text}
     if calls:
-        message["tool_calls"] = [_template_call(*each) for each in zip(calls, call_ids, strict=True)]
+        message["tool_calls"] = [
+            {"id": name, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call, name in zip(calls, call_ids, strict=True)
+        ]
     return ChatMessage(message, calls=tuple(calls), call_ids=tuple(call_ids))
 
 
@@ -177,8 +180,3 @@ def _arguments(value: Any, where: str) -> dict[str, Any]:
     if is_too_deep(value):
         raise ApiError(f"`{where}.function.arguments` has over {MAX_DEPTH} levels", param=where)
     return dict(value)
-
-
-def _template_call(call: ToolCall, call_id: str) -> dict[str, Any]:
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"id": call_id, "type": "function", "function": function}

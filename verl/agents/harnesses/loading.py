@@ -60,7 +60,7 @@ class AgentRunner:
 
     def __call__(self, row: Mapping[str, Any], **address: str) -> Any:
         """Run the agent; `address` are the fields of its `Policy`."""
-        is_async = inspect.iscoroutinefunction(self.function)
+        is_async = inspect.iscoroutinefunction(inspect.unwrap(self.function))
         policy = (AsyncPolicy if is_async else Policy)(**address)
         os.environ |= {"OPENAI_BASE_URL": policy.base_url, "OPENAI_API_KEY": policy.api_key}
         for name in NO_PROXY:  # the endpoint is on this machine

@@ -3,18 +3,19 @@
 
 import io
 import json
-import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from numbers import Real
+from decimal import Decimal
 from typing import Any
 
 from PIL import Image
 
 from verl.agents.interface import AgentResult, Observation
 from verl.config.multi_turn import MultiTurnConfig
-from verl.utils.user_file import open_image
+from verl.rewards.turns import MAX_FLOAT32, nearest_float
+from verl.utils.images import open_image, to_rgb
 
 LONG_TOKEN = 32  # characters; few tokens are longer, so that the tokens decide what is cut of most texts
 MIN_CHARACTERS = 1 << 14
@@ -84,21 +85,17 @@ def _gathered(returned: Any) -> Observation:
     if returned is None or isinstance(returned, str):
         return Observation(returned or "")
     items = returned if isinstance(returned, list | tuple) else [returned]
-    images = [item for item in items if _is_picture(item)]
-    texts = [item for item in items if not _is_picture(item)]
+    images = [item for item in items if isinstance(item, Image.Image)]
+    texts = [item for item in items if not isinstance(item, Image.Image)]
     if images and all(isinstance(text, str) for text in texts):
         return Observation("\n".join(texts), images)
     try:
-        return Observation(json.dumps(returned, ensure_ascii=False))
+        return Observation(json.dumps(returned, ensure_ascii=False, default=_plain_number))
     except (TypeError, ValueError, RecursionError) as error:
         kind = type(returned).__name__
         raise BadAnswerError(
             f"{kind}, not text, an image, JSON values or an Observation ({error})"
         ) from error
-
-
-def _is_picture(value: Any) -> bool:
-    return isinstance(value, Image.Image)
 
 
 def _listed(values: Any, what: str, limit: int) -> list[Any]:
@@ -117,23 +114,36 @@ def _encoded(image: Any) -> dict[str, bytes]:
     if isinstance(source, str | os.PathLike):
         with open(source, "rb") as file:
             source = file.read(MAX_BYTES + 1)
-    try:
+    with _reading():
         if isinstance(source, bytes):
             with open_image(io.BytesIO(source)) as opened:  # reads the header only
                 _check_size(opened.size)
             return {"bytes": bytes(memoryview(source))}
-        if source is not None and hasattr(source, "__array_interface__") and not _is_picture(source):
+        if not isinstance(source, Image.Image | None) and hasattr(source, "__array_interface__"):
             source = Image.fromarray(source)
-    except (OSError, TypeError, ValueError, Image.DecompressionBombError) as error:
-        if isinstance(error, BadAnswerError):
-            raise
-        raise BadAnswerError(f"an image that cannot be read ({error})") from error
     if not isinstance(source, Image.Image):
         raise BadAnswerError(f"{type(source).__name__}, not an image, bytes, a path or an array")
     _check_size(source.size)
     file = io.BytesIO()
-    source.convert("RGB").save(file, "PNG", compress_level=1)
+    to_rgb(source).save(file, "PNG", compress_level=1)
     return {"bytes": file.getvalue()}
+
+
+def read_image(content: bytes) -> Image.Image:
+    """Decode an image that a program of the policy wrote; a BadAnswerError says what is wrong."""
+    with _reading(), open_image(io.BytesIO(content)) as image:
+        _check_size(image.size)
+        return to_rgb(image)
+
+
+@contextmanager
+def _reading() -> Iterator[None]:
+    try:
+        yield
+    except BadAnswerError:
+        raise
+    except Exception as error:  # damaged files make Pillow raise almost anything
+        raise BadAnswerError(f"an image that cannot be read ({error})") from error
 
 
 def _check_size(size: tuple[int, int]) -> None:
@@ -162,8 +172,16 @@ def plain_text(text: Any) -> str:
 def plain_reward(reward: Any) -> float | None:
     if reward is None:
         return None
-    if getattr(reward, "ndim", None) == 0:  # a scalar of numpy or torch
-        reward = reward.item()
-    if not isinstance(reward, Real) or not math.isfinite(reward):
-        raise BadAnswerError(f"a reward that is no finite number: {reward!r:.100}")
-    return float(reward)
+    number = nearest_float(reward.item() if getattr(reward, "ndim", None) == 0 else reward)
+    if not abs(number) <= MAX_FLOAT32:
+        raise BadAnswerError(f"a reward that is no finite number in float32: {reward!r:.100}")
+    return number
+
+
+def _plain_number(value: Any) -> Any:
+    """Return a value that JSON does not know: a scalar or array of numpy or torch, or a decimal number."""
+    if isinstance(value, Decimal):
+        return float(value)
+    if not hasattr(value, "tolist"):
+        raise TypeError(f"{type(value).__name__} is no JSON value")
+    return value.tolist()

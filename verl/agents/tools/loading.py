@@ -102,7 +102,7 @@ def _load_tool(spec: str, all_kwargs: Mapping[str, Any], modules: dict[Path, Mod
         if inspect.isclass(found):
             return _load_class(found, attribute, path, all_kwargs)
         if not inspect.isroutine(found):
-            raise ValueError(f"is a {type(found).__name__}, not a function or class")
+            raise ValueError(f"is a {type(found).__name__}, not a function or class: call it in a `def`")
         if all_kwargs.get(attribute):
             raise ValueError(f"is a function and takes no `{KWARGS_OPTION}.{attribute}`: make it a class")
         schema = function_schema(found, attribute)

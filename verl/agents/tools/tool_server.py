@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from verl.agents.environments.opening import as_opening, as_step
-from verl.agents.interface import Observation
+from verl.agents.interface import CallRefusedError, Observation
 from verl.agents.tools.answers import AnswerLimits, BadAnswerError, as_observation
 from verl.utils.processes.child_process import limit_memory, offer_to_kill
 from verl.utils.registry import HEADING
@@ -62,6 +62,8 @@ class ToolServer:
     def _answer(self, function: Callable[[Any], Observation], payload: Any) -> Answer:
         try:
             return Answer(function(payload))
+        except CallRefusedError as error:
+            return Answer(Observation(shorten(str(error), MAX_REASON // 2, MAX_REASON // 2)))
         except BadAnswerError as error:
             reason = f"{self.name} returned {error}"
             return Answer(Observation(reason, failed=True), f"`{self.name}` of {self.path} returned {error}")
@@ -93,7 +95,7 @@ class ToolServer:
 
     def _run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         value = function(*args, **kwargs)
-        return self._loop.run_until_complete(_awaited(value)) if inspect.isawaitable(value) else value
+        return self._loop.run_until_complete(value) if inspect.isawaitable(value) else value
 
     @contextmanager
     def _more_memory(self) -> Iterator[None]:
@@ -124,7 +126,3 @@ class EnvironmentServer(ToolServer):
     def _close(self, _: None) -> Observation:
         self._run(self.state.close)
         return Observation()
-
-
-async def _awaited(value: Any) -> Any:
-    return await value

@@ -289,7 +289,7 @@ def contact_sheet(tiles: Sequence[Tile]) -> Image.Image:
     for number, (picture, label) in enumerate(tiles):
         line, column = divmod(number, COLUMNS)
         left, top = GAP + column * (TILE + GAP), GAP + line * (TILE + LABEL + GAP)
-        sheet.paste(ImageOps.contain(picture.convert("RGB"), (TILE, TILE)), (left, top))
+        sheet.paste(ImageOps.contain(picture, (TILE, TILE)), (left, top))
         pen.text((left, top + TILE + 2), label, fill=INK)
     return sheet
 

@@ -6,9 +6,13 @@ Only certain mistakes are reported; models whose files say less are left to the 
 
 import json
 import os
+import socket
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
 POLICY = "actor"  # the folder of the policy in a checkpoint
@@ -20,6 +24,8 @@ LAST_WEIGHTS = (
 )
 PIPELINE = "model_index.json"  # of a diffusers folder
 TOKENIZERS = ("tokenizer_3", "tokenizer_2", "tokenizer")  # the one of the longest prompts first
+EMBEDDINGS = ("embed_tokens.weight", "wte.weight")  # the ends of their names
+HUB_TIMEOUT_S = 3.0
 LENGTHS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length")
 FIXED_ROPES = {"su", "longrope", "llama3", "default", "mrope"}  # `factor` does not lengthen them
 
@@ -133,15 +139,79 @@ def has_weights(folder: Path) -> bool:
     return any((folder / name).is_file() for name in LAST_WEIGHTS)
 
 
-def weights_problem(model: str) -> str | None:
-    """Say that a folder has a config and no weights; a checkpoint's are exported later."""
+def weights_problem(model: str, overrides: Mapping[str, Any] | None = None) -> str | None:
+    """Say that a folder's weights are missing, cut short, or not of its config with `overrides`.
+
+    A checkpoint's are exported later.
+    """
     folder = Path(model)
     if not (folder / CONFIG).is_file() or folder.name == "huggingface":
         return None
     names = [path.name for path in folder.iterdir()]
-    if has_weights(folder) or any(name.endswith(WEIGHTS) for name in names):
+    if not has_weights(folder) and not any(name.endswith(WEIGHTS) for name in names):
+        return f"({folder}) has no weights such as model.safetensors; it has {', '.join(sorted(names)[:8])}"
+    if not any((folder / name).is_file() for name in LAST_WEIGHTS[:2]):
         return None
-    return f"({folder}) has no weights such as model.safetensors; it has {', '.join(sorted(names)[:8])}"
+    try:
+        return _shape_problem(folder, dict(stored_sizes(folder)), overrides or {})
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        return f"({folder}): {error}: download or export the model again"
+
+
+def _shape_problem(
+    folder: Path, sizes: Mapping[str, tuple[int, ...]], overrides: Mapping[str, Any]
+) -> str | None:
+    config = read_json(folder / CONFIG) or {}
+    text = {**(config.get("text_config") or config), **overrides}
+    found = [(name, size) for name, size in sizes.items() if name.endswith(EMBEDDINGS) and len(size) == 2]
+    if len(found) != 1:
+        return None
+    name, size = found[0]
+    for key, number in zip(("vocab_size", "hidden_size"), size, strict=True):
+        if text.get(key, number) != number:
+            shape = f"{size[0]} x {size[1]} for {name}"
+            return f"({folder}): {CONFIG} says {key} {text[key]}, and the weights have {shape}"
+    return None
+
+
+def stored_sizes(folder: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield name and shape of each tensor of a model, from the headers of its safetensors files.
+
+    Raises:
+        OSError: A file that the index names is missing.
+        ValueError: A file is cut short, or none of safetensors.
+    """
+    index = folder / "model.safetensors.index.json"
+    files = (
+        {*json.loads(index.read_text())["weight_map"].values()} if index.is_file() else {"model.safetensors"}
+    )
+    for file in sorted(files):
+        with (folder / file).open("rb") as opened:
+            length, size = int.from_bytes(opened.read(8), "little"), os.fstat(opened.fileno()).st_size
+            header = json.loads(opened.read(length)) if 8 + length <= size else {}
+        tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        end = 8 + length + max([0, *(entry["data_offsets"][1] for entry in tensors.values())])
+        if size < end:
+            raise ValueError(f"{file} has {size} bytes, and its header says {end}: it is cut short")
+        for name, entry in tensors.items():
+            yield name, tuple(entry["shape"])
+
+
+def hub_problem(model: str) -> str | None:
+    """Say that a model has no folder and cannot be downloaded, which the hub's client tries for a minute."""
+    if os.path.isdir(model) or downloaded(model) is not None:
+        return None
+    hub = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
+    reason = f"{hub.hostname} cannot be reached"
+    if os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes", "on"):
+        reason = "`HF_HUB_OFFLINE` is set"
+    elif getproxies() or os.environ.get("USE_MODELSCOPE_HUB", "0") != "0":
+        return None
+    else:
+        with suppress(OSError):
+            socket.create_connection((hub.hostname, hub.port or 443), timeout=HUB_TIMEOUT_S).close()
+            return None
+    return f"({model}) is no folder here, was not downloaded, and {reason}: run `hf download {model}` first"
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

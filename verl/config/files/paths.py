@@ -16,6 +16,7 @@ from verl.config.files.model_files import downloaded
 from verl.config.hints.missing_paths import missing, misspelled_folder
 
 DATA_SUFFIXES = (".parquet", ".json", ".jsonl", ".arrow", ".csv", ".pkl")
+HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 HUB_SUBSET = re.compile(r"\w[\w.-]*/\w[\w.-]*/\w[\w.+-]*")
 DEFAULT_FUNCTION = "main"  # of a file given without a function
 CHECKPOINT_NAME = re.compile(r"global_step_\d+")
@@ -99,13 +100,15 @@ def model_source(text: str) -> str:
         raise ValueError(f"must be a folder or a hub name, {path} is a file")
     if looks_local(text):
         raise missing("folder", path)
+    if HUB_NAME.fullmatch(text) is None:
+        raise ValueError(f"must be a folder or one hub name such as `owner/name`, got {text!r}")
     if downloaded(text) is None:
-        _check_spelling(text, path)
+        _check_spelling(text, path, same_numbers="/" in text)
     return text
 
 
-def _check_spelling(text: str, path: Path) -> None:
-    if (error := misspelled_folder(text, path, Path.is_dir)) is not None:
+def _check_spelling(text: str, path: Path, *, same_numbers: bool = True) -> None:
+    if (error := misspelled_folder(text, path, same_numbers=same_numbers)) is not None:
         raise error
 
 

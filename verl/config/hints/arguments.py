@@ -40,10 +40,11 @@ def quoted(argument: str) -> str:
     return f"{key}='{value}'" if "'" not in value else f'{key}="{value}"'
 
 
-def dashless(argument: str) -> str:
-    """Explain how to write an option that was given as a switch, `--data.seed=1`; empty for others."""
-    plain = argument.lstrip("-")
-    return f": options have no dashes: {plain}" if "." in plain.partition("=")[0] and "=" in plain else ""
+def dashless(argument: str, following: str = "") -> str:
+    """Explain how to write an option given as `--data.seed=1` or `--data.seed 1`; empty for others."""
+    key, equals, value = argument.lstrip("-").partition("=")
+    value = value if equals else following
+    return f": options have no dashes: {key}={value}" if "." in key and value else ""
 
 
 def spelling(key: str, kinds: Sequence[Any], value: Any) -> str:

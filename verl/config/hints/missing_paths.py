@@ -4,7 +4,7 @@
 import difflib
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 NUMBER = re.compile(r"\d+")
@@ -17,6 +17,9 @@ MAX_ENTRIES = 2000  # of a folder that are compared
 def missing(kind: str, path: Path) -> FileNotFoundError:
     """Return the error for a path that does not exist, with the entry that was probably meant."""
     nearest = nearest_sibling(path, MIN_SIMILARITY)
+    if "$" in str(path):
+        reason = "options expand `~` and `${oc.env:HOME}`, and the shell `$HOME` outside of single quotes"
+        return FileNotFoundError(f"no {kind} {path}: {reason}")
     if nearest is None:
         parent = next(
             folder for folder in path.parents if os.path.exists(folder)
@@ -26,25 +29,24 @@ def missing(kind: str, path: Path) -> FileNotFoundError:
     return FileNotFoundError(f"no {kind} {path}; did you mean {shown(nearest)}?")
 
 
-def misspelled_folder(text: str, path: Path, is_meant: Callable[[Path], bool]) -> FileNotFoundError | None:
+def misspelled_folder(text: str, path: Path, *, same_numbers: bool) -> FileNotFoundError | None:
     """Return the error for a name that could be on a hub, but nearly is that of a folder here; else None.
 
-    Numbers must be the same: `Qwen2.5-1.5B` is not a misspelled `Qwen2.5-7B`.
+    With `same_numbers`, `Qwen2.5-1.5B` is not a misspelled `Qwen2.5-7B`.
     """
     nearest = nearest_sibling(path, MIN_HUB_SIMILARITY)
-    if nearest is None or not is_meant(nearest):
+    if nearest is None and not same_numbers:
+        plain = NUMBER.sub("0", path.name)
+        alike = (path.parent / name for name in _names_in(path.parent) if NUMBER.sub("0", name) == plain)
+        nearest = next(alike, None)
+    if nearest is None or not nearest.is_dir():
         return None
     return FileNotFoundError(f"no folder {text} here; did you mean {shown(nearest)}?")
 
 
 def nearest_sibling(path: Path, cutoff: float) -> Path | None:
     """Return the entry of the same folder whose name is most similar."""
-    try:
-        with os.scandir(path.parent) as entries:
-            names = [entry.name for entry, _ in zip(entries, range(MAX_ENTRIES), strict=False)]
-    except (OSError, ValueError):  # ValueError: a NUL character
-        return None
-    wanted = path.name.lower()
+    names, wanted = _names_in(path.parent), path.name.lower()
     alike = {
         name.lower(): name
         for name in names
@@ -53,6 +55,22 @@ def nearest_sibling(path: Path, cutoff: float) -> Path | None:
     swapped = [name for name in alike if sorted(name) == sorted(wanted)]
     found = swapped or difflib.get_close_matches(wanted, alike, n=1, cutoff=cutoff)
     return path.parent / alike[found[0]] if found else None
+
+
+def config_elsewhere(arguments: Sequence[str], problems: Sequence[str]) -> Iterator[str]:
+    """Yield what to do if paths are missing, and may lie with a config file in another folder."""
+    folders = {Path(each.removeprefix("config=")).parent for each in arguments if each.startswith("config=")}
+    for folder in folders - {Path(), Path.cwd()}:
+        if any("`: no f" in problem for problem in problems):
+            yield f"paths are relative to the folder that you are in, not to that of the config: cd {folder}"
+
+
+def _names_in(folder: Path) -> list[str]:
+    try:
+        with os.scandir(folder) as entries:
+            return sorted(entry.name for entry, _ in zip(entries, range(MAX_ENTRIES), strict=False))
+    except (OSError, ValueError):  # ValueError: a NUL character
+        return []
 
 
 def shown(path: Path) -> str:

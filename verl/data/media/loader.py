@@ -25,9 +25,15 @@ from verl.data.media.audio import AudioOptions, has_audio, read_audio
 from verl.data.media.cache import Entry, MediaCache, MediaFolder
 from verl.data.media.decoded import DecodedMedia, shape_of, video_shape, with_sound
 from verl.data.media.download import DownloadFolder
-from verl.data.media.item_options import size_options, with_item_options, without_effect
 from verl.data.media.references import MediaData, Reference, content_id, is_url, openable, payload, reading
-from verl.data.media.sizes import MediaOptions, process_image, resized_size
+from verl.data.media.sizes import (
+    MediaOptions,
+    process_image,
+    resized_size,
+    size_options,
+    with_item_options,
+    without_effect,
+)
 from verl.data.media.video import (
     SizeOptions,
     VideoInfo,
@@ -40,16 +46,13 @@ from verl.data.media.video import (
 )
 from verl.models.families.interface import KINDS, Kind, MediaFamily, MediaShape, Medium, MediumShape
 from verl.models.families.registry import family_of_processor
-from verl.utils.user_file import open_image
+from verl.utils.images import open_image, shown_size
 
 # A model that reads the first of these knows the markers of all.
 TOGETHER: tuple[tuple[Kind, ...], ...] = (("image", "video"), ("audio",))
 BUDGET_VARIABLE = "MODEL_SEQ_LEN"  # read by qwen-vl-utils, whose limits frame sizes follow
-FORMAT = {
-    "image": "3",
-    "video": "1",
-    "audio": "1",
-}  # change one when the content of its cached entries changes
+# Change one when the content of its cached entries changes.
+FORMAT = {"image": "4", "video": "1", "audio": "1"}
 
 
 class MediaLoader:
@@ -136,10 +139,7 @@ class MediaLoader:
         """Read the shapes of a row's media from file headers, without decoding."""
         sounds = self._local(media, "sounds") or itertools.repeat(None)
         return MediaShape(
-            [
-                self.family.image_shape(self.processor, *self._header_size(ref))
-                for ref in self._local(media, "images")
-            ],
+            [self._seen(ref) for ref in self._local(media, "images")],
             [self._watched(*each) for each in zip(self._local(media, "videos"), sounds, strict=False)],
             # headers do not say how many samples there are
             [self._heard(len(self._samples(ref))) for ref in self._local(media, "audios")],
@@ -149,7 +149,8 @@ class MediaLoader:
         num_frames, height, width, meta = self._header_video(video)
         samples = None if sound is None else self._samples(sound)
         meta = with_sound(meta, samples)
-        return self.family.video_shape(self.processor, num_frames, height, width, meta)
+        with reading("video", video):  # processors refuse some sizes
+            return self.family.video_shape(self.processor, num_frames, height, width, meta)
 
     def shape_of(self, decoded: DecodedMedia) -> MediaShape:
         return shape_of(self.family, self.processor, decoded)
@@ -166,11 +167,11 @@ class MediaLoader:
         kinds = self.family.placeholders(self.processor)
         return {**media, "order": [kinds[token] for token in prompt_ids if token in kinds]}
 
-    def _header_size(self, ref: Reference) -> tuple[int, int]:
+    def _seen(self, ref: Reference) -> MediumShape:
         options = self._image_options(ref)
         with reading("image", ref), open_image(openable(ref)) as image:
             width, height = self._image_size(options, image)
-            return height, width
+            return self.family.image_shape(self.processor, height, width)
 
     def _image_options(self, ref: Reference) -> SizeOptions:
         self._check_size_options("image", ref)
@@ -188,7 +189,7 @@ class MediaLoader:
 
     def _image_size(self, options: SizeOptions, image: Image.Image) -> tuple[int, int]:
         if options.size is None:
-            return resized_size(image.width, image.height, options.min_pixels, options.max_pixels)
+            return resized_size(*shown_size(image), options.min_pixels, options.max_pixels)
         height, width = self.family.resized_image(self.processor, *options.size)
         return width, height
 

@@ -1,18 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options for reading media, and the sizes of images on their way into a model."""
+"""Options for reading media, and the sizes of images on their way into a model.
+
+Single media have options as in rows for qwen-vl-utils, `{"video": "a.mp4", "fps": 1.0}`, instead of those of
+the run. `worker.rollout.tokens_per_frame` and the model's own limits still apply. Where a model has as many
+tokens for an image of any size, limits of its pixels are refused.
+"""
 
 import math
 import sys
-from dataclasses import dataclass, fields
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from numbers import Real
+from typing import Any, TypeVar
 
-import numpy as np
 from PIL import Image
 
 from verl.config.data import RowsConfig
+from verl.data.bad_rows import BadRowError
+from verl.data.media.audio import AudioOptions
+from verl.data.media.references import Reference
 from verl.data.media.video import SizeOptions, VideoOptions
+from verl.utils.images import to_rgb
 
+Options = TypeVar("Options", SizeOptions, VideoOptions, AudioOptions)
+SOURCES = ("bytes", "path", "type", "array", "sampling_rate")
 LIMITS = ("min_pixels", "max_pixels")
+SIZES = (*LIMITS, "resized_height", "resized_width")
+COUNTS = (*SIZES, "nframes", "min_frames", "max_frames")
+NAMES = {
+    "image": SIZES,
+    "video": (*COUNTS, "fps", "video_start", "video_end"),
+    "audio": ("audio_start", "audio_end"),
+}
+FRAMES = ("min_frames", "max_frames")
+ORDERED = (LIMITS, FRAMES, ("video_start", "video_end"), ("audio_start", "audio_end"))
+EXCLUSIVE = (("resized_height", LIMITS), ("nframes", ("fps", *FRAMES)))
 
 
 @dataclass(frozen=True)
@@ -92,25 +114,83 @@ def resized_size(width: int, height: int, min_pixels: int, max_pixels: int) -> t
 
 
 def process_image(image: Image.Image, size: tuple[int, int]) -> Image.Image:
-    """Scale an image to a width and height, as RGB."""
-    image = to_8_bits(image)
-    image.load()
-    resized = image if size == image.size else image.resize(size)
-    return resized if resized.mode == "RGB" else resized.convert("RGB")
+    """Scale an image, as a viewer shows it, to a width and height."""
+    image = to_rgb(image)
+    return image if size == image.size else image.resize(size)
 
 
-def to_8_bits(image: Image.Image) -> Image.Image:
-    """Scale 16-bit, integer and float pixels, which Pillow would clip at 255, to gray levels.
+def read_item_options(item: Mapping[str, Any], kind: str) -> dict[str, int | float]:
+    """Return the checked options of a medium; a BadRowError names what cannot be honored."""
+    given = {key: value for key, value in item.items() if value is not None and key not in (*SOURCES, kind)}
+    unknown = sorted(map(str, given.keys() - set(NAMES[kind])))
+    if unknown:
+        raise BadRowError(
+            f"the {kind} has {unknown}, which have no effect here: remove them; its options are {NAMES[kind]}"
+        )
+    options = {name: _number(kind, name, value) for name, value in given.items()}
+    for problem in _conflicts(options):
+        raise BadRowError(f"the {kind} has {problem}")
+    return options
 
-    16-bit pixels have the range 0 to 65535. Others have the first of the ranges 0 to 1 (floats only), 0 to
-    255 and 0 to 65535 that contains all of them, else that from the smallest to the largest. NaN and infinity
-    count as 0.
-    """
-    if image.mode not in ("I", "F") and not image.mode.startswith("I;16"):
-        return image
-    pixels = np.nan_to_num(np.asarray(image, dtype=np.float64), posinf=0, neginf=0)
-    low, high = pixels.min(), pixels.max()
-    tops = {"I": (255, 65535), "F": (1, 255, 65535)}.get(image.mode, (65535,))
-    top = next((top for top in tops if low >= 0 and high <= top), None)
-    low, size = (low, high - low or 1) if top is None else (0, top)
-    return Image.fromarray(((pixels - low) * 255 / size).round().astype(np.uint8))
+
+def size_options(ref: Reference) -> list[str]:
+    """Return the options of an image or a video that limit its pixels."""
+    return [name for name in SIZES if ref.get(name) is not None] if isinstance(ref, dict) else []
+
+
+def without_effect(names: Sequence[str], sized_by: Sequence[str]) -> str:
+    """Say that limits of pixels have no effect, and which options of the processor have."""
+    ours, theirs = (", ".join(f"`{name}`" for name in each) for each in (names, sized_by))
+    return (
+        f"{ours}, without effect on this model: its processor's {theirs} decide its number of tokens, not"
+        f" the pixels: remove {'it' if len(names) == 1 else 'them'}, or change the processor's configuration"
+    )
+
+
+def _conflicts(options: Mapping[str, int | float]) -> Iterator[str]:
+    for low, high in ORDERED:
+        if low in options and high in options and options[low] > options[high]:
+            yield f"a `{low}` ({options[low]}) above its `{high}` ({options[high]})"
+    for name, others in EXCLUSIVE:
+        both = [other for other in others if other in options]
+        if name in options and both:
+            yield f"`{name}`, which leaves {both} without effect: remove one of them"
+    if ("resized_height" in options) != ("resized_width" in options):
+        yield "only one of `resized_height` and `resized_width`: give both or none"
+    if options.get("nframes", 2) % 2:
+        yield f"an odd `nframes` ({options['nframes']}): it must be even, because two frames share tokens"
+
+
+def _number(kind: str, name: str, value: Any) -> int | float:
+    is_count = name in COUNTS
+    number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
+    if is_count and number >= 1 and number.is_integer():
+        return int(number)
+    if not is_count and 0 <= number < math.inf and (number > 0 or name != "fps"):
+        return number
+    rule = "a whole number from 1 up" if is_count else "a positive number" + " or 0" * (name != "fps")
+    raise BadRowError(f"`{name}` of the {kind} must be {rule}, got {value!r:.80}")
+
+
+def with_item_options(options: Options, ref: Reference) -> Options:
+    """Return the options of the run with those of a medium instead."""
+    named = ref if isinstance(ref, dict) else {}
+    kind = "audio" if isinstance(options, AudioOptions) else "video"
+    item: dict[str, Any] = {name: named[name] for name in NAMES[kind] if name in named}
+    if not item:
+        return options
+    if isinstance(options, AudioOptions):
+        return replace(options, **item)
+    height, width, num_frames = (
+        item.pop(key, None) for key in ("resized_height", "resized_width", "nframes")
+    )
+    low, high = item.get("min_pixels"), item.get("max_pixels")
+    if high is not None:  # a bound of the item moves the run's other one along
+        item.setdefault("min_pixels", min(options.min_pixels, high))
+    if low is not None:
+        item.setdefault("max_pixels", max(options.max_pixels, low))
+    if height is not None:
+        item["size"] = (height, width)
+    if num_frames is not None or {"fps", "min_frames", "max_frames"} & item.keys():
+        item["num_frames"] = num_frames  # None: by rate, also in a run with a number of frames
+    return replace(options, **item)

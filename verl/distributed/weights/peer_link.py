@@ -143,17 +143,8 @@ def make_group(store: Store, rank: int, device: torch.device, address: str, time
     raise NotImplementedError(f"`worker.rollout.weight_transport=collective` on {device.type}")
 
 
-def listen(address: str) -> socket.socket:
-    return socket.create_server((address, 0))
-
-
-def accept(listening: socket.socket) -> Connection:
-    """Wait for a process that connects; `authenticate` it."""
-    accepted, _ = listening.accept()
-    return Connection(accepted.detach())
-
-
 def authenticate(connection: Connection, key: bytes) -> None:
+    """Check that a process that has connected is of this run."""
     try:
         deliver_challenge(connection, key)
         answer_challenge(connection, key)

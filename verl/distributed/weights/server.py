@@ -86,7 +86,7 @@ class WeightServer:
     ) -> None:
         self.rank, self.world_size, self.device = rank, world_size, device
         self.bucket_bytes, self.timeout_s, self.on_lost = bucket_bytes, timeout_s, on_lost
-        self._listening = peer_link.listen(address)
+        self._listening = socket.create_server((address, 0))
         port = self._listening.getsockname()[1]
         self.address = ServerAddress(address, port, secrets.token_bytes(32))
         self._changed = threading.Condition()  # guards everything below
@@ -138,9 +138,10 @@ class WeightServer:
     def _accept(self) -> None:
         for number in count():
             try:
-                connection = peer_link.accept(self._listening)
+                accepted, _ = self._listening.accept()
             except OSError:  # `close`
                 return
+            connection = Connection(accepted.detach())
             thread = threading.Thread(
                 target=self._serve, args=(connection,), name=f"weight link {number}", daemon=True
             )

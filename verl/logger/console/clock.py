@@ -31,10 +31,6 @@ class StepClock:
         self.stage_name, self.units = name, ""
         self._stage_started = self._now()
 
-    def ends_with(self, step: int) -> bool:
-        """Return whether metrics of `step` end the running step."""
-        return step == self.step and step > self.finished_step
-
     def end_step(self) -> float:
         """End the step and return its seconds."""
         seconds = self._now() - self._step_started
@@ -46,9 +42,6 @@ class StepClock:
 
     def elapsed_s(self) -> float:
         return self._now() - self._started
-
-    def stage_s(self) -> float:
-        return self._now() - self._stage_started
 
     def eta_s(self) -> float | None:
         """Seconds left at the mean pace so far; None before the first step ends or without a total."""
@@ -67,7 +60,7 @@ class StepClock:
         """Return `gen 96/256 responses 4 s`; empty between two steps."""
         if not self.stage_name:
             return self.units
-        return f"{self.stage_name} {self.units}".strip() + f" {self.stage_s():.0f} s"
+        return f"{self.stage_name} {self.units}".strip() + f" {self._now() - self._stage_started:.0f} s"
 
 
 def numbered(step: int, total_steps: int | None) -> str:

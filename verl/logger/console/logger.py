@@ -63,7 +63,8 @@ class ConsoleLogger(Logger):
         """Print the lines of a step; the metrics of the running step end it."""
         self._metrics |= metrics
         # The first validation says nothing about the pace of the steps.
-        is_step = self._clock.ends_with(step) and not all(key.startswith("val") for key in metrics)
+        is_running = step == self._clock.step > self._clock.finished_step
+        is_step = is_running and not all(key.startswith("val") for key in metrics)
         seconds = self._clock.end_step() if is_step else None
         if self.run.console == "json":
             self._console.file.write(json_line(metrics, step))

@@ -17,7 +17,7 @@ start of a command that shows it, this does nothing::
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
@@ -118,14 +118,9 @@ def shown_start_up(trainer: RunConfig) -> Iterator[None]:
         _shown.clear()
 
 
-@contextmanager
-def phase(name: str) -> Iterator[None]:
+def phase(name: str) -> AbstractContextManager[None]:
     """Measure a part of the start of a run, see the module."""
-    if not _shown:
-        yield
-        return
-    with _shown[-1].phase(name):
-        yield
+    return _shown[-1].phase(name) if _shown else nullcontext()
 
 
 def release_live_line() -> None:

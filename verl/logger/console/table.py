@@ -20,7 +20,6 @@ ROWS_PER_HEADER = 20
 STEP, SECONDS = "step", "seconds"
 CORRECTION = "rollout_corr/"
 CORRECTED = ("rollout_corr/rollout_is_", "rollout_corr/rollout_rs_")  # logged only if something is corrected
-CRITIC = "critic/"
 OF_A_CRITIC = ("critic/values/", "critic/vf_", "critic/grad_norm", "critic/lr")  # logged only by a critic
 WITHOUT_CRITIC = ("critic/returns/",)  # equal the advantages
 GPU_MEMORY = "perf/max_memory_"
@@ -79,11 +78,6 @@ SFT_COLUMNS = (LOSS, VALIDATION_LOSS, GRAD_NORM, LEARNING_RATE, THROUGHPUT, DURA
 SFT_KEYS = ("train/", "val/loss")  # beginnings of metrics that only fine-tuning logs
 
 
-def columns_for(metrics: Metrics) -> tuple[Column, ...]:
-    """Return the columns of the kind of run that logs these metrics."""
-    return SFT_COLUMNS if any(key.startswith(SFT_KEYS) for key in metrics) else COLUMNS
-
-
 def number(value: float, decimals: int | None, width: int) -> str:
     """Return a value in at most `width` >= 6 characters: `0.125`, `-3e-07`, `12.3k`, `nan`."""
     if not math.isfinite(value):
@@ -112,7 +106,7 @@ class StepTable:
     def lines(self, step: str, metrics: Metrics, width: int) -> Iterator[Text]:
         """Yield the header, if it is due, and the row of a step."""
         if not self._columns:
-            self._columns = columns_for(metrics)
+            self._columns = SFT_COLUMNS if any(key.startswith(SFT_KEYS) for key in metrics) else COLUMNS
             self._seen = {column for column in self._columns if column.is_expected}
         self._seen |= {column for column in self._columns if column.value(metrics) is not None}
         shown = self._fitting(width)

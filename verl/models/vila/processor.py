@@ -20,17 +20,8 @@ SETTINGS = "preprocessor_config.json"
 NEWLINE = "\n"  # after each tile of a `dynamic` image, in the text of the prompt
 CUTTING = ("image_aspect_ratio", "min_tiles", "max_tiles", "s2_scales")  # options of the model's config
 # Before the tokenizer's own template, which reads texts: media become their tokens, as in VILA.
-FLATTEN = """{%- set flat = namespace(messages=[]) -%}
-{%- for message in messages -%}
-{%- set whole = namespace(text='') -%}
-{%- if message.content is string -%}{%- set whole.text = message.content -%}
-{%- else -%}{%- for part in message.content or [] -%}
-{%- set whole.text = whole.text + (part.text if part.type == 'text' else MEDIA[part.type]) -%}
-{%- endfor -%}{%- endif -%}
-{%- set flat.messages = flat.messages + [dict(message, content=whole.text | trim)] -%}
-{%- endfor -%}
-{%- set messages = flat.messages -%}
-""".replace("MEDIA", str({name.partition("_")[0]: token for name, token in TOKENS.items()}))
+MEDIA = str({name.partition("_")[0]: token for name, token in TOKENS.items()})
+FLATTEN = Path(__file__).with_name("flatten.jinja").read_text(encoding="utf-8").replace("MEDIA", MEDIA)
 
 
 class ImageSettings:

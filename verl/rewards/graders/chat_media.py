@@ -15,10 +15,9 @@ from functools import lru_cache
 from typing import Any
 
 import av
-import numpy as np
 from PIL import Image
 
-from verl.utils.user_file import open_image
+from verl.utils.images import open_image, to_rgb
 
 Part = dict[str, Any]  # an entry of a message's `content`
 Reference = str | bytes | dict[str, Any]
@@ -102,7 +101,7 @@ def _modified(source: str | bytes) -> int:
 @lru_cache(maxsize=KEPT)
 def _encoded_image(source: str | bytes, _modified: int, max_pixels: int) -> str:
     with open_image(_openable(source)) as image:
-        return _data_url(_eight_bits(image), max_pixels)
+        return _data_url(to_rgb(image), max_pixels)
 
 
 @lru_cache(maxsize=KEPT)
@@ -159,18 +158,9 @@ def _openable(source: str | bytes) -> Any:
     return io.BytesIO(source) if isinstance(source, bytes) else source
 
 
-def _eight_bits(image: Image.Image) -> Image.Image:
-    """Scale gray levels of more than 8 bits, which Pillow would clip at 255."""
-    if image.mode not in ("I", "F") and not image.mode.startswith("I;16"):
-        return image
-    pixels = np.nan_to_num(np.asarray(image, dtype=np.float64))
-    low, high = (0.0, 65535.0) if image.mode.startswith("I;16") else (pixels.min(), pixels.max())
-    return Image.fromarray(((pixels - low) * 255 / ((high - low) or 1.0)).astype(np.uint8))
-
-
 def _data_url(image: Image.Image, max_pixels: int) -> str:
     scale = min(1.0, (max_pixels / (image.width * image.height)) ** 0.5)
     size = max(1, int(image.width * scale)), max(1, int(image.height * scale))
     file = io.BytesIO()
-    image.convert("RGB").resize(size).save(file, "JPEG", quality=QUALITY)
+    image.resize(size).save(file, "JPEG", quality=QUALITY)
     return f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"

@@ -115,7 +115,8 @@ def read_ranking(answer: str, count: int) -> list[float] | None:
     found = RANKING.findall(final_answer(answer))
     if not found or count < 2:
         return None
-    places = [[int(number) - 1 for number in re.findall(r"\d+", tie)] for tie in found[-1].split(">")]
+    # Python reads no number of over 4,300 digits.
+    places = [[int(number[:9]) - 1 for number in re.findall(r"\d+", tie)] for tie in found[-1].split(">")]
     if sorted(itertools.chain(*places)) != list(range(count)):
         return None
     scores, before = [0.0] * count, 0
@@ -135,7 +136,8 @@ async def rank(
     They are shown in an order that depends on their texts only, so that the order in which they come does not
     count; equal responses are shown once and share their score.
     """
-    shown = sorted(set(responses), key=lambda text: hashlib.sha256(text.encode()).digest())
+    texts = {hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest(): text for text in responses}
+    shown = [texts[digest] for digest in sorted(texts)]
     if len(shown) == 1:
         return [0.5] * len(responses)
     scores = read_ranking(await ask(question(shown)), len(shown))

@@ -52,12 +52,13 @@ class Judge(Endpoint):
         return digest([*self.source, self.parameters, list(messages)])
 
     def text_of(self, answer: Any) -> str:
-        if not isinstance(answer, dict) or not answer.get("choices"):
+        try:
+            choice = answer["choices"][0]
+            text, why = choice["message"].get("content"), choice.get("finish_reason")
+        except (LookupError, TypeError, AttributeError) as error:
             what = f"{self} answered something other than a chat completion: {excerpt(str(answer))}"
-            raise RuntimeError(f"{what}: check `base_url`, which usually ends in /v1")
-        choice = answer["choices"][0]
-        text = choice["message"].get("content")
-        if not text:
-            what = f"{self} answered without text (finish_reason {choice.get('finish_reason')!r})"
+            raise RuntimeError(f"{what}: check `base_url`, which usually ends in /v1") from error
+        if not isinstance(text, str) or not text:
+            what = f"{self} answered without text (finish_reason {why!r})"
             raise RuntimeError(f"{what}: a model that thinks needs a larger `max_tokens`")
         return text

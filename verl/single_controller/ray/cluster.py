@@ -63,8 +63,7 @@ def connect(address: str | None = None, *, num_cpus: int | None = None, num_gpus
 
 def has_cluster() -> bool:
     """Return whether `connect` would use a cluster that is there, not start one."""
-    address, _ = (None, "") if ray.is_initialized() else _find_cluster(None)
-    return ray.is_initialized() or address not in (None, "local")
+    return ray.is_initialized() or _find_cluster(None)[0] not in (None, "local")
 
 
 def started_cluster() -> str | None:

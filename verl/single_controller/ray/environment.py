@@ -32,7 +32,8 @@ GROWING_SEGMENTS = "expandable_segments:True"
 
 def rank_environments(pool: ResourcePool, slots: list[Slot]) -> list[dict[str, str]]:
     on_one_machine = len({slot.node_ip for slot in slots}) == 1
-    port = _port_on(slots[0])
+    is_here = slots[0].node_ip == get_node_ip_address()
+    port = find_free_port() if is_here else ray.get(run_on_node(slots[0].node_id, find_free_port))
     processes = Counter(slot.node_ip for slot in slots)
     threads = {ip: max(1, cores_on(ip) // (count + pool.neighbors)) for ip, count in processes.items()}
     address = "127.0.0.1" if on_one_machine else slots[0].node_ip
@@ -79,9 +80,3 @@ def find_free_port() -> int:
     raise RuntimeError(
         f"no free TCP port found from {PORTS.start} to {PORTS.stop - 1}: end other runs on this machine"
     )
-
-
-def _port_on(slot: Slot) -> int:
-    if slot.node_ip == get_node_ip_address():
-        return find_free_port()
-    return ray.get(run_on_node(slot.node_id, find_free_port))

@@ -19,14 +19,7 @@ class WorkerError(RuntimeError):
     """A rank failed and the group was killed."""
 
     def __init__(
-        self,
-        message: str,
-        *,
-        rank: int,
-        phase: str,
-        died: bool,
-        hung: bool = False,
-        lost_peer: bool = False,
+        self, message: str, *, rank: int, phase: str, died: bool, hung: bool = False, lost_peer: bool = False
     ) -> None:
         super().__init__(message)
         self.rank, self.phase = rank, phase  # of the cause
@@ -50,7 +43,9 @@ class Failure(NamedTuple):
 
 def is_death(failure: Failure) -> bool:
     """Return whether the process ended, without an exception of the method or the constructor."""
-    return not isinstance(failure.error, RayTaskError) and not _failed_in_constructor(failure.error)
+    error = failure.error
+    in_constructor = isinstance(error, ActorDiedError) and "creation task" in str(error)
+    return not isinstance(error, RayTaskError) and not in_constructor
 
 
 def worker_error(failures: list[Failure], infos: "list[WorkerInfo]", world_size: int) -> WorkerError:
@@ -86,10 +81,6 @@ def summary(failure: Failure) -> str:
 
 def _raised(failure: Failure) -> BaseException | None:
     return failure.error.cause if isinstance(failure.error, RayTaskError) else None
-
-
-def _failed_in_constructor(error: RayError) -> bool:
-    return isinstance(error, ActorDiedError) and "creation task" in str(error)
 
 
 def _text(error: RayError) -> str:

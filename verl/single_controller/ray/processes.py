@@ -35,11 +35,9 @@ class WorkerProcess:
         """Return the devices that the process sees, as its environment lists them."""
         return visible_devices(kind)
 
-    def host(self, worker_class: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Build the worker; its other methods come after this one."""
+    def host(self, worker_class: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Build the worker and return its identity; its other methods come after this one."""
         self._worker = worker_class(*args, **kwargs)
-
-    def info(self) -> Any:
         return self._worker.info()
 
     def axes(self) -> Any:

@@ -110,11 +110,10 @@ class RayWorkerGroup:
         self.infos: list[WorkerInfo] = []
         self._calls: list[Pending] = []
         self._axes: dict[str, list[AxisRank]] = {}
-        self._processes = processes or WorkerProcesses(pool, env or {})
-        self.workers = dict(enumerate(self._processes.handles))
+        self.processes = processes or WorkerProcesses(pool, env or {})
+        self.workers = dict(enumerate(self.processes.handles))
         try:
-            self._internal("host", "start", worker_class, args, kwargs)
-            self.infos = self._internal("info", "start")
+            self.infos = self._internal("host", "start", worker_class, args, kwargs)
         except BaseException:
             self.kill()
             raise
@@ -133,10 +132,6 @@ class RayWorkerGroup:
             self.shutdown()
         else:
             self.kill()
-
-    @property
-    def processes(self) -> WorkerProcesses:
-        return self._processes
 
     @property
     def world_size(self) -> int:
@@ -189,7 +184,7 @@ class RayWorkerGroup:
         """Kill the workers and release the pool; may be called twice."""
         self.workers = {}
         self._calls.clear()
-        self._processes.kill()
+        self.processes.kill()
 
     def advance(self) -> None:
         """Wait until any rank returns something and store it for its call; raise a WorkerError on failure."""

@@ -13,9 +13,8 @@ from verl.utils.rank_logger import get_logger
 
 NO_CATEGORY = "(none)"  # of rows whose column is empty
 MAX_LOGGED = 100  # categories of a column; more would drown the other metrics
-NOT_IN_NAMES = re.compile(
-    r"[^\w.: -]"
-)  # MLflow refuses other characters, and `/` separates the parts of a name
+# MLflow refuses other characters, and `/` separates the parts of a name.
+NOT_IN_NAMES = re.compile(r"[^\w.: -]")
 
 logger = get_logger(__name__)
 

@@ -20,8 +20,14 @@ from verl.logger.tracker import Tracker
 from verl.planning.step_needs import StepNeeds
 from verl.protocol import DataProto
 from verl.trainer.evaluation.categories import Categories
-from verl.trainer.evaluation.pass_at_k import powers_up_to
-from verl.trainer.evaluation.report import Evaluation, Question, ScoredResponse, by_category, summarize
+from verl.trainer.evaluation.report import (
+    Evaluation,
+    Question,
+    ScoredResponse,
+    by_category,
+    powers_up_to,
+    summarize,
+)
 from verl.trainer.metrics import StageTimer
 from verl.trainer.prepare import PreparedRun
 from verl.trainer.reward_servers.servers import RewardServers

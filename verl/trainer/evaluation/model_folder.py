@@ -41,9 +41,7 @@ def actor_folder(model: str) -> Path | None:
 
 
 @contextmanager
-def loadable(
-    model: str, base_model: str | None = None, *, trust_remote_code: bool = False
-) -> Iterator[NamedModel]:
+def loadable(model: str, *, trust_remote_code: bool = False) -> Iterator[NamedModel]:
     """Yield a model that transformers and vLLM load; merged weights of a checkpoint end with the block."""
     actor = actor_folder(model)
     if actor is None:
@@ -62,7 +60,7 @@ def loadable(
 
     with tempfile.TemporaryDirectory(prefix="verl-merged-") as temporary:
         copy = _linked(actor, Path(temporary, ACTOR))
-        merged = merge_checkpoint(copy, base_model=base_model, trust_remote_code=trust_remote_code)
+        merged = merge_checkpoint(copy, trust_remote_code=trust_remote_code)
         yield NamedModel(str(merged), name, step)
 
 

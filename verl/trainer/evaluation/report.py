@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from verl.checkpoint.manifest import write_json
-from verl.trainer.evaluation.pass_at_k import mean_pass_at_k
 from verl.utils.text_table import table
 
 FILE = "evaluation.json"
@@ -116,6 +115,33 @@ def by_category(
     for each, name in zip(responses, names, strict=True):
         parts.setdefault(name, []).append(each)
     return {name: summarize(parts[name], correct_at, ks) for name in sorted(parts)}
+
+
+def pass_at_k(n: int, correct: int, k: int) -> float:
+    """Unbiased estimate of pass@k for a prompt with `correct` of `n` responses right.
+
+        1 - C(n - c, k) / C(n, k)
+
+    The mean of 1 - (1 - c / n)^k would be too low: it draws with replacement.
+
+    Source: Evaluating Large Language Models Trained on Code, section 2.1 (https://arxiv.org/abs/2107.03374).
+    """
+    if not 1 <= k <= n or not 0 <= correct <= n:
+        raise ValueError(
+            f"pass@k needs 1 <= k <= n and 0 <= correct <= n, got k={k}, n={n}, {correct} correct"
+        )
+    return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
+
+
+def mean_pass_at_k(counts: Sequence[tuple[int, int]], k: int) -> float | None:
+    """Return the mean over prompts, given as (n, correct); None if no prompt has k responses."""
+    chances = [pass_at_k(n, correct, k) for n, correct in counts if n >= k]
+    return sum(chances) / len(chances) if chances else None
+
+
+def powers_up_to(n: int) -> list[int]:
+    """Return 1, 2, 4, ... below n, and n."""
+    return sorted({*(2**exponent for exponent in range(n.bit_length()) if 2**exponent < n), n})
 
 
 def _shown(value: float | None) -> str:

@@ -72,60 +72,53 @@ class Step(NamedTuple):
         return self.metrics.get(name, 0.0)
 
 
-class Advice(NamedTuple):
-    """A remedy, and the steps that it applies to."""
-
-    applies: Callable[[Step], bool]
-    text: str
-
-
-ADVICE = (
-    Advice(
+ADVICE: tuple[tuple[Callable[[Step], bool], str], ...] = (  # the steps that it applies to, and a remedy
+    (
         lambda step: step.time_in("gen") > 0.5 and step("response_length/clip_ratio") > 0.2,
         "the rollout waits for responses that run into `data.max_response_length`: lower it, or punish length"
         " with `worker.reward.overlong_buffer_length`",
     ),
-    Advice(
+    (
         lambda step: (
             step.time_in("gen") > 0.5 and step("response_length/max") > 3 * step("response_length/mean")
         ),
         "the rollout waits for a few long responses: more prompts in a step (`data.rollout_batch_size`) hide"
         " them",
     ),
-    Advice(
+    (
         lambda step: step.time_in("gen") > 0.5,
         "the rollout takes most of the step: more memory for the engine"
         " (`worker.rollout.gpu_memory_utilization`), or more engines of fewer devices"
         " (`worker.rollout.tensor_parallel_size`)",
     ),
-    Advice(
+    (
         lambda step: step.time_in("reward") > 0.1,
         "the step waits for rewards: more processes (`worker.reward.num_cpus`), or a faster function",
     ),
-    Advice(
+    (
         lambda step: step.time_in("old", "ref", "values") > 0.25,
         "passes without gradient take long: raise"
         " `worker.actor.micro_batch_size_per_device_for_experience`, or run each prompt once for its group"
         " (`worker.actor.share_prompt=true`)",
     ),
-    Advice(
+    (
         lambda step: step.time_in("update_actor", "update_critic", "prime") > 0.5,
         "updates take most of the step: raise `worker.actor.micro_batch_size_per_device_for_update`; where"
         " memory is left, set `worker.actor.model.enable_gradient_checkpointing=false`",
     ),
-    Advice(
+    (
         lambda step: step.time_in("sync_weights") > 0.15,
         "weights take long to reach the engine: larger steps (`data.rollout_batch_size`) pay for it",
     ),
-    Advice(
+    (
         lambda step: step.time_in("save_checkpoint") > 0.1,
         "checkpoints hold the training: `trainer.async_save=true`, or a larger `trainer.save_freq`",
     ),
-    Advice(
+    (
         lambda step: step.time_in("validation") > 0.3,
         "validation takes long: fewer rows in `data.val_files`, or a larger `trainer.val_freq`",
     ),
-    Advice(
+    (
         lambda step: step("global_seqlen/balanced_max") > 1.2 * step("global_seqlen/balanced_min"),
         "ranks have unequal work although rows are moved between them: larger mini batches"
         " (`worker.actor.global_batch_size`) balance better",
@@ -145,5 +138,5 @@ def step_report(step: int, metrics: Mapping[str, float]) -> str:
         note = " (inside gen)" if name in INSIDE_GEN else ""
         lines.append(f"  {name + note:28} {value:9.3f} s {value / total:6.1%} {bar}".rstrip())
     view = Step({name: value / total for name, value in seconds.items()}, metrics)
-    advice = [entry.text for entry in ADVICE if entry.applies(view)] or ["no stage stands out"]
+    advice = [text for applies, text in ADVICE if applies(view)] or ["no stage stands out"]
     return "\n".join([*lines, "", *(f"- {text}" for text in advice), ""])

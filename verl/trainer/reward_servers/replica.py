@@ -15,41 +15,23 @@ from verl.distributed.backends import one_device_each
 from verl.single_controller.ray.environment import CPU_CACHES, cores_on, find_free_port
 from verl.single_controller.ray.resource_pool import ResourcePool, actor_resources
 from verl.utils.cuda_builds import child_environment
-from verl.workers.rollout.served.model_server import ModelServer, ServerLaunch
+from verl.workers.rollout.model_server import ModelServer, ServerLaunch
 
 LOCAL = "127.0.0.1"
 CLOSE_S = 10.0  # for a server to end
 CALLS = 4  # at once: one waits for the end of the server
 
 
-class ReplicaActor:
-    """Holds a `ModelServer` on its node."""
-
-    def __init__(self, launch: ServerLaunch) -> None:
-        self.server = ModelServer(launch)
+class ReplicaActor(ModelServer):
+    """A `ModelServer` as an actor of Ray, on its node."""
 
     def __repr__(self) -> str:
-        return f"reward server {self.server.launch.name}"  # starts its lines in the controller's output
+        return f"reward server {self.launch.name}"  # starts its lines in the controller's output
 
-    def start(self, controller_ip: str) -> str:
+    def start_for(self, controller_ip: str) -> str:
         """Start the server, which others than the controller's node can only reach if it is on another."""
         here = get_node_ip_address()
-        return self.server.start(LOCAL if here == controller_ip else here, find_free_port())
-
-    def wait(self) -> str:
-        return self.server.wait()
-
-    def pid(self) -> int:
-        return self.server.pid()
-
-    def sleep(self) -> None:
-        self.server.sleep()
-
-    def wake(self) -> None:
-        self.server.wake()
-
-    def close(self) -> None:
-        self.server.close()
+        return self.start(LOCAL if here == controller_ip else here, find_free_port())
 
 
 @dataclass(frozen=True)
@@ -61,11 +43,7 @@ class OwnDevices:
     def acquire(self) -> Mapping[str, Any]:
         """Take the devices and return the options of the actor; raises a ClusterError."""
         self.pool.acquire()
-        amounts = self.pool.per_node()
-        return {
-            **actor_resources(amounts),
-            "scheduling_strategy": self.pool.bundle(0),
-        }
+        return actor_resources(self.pool.per_node()) | {"scheduling_strategy": self.pool.bundle(0)}
 
     def release(self) -> None:
         self.pool.release()
@@ -123,7 +101,7 @@ class Replica:
             actor_class = ray.remote(max_restarts=0)(ReplicaActor)
             actor = actor_class.options(**options, max_concurrency=CALLS, runtime_env={"env_vars": variables})
             self._actor = actor.remote(self.place.adapted(self.launch))
-            return ray.get(self._actor.start.remote(get_node_ip_address()))
+            return ray.get(self._actor.start_for.remote(get_node_ip_address()))
         except RayError as error:
             self.close()
             cause = error.cause if isinstance(error, RayTaskError) else error
@@ -138,10 +116,6 @@ class Replica:
             return ray.get(self._actor.wait.remote())
         except RayError as error:
             return f"was lost: {error}"
-
-    def pid(self) -> int:
-        """Return the number of the server's first process on its node."""
-        return ray.get(self._actor.pid.remote())
 
     def sleep(self) -> None:
         ray.get(self._actor.sleep.remote())

@@ -17,7 +17,7 @@ from verl.trainer.metrics import Metrics, StageTimer
 from verl.trainer.prepare import engine_pool
 from verl.trainer.reward_servers.model import ServedModel
 from verl.trainer.reward_servers.replica import OwnDevices, Replica, SharedDevices
-from verl.workers.rollout.served.model_server import ServerLaunch
+from verl.workers.rollout.model_server import ServerLaunch
 
 LOGS = "reward_servers"  # folder of the servers' output, in that of the run
 
@@ -72,19 +72,19 @@ class RewardServers(AbstractContextManager["RewardServers"]):
                 self._start(name, [OwnDevices(pool) for pool in pools])
 
     def start_shared_and_wait(self, processes: WorkerProcesses) -> None:
-        """Start the models that share the devices of processes, and wait for all models."""
-        if self.configs:
-            with phase("reward servers"):
-                self.start_shared(processes)
-                self.wait_until_started()
+        """Start the models that share the devices of processes, one after the other, and wait for all models.
 
-    def start_shared(self, processes: WorkerProcesses) -> None:
-        """Start the models that share the devices of processes, one after the other, and have them sleep."""
-        shared = [name for name, config in self.configs.items() if config.is_served and config.colocate]
-        for name, size in ((name, self.configs[name].tensor_parallel_size) for name in shared):
-            count = self.configs[name].num_replicas
-            self._start(name, [shared_devices(processes, size * at, size) for at in range(count)])
-            self.models[name].wait_until_started()
+        The shared models sleep then.
+        """
+        if not self.configs:
+            return
+        with phase("reward servers"):
+            for name, config in self.configs.items():
+                if config.is_served and config.colocate:
+                    size, count = config.tensor_parallel_size, config.num_replicas
+                    self._start(name, [shared_devices(processes, size * at, size) for at in range(count)])
+                    self.models[name].wait_until_started()
+            self.wait_until_started()
 
     def wait_until_started(self) -> None:
         """Wait for all models; raises the error of one that did not start."""

@@ -4,10 +4,11 @@
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import cached_property, partial
 from itertools import chain
-from typing import Any, Protocol, TypeVar
+from operator import methodcaller
+from typing import Any, TypeVar
 
 from verl.config.worker import WorkerConfig
 from verl.protocol import DataProto
@@ -23,42 +24,17 @@ T = TypeVar("T")
 Responses = Iterator[list[FinishedResponse]]
 
 
-class Engines(Protocol):
-    """All engines of a run."""
-
-    @property
-    def groups(self) -> Mapping[int, RayWorkerGroup]:
-        """The processes of each engine, by its slot."""
-        ...
-
-    def awake(self, version: int, timer: StageTimer) -> AbstractContextManager[None]:
-        """Keep the engines awake inside the block, loaded with the weights after `version` steps."""
-        ...
-
-    def generate(self, prompts: DataProto, options: SamplingOptions) -> Iterator[list[FinishedResponse]]:
-        """Sample responses to prompts and yield them as they finish."""
-        ...
-
-    def state(self) -> list[Any]:
-        """Return the random states of the engines that the workers' own checkpoints do not hold."""
-        ...
-
-    def set_state(self, state: Sequence[Any]) -> None:
-        """Restore what `state` returned, for the first engines if their number has changed."""
-        ...
-
-
 class SharedEngines:
     """Engines in the processes that train, which sleep while those train."""
 
     def __init__(self, workers: RayWorkerGroup, config: WorkerConfig) -> None:
         self.workers, multi_turn = workers, config.rollout.multi_turn
-        self._groups: Mapping[int, RayWorkerGroup] = {}
         # A tower of the policy may encode media for both, unless others than the rows give the prompts.
         self.has_prompts_of_rows = multi_turn.environment is None and multi_turn.agent is None
 
     @contextmanager
     def awake(self, version: int, timer: StageTimer) -> Iterator[None]:
+        """Keep the engines awake inside the block, loaded with the weights after `version` steps."""
         with timer("sync_weights"):
             self.workers.sync_weights(version)
         yield
@@ -69,21 +45,23 @@ class SharedEngines:
         """True if the policy's tower encodes media before the engines sample."""
         return self.has_prompts_of_rows and all(self.workers.encodes_media())
 
-    @property
+    @cached_property
     def groups(self) -> Mapping[int, RayWorkerGroup]:
-        self._groups = self._groups or dict(enumerate(self.workers.parts("rollout")))
-        return self._groups
+        """The processes of each engine, by its slot."""
+        return dict(enumerate(self.workers.parts("rollout")))
 
     def generate(self, prompts: DataProto, options: SamplingOptions) -> Iterator[list[FinishedResponse]]:
+        """Sample responses to prompts and yield them as they finish."""
         if any(prompts.non_tensor_batch["multi_modal_data"]) and self.encodes_first:
             list(self.workers.encode_media(prompts.select([], ["multi_modal_data"])))
         return self.workers.generate(prompts, options)
 
     def state(self) -> list[Any]:
+        """Return the random states of the engines that the workers' own checkpoints do not hold."""
         return []
 
     def set_state(self, state: Sequence[Any]) -> None:
-        """Do nothing: the workers restore it with their models."""
+        """Restore what `state` returned, for the first engines if their number has changed."""
 
 
 class OwnEngines:
@@ -157,7 +135,9 @@ class OwnEngines:
         slots = list(self.groups)
         parts = zip(slots, shard(prompts, len(slots), even=False), strict=True)
         return [
-            partial(self._until_lost, slot, generating(part, options)) for slot, part in parts if len(part)
+            partial(self._until_lost, slot, methodcaller("generate", part, options))
+            for slot, part in parts
+            if len(part)
         ]
 
     def _welcome(self) -> None:
@@ -193,8 +173,7 @@ class OwnEngines:
         self._is_compared = True
 
 
-def generating(prompts: DataProto, options: SamplingOptions) -> Callable[[RayWorkerGroup], Responses]:
-    return lambda group: group.generate(prompts, options)
+Engines = SharedEngines | OwnEngines
 
 
 def on_all(calls: Sequence[Callable[[], T]]) -> list[T]:

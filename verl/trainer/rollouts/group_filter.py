@@ -2,14 +2,12 @@
 """Selection of the prompts that a step trains on, by the scores of their responses.
 
 A filter sees the scores of whole groups, (G, n), under `algorithm.filter_key`; nan is a response without a
-score, which is ignored. To add one: a class with the methods of `GroupFilter` and a line in
-`make_group_filter`.
+score, which is ignored. To add one: a class with the same methods in `GroupFilter` and `make_group_filter`.
 """
 
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
@@ -17,22 +15,6 @@ from verl.config.algorithm import AlgorithmConfig
 from verl.config.data import DataConfig
 from verl.config.ppo import TrainerConfig
 from verl.trainer.metrics import Metrics
-
-
-class GroupFilter(Protocol):
-    """Chooses the groups to train on."""
-
-    def keep(self, scores: Tensor) -> Tensor:
-        """Return the groups to keep, (G,) bool for scores (G, n)."""
-        ...
-
-    def metrics(self, sampled: Tensor, trained: Tensor) -> Metrics:
-        """Count the groups that a step sampled, (G, n), and those it trains on, (K, n)."""
-        ...
-
-    def reasons(self, sampled: Tensor) -> str:
-        """Explain why groups were left out, and what to change, as the end of an error message."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -49,13 +31,16 @@ class MeanScoreFilter:
     high: float
 
     def keep(self, scores: Tensor) -> Tensor:
+        """Return the groups to keep, (G,) bool for scores (G, n)."""
         means = scores.nanmean(-1)
         return (means > self.low) & (means < self.high)
 
     def metrics(self, sampled: Tensor, trained: Tensor) -> Metrics:
+        """Count the groups that a step sampled, (G, n), and those it trains on, (K, n)."""
         return {f"filter/{name}": float(count) for name, count in self._counts(sampled).items()}
 
     def reasons(self, sampled: Tensor) -> str:
+        """Explain why groups were left out, and what to change, as the end of an error message."""
         counts = self._counts(sampled)
         if counts["too_low"] >= counts["too_high"]:
             remedy = (
@@ -103,6 +88,9 @@ class EqualScoresFilter:
             " equal scores: choose prompts of other difficulty, raise `worker.rollout.n` or"
             " `worker.rollout.temperature`"
         )
+
+
+GroupFilter = MeanScoreFilter | EqualScoresFilter
 
 
 def make_group_filter(algorithm: AlgorithmConfig, rejection_sample: bool) -> GroupFilter | None:

@@ -26,12 +26,7 @@ from verl.single_controller.ray.published_weights import PublishedWeights
 from verl.trainer.metrics import Metrics, StageTimer, sampled_mask
 from verl.trainer.rollouts.collector import Collected, RolloutCollector
 from verl.trainer.rollouts.engines import Engines
-from verl.trainer.rollouts.schedule import (
-    AHEAD_FILE,
-    load_engines,
-    save_engines,
-    warn_of_dropped,
-)
+from verl.trainer.rollouts.schedule import AHEAD_FILE, load_engines, save_engines, warn_of_dropped
 from verl.trainer.rollouts.scores import ScoredGroups, Scoring
 from verl.trainer.rollouts.stream_groups import (
     GROUPS_FILE,
@@ -69,12 +64,7 @@ class GroupStream:
     """
 
     def __init__(
-        self,
-        engines: Engines,
-        collector: RolloutCollector,
-        config: AsyncConfig,
-        last_step: int,
-        at_once: int,
+        self, engines: Engines, collector: RolloutCollector, config: AsyncConfig, last_step: int, at_once: int
     ) -> None:
         self.engines, self.collector, self.at_once = engines, collector, at_once
         self.is_deterministic = config.deterministic

@@ -81,10 +81,10 @@ class Sampler:
                 unfinished[response.uid] -= 1
                 # A `sequential` function gets each response at once, others those to a prompt together.
                 if self.reward.reward_type == "sequential":
-                    self._score(job, [row * n + response.sample], [response], columns[row])
+                    job.submit([row * n + response.sample], [self._inputs(response, columns[row])])
                 elif unfinished[response.uid] == 0:
                     group = range(row * n, (row + 1) * n)
-                    self._score(job, group, [responses[index] for index in group], columns[row])
+                    job.submit(group, [self._inputs(responses[index], columns[row]) for index in group])
             self.report(total - sum(unfinished.values()), total, "responses")
         assert not any(unfinished.values()), f"the engine must finish every response, got {unfinished}"
         return self._join(prompts, [responses[row] for row in range(total)], job, options.max_tokens)
@@ -93,7 +93,7 @@ class Sampler:
         """Join a prompt and its finished responses, in the order of samples, and have them scored."""
         job, rows = self.reward.start(), range(len(responses))
         [columns] = reward_columns(prompt)
-        self._score(job, rows, responses, columns)
+        job.submit(rows, [self._inputs(response, columns) for response in responses])
         return self._join(prompt, responses, job, self.response_length)
 
     def report(self, done: int, total: int, unit: str) -> None:
@@ -127,15 +127,6 @@ class Sampler:
     def _width(self, responses: Sequence[FinishedResponse], max_tokens: int) -> int:
         """Return the number of columns of a batch of responses: more where validation may sample more."""
         return max(self.response_length, max_tokens)
-
-    def _score(
-        self,
-        job: RewardJob | TurnRewards,
-        index: Sequence[int],
-        responses: list[FinishedResponse],
-        columns: dict[str, Any],
-    ) -> None:
-        job.submit(index, [self._inputs(response, columns) for response in responses])
 
     def _inputs(self, response: FinishedResponse, columns: dict[str, Any]) -> dict[str, Any]:
         """Return what the reward function sees of a response, with the columns of its prompt."""

@@ -89,7 +89,8 @@ def score(
     added = {"token_level_scores": on_tokens(batch.merge(replaced, replace=replaced), total, values)}
     option, keys = component_keys(algorithm)
     if keys:
-        components = reward_components(values, keys, option)  # (B, K)
+        columns = [column_of(values, key, option) for key in keys]
+        components = torch.stack(columns, dim=-1).float()  # (B, K)
         added["reward_components"] = components.masked_fill(is_masked.unsqueeze(-1), 0.0)
     scored = batch.merge(added | {"reward_values": reward_values(values)})
     return scored.merge(replaced, replace=replaced), _score_metrics(values, terms)
@@ -185,10 +186,6 @@ def component_keys(algorithm: AlgorithmConfig) -> tuple[str, list[str]]:
         return "algorithm.gdpo_reward_keys", list(algorithm.gdpo_reward_keys)
     keys = [algorithm.prime_accuracy_key] if algorithm.use_prime else []
     return "algorithm.prime_accuracy_key", keys
-
-
-def reward_components(values: Values, keys: Sequence[str], option: str) -> Tensor:
-    return torch.stack([column_of(values, key, option) for key in keys], dim=-1).float()
 
 
 def column_of(values: Values, key: str, option: str) -> Tensor:

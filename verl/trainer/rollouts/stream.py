@@ -3,11 +3,11 @@
 
 import time
 from functools import partial
+from typing import Any
 
-from verl.config.async_training import AsyncConfig
 from verl.single_controller.ray.failure import WorkerError
 from verl.trainer.metrics import StageTimer
-from verl.trainer.rollouts.collector import Collected, RolloutCollector
+from verl.trainer.rollouts.collector import Collected
 from verl.trainer.rollouts.engines import OwnEngines
 from verl.trainer.rollouts.group_stream import GroupStream, is_due
 from verl.trainer.rollouts.stream_groups import GroupQueue
@@ -23,18 +23,11 @@ class Stream(GroupStream):
 
     engines: OwnEngines
 
-    def __init__(
-        self,
-        engines: OwnEngines,
-        collector: RolloutCollector,
-        config: AsyncConfig,
-        last_step: int,
-        at_once: int,
-    ) -> None:
-        super().__init__(engines, collector, config, last_step, at_once)
+    def __init__(self, engines: OwnEngines, *arguments: Any) -> None:
+        super().__init__(engines, *arguments)
         self.registry = engines.registry
         self.registry.on_start = self._take_started
-        if not config.deterministic:
+        if not self.is_deterministic:
             [queue] = self.queues
             queue.engines.extend(range(len(queue.engines), self.registry.num_slots))
 

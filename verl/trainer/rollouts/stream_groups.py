@@ -124,7 +124,7 @@ def save_queues(queues: Sequence[GroupQueue], num_batches: int, folder: Path) ->
 
 
 def load_queues(queues: Sequence[GroupQueue], folder: Path) -> int:
-    """Restore what `save_lanes` wrote and return the number of batches that the loader has given.
+    """Restore what `save_queues` wrote and return the number of batches that the loader has given.
 
     Groups of engines that no longer exist continue in others.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--dry-run` of the commands that train: prints the config, the plan of a step, its memory and its time."""
+"""`--dry-run` of the commands that train: changed options, the plan of a step, its memory and its time."""
 
 import dataclasses
 import math
@@ -11,13 +11,15 @@ from verl.config.parsing import yaml_text
 from verl.config.text import config_yaml
 from verl.distributed.backends import USUAL_GPU
 from verl.distributed.gpus import list_gpus
-from verl.planning.device_defaults import chosen_for_device
+from verl.planning.device_defaults import chosen_for_device, device_defaults
 from verl.planning.machine import GIB, Machine
 from verl.planning.report import C, Describe, DryRun, dry_run_memory
 from verl.planning.speed.cluster import Cluster, cluster_here, parse_cluster
 from verl.planning.speed.report import time_text
 from verl.planning.speed.step_time import Predictor
+from verl.trainer.run.exit_status import BAD_INPUT
 
+CHANGED = "# options that are not at their default; --print-config instead of --dry-run prints all\n"
 MEMORY, ON, MEAN_PROMPT, MEAN_RESPONSE = "--device-memory-gb", "--on", "--mean-prompt", "--mean-response"
 VALUE_SWITCHES = (MEMORY, ON, MEAN_PROMPT, MEAN_RESPONSE)
 NUMBERS = {MEMORY: "a number of GiB", MEAN_PROMPT: "a number of tokens", MEAN_RESPONSE: "a number of tokens"}
@@ -81,11 +83,15 @@ def read_switches(switches: Sequence[str]) -> PlanSwitches:
 def dry_run(config: C, switches: PlanSwitches, describe: Describe[C], plan_text: Callable[[C], str]) -> int:
     """Print what a run would do, and return the exit status."""
     run = dry_run_memory(config, describe, switches.memory_gb, switches.machine)
+    defaults = device_defaults(type(config), config.trainer.device)
     sys.stdout.write(
-        f"{config_yaml(config)}\n{_chosen(config, describe)}{_on(switches)}"
-        f"plan of a training step\n{plan_text(run.config)}\nmemory at its most\n{run.memory}"
-        f"{_time(run, switches, describe)}"
+        f"{CHANGED}{config_yaml(config, only_changed=True, defaults=defaults)}\n"
+        f"{_chosen(config, describe)}{_on(switches)}plan of a training step\n{plan_text(run.config)}"
     )
+    if run.problem is not None:
+        sys.stderr.write(f"{run.problem}\n")
+        return BAD_INPUT
+    sys.stdout.write(f"\nmemory at its most\n{run.memory}{_time(run, switches, describe)}")
     return 0
 
 

@@ -2,6 +2,7 @@
 """The end of a run in words, and as the exit status of a command. Imports no torch."""
 
 import dis
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +52,15 @@ def exit_status_of(
     message = f"the run failed in step {step}: {error}"
     hint = f"\n\n{resume_hint(trainer)}" if can_resume else ""
     return ExitStatus(FAILED, message + hint, step, retryable)
+
+
+def told(error: Exception, trainer: RunConfig) -> int:
+    """Tell an error of ours before a run and return its exit status; raise others, which need a traceback."""
+    if not raised_by_us(error):
+        raise error
+    end = exit_status_of(error, trainer)
+    sys.stderr.write(f"{end.message}\n")
+    return end.status
 
 
 def raised_by_us(error: BaseException) -> bool:

@@ -30,7 +30,7 @@ from verl.trainer.run.exit_status import (
     resume_hint,
 )
 from verl.utils.imports import deferred
-from verl.workers.warm_up import import_sft_worker, imports_of
+from verl.workers.warm_up import import_worker, imports_of
 
 if TYPE_CHECKING:  # this module is imported before torch
     from verl.trainer.training_loop import TrainingLoop
@@ -106,7 +106,8 @@ def run_in_process(config: RunTree) -> "Iterator[TrainingLoop]":
 def open_trainer(config: RunTree, stack: ExitStack, wait_s: float | None = None) -> "TrainingLoop":
     """Prepare a run and build its trainer; the stack ends its processes. See `run_once`."""
     if isinstance(config, SFTConfig):
-        sft_run = prepare_run(config, planned_sft, stack, wait_s or 0.0, warm_up=import_sft_worker)
+        warm_up = partial(import_worker, "sft_worker", None)
+        sft_run = prepare_run(config, planned_sft, stack, wait_s or 0.0, warm_up=warm_up)
         from verl.trainer.setup import build_sft_trainer  # noqa: PLC0415 - imported while Ray started
 
         trainer = build_sft_trainer(sft_run, stack)

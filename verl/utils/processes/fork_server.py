@@ -32,7 +32,6 @@ from verl.utils.processes.child_process import (
     has_ended,
     run_forked,
 )
-from verl.utils.user_file import import_again, imported_files
 
 FORK, ENDED, END = "fork", "ended", "end"  # requests to a server
 STATE = "state"  # stands for the state of a server in what is sent to it
@@ -74,8 +73,7 @@ class ForkServer:
         state: Pickled once, when the server starts. What is forked may refer to it, or to its methods.
         start: Starts the server: as a fresh interpreter, or as the child of another server.
         name: Names the server in errors.
-        guarded: Its children have guardians and write stacks, as fresh interpreters do. No file that this
-            process has imported is imported there.
+        guarded: Its children have guardians and write stacks, as fresh interpreters do.
     """
 
     def __init__(
@@ -211,14 +209,12 @@ class _Server:
 
     def __init__(self, state: Any, guarded: bool) -> None:
         self.state, self.guarded = pickle.dumps(state), guarded
-        self.files = {} if guarded else imported_files()
         self.module = __name__ if state is None else type(state).__module__
 
     def __setstate__(self, values: dict[str, Any]) -> None:
         vars(self).update(values)
         for name in THREAD_OPTIONS:
             os.environ[name] = "1"  # else numpy starts threads when it is imported
-        import_again(self.files)
         import_module(self.module)  # once, in the server that forks this one
 
     def __call__(self, connection: Connection) -> None:

@@ -72,9 +72,6 @@ class IsolatedCalls(Generic[A, R]):
     def __reduce__(self) -> tuple[Any, ...]:
         return IsolatedCalls, (self.function, self.timeout_s, self.enter, self._start_child, self.retry)
 
-    def start(self) -> None:
-        self._living_child()
-
     def close(self) -> int:
         """End the process and return its exit code; the next call starts another."""
         if self._child is None:
@@ -83,7 +80,7 @@ class IsolatedCalls(Generic[A, R]):
         return self._finalizer() or 0
 
     def _ask(self, argument: bytes) -> bytes:
-        connection = self._living_child().connection
+        connection = self.start().connection
         try:
             connection.send_bytes(argument)
             if connection.poll(self.timeout_s):
@@ -96,7 +93,8 @@ class IsolatedCalls(Generic[A, R]):
         self.close()
         raise TimeoutError(f"did not end within {self.timeout_s:g} s")
 
-    def _living_child(self) -> ChildProcess:
+    def start(self) -> ChildProcess:
+        """Return the process, which is started if it is not there."""
         child = self._child
         # Between calls only the end can be read: of a process that was killed while idle.
         if child is not None and (child.parent_pid != os.getpid() or child.connection.poll()):

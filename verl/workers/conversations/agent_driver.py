@@ -23,8 +23,8 @@ STEPS = 4  # of the engine, after which calls are taken
 class AgentDriver:
     """Has an agent lead each conversation: a batch of them, or ones that join at any time.
 
-    Parked conversations wait while other ones have the engine, or training has the device. Their agents work
-    on until they call the policy.
+    Its methods are those of `ConversationDriver`. The agents of parked conversations work on until they call
+    the policy.
 
     Example::
 
@@ -50,7 +50,6 @@ class AgentDriver:
         self._options = SamplingOptions()  # of a turn
 
     def run(self, rows: Sequence[Columns], sampling: SamplingOptions) -> Iterator[list[FinishedResponse]]:
-        """Lead `sampling.n` conversations for each row and yield them as they end, in any order."""
         assert not self._open, "conversations that join at any time are parked before"
         try:
             self.submit(rows, sampling)
@@ -60,7 +59,6 @@ class AgentDriver:
             self._end(self._open)
 
     def submit(self, rows: Sequence[Columns], sampling: SamplingOptions, begun: Begun | None = None) -> None:
-        """Begin `sampling.n` conversations for each row, or only those in `begun`; parked ones continue."""
         self._options = replace(sampling, n=1)
         continued: set[Key] = set()
         for row in rows:
@@ -78,7 +76,6 @@ class AgentDriver:
         self.sampling.submit([self._request(turn) for turn in turns], self._options, before)
 
     def step(self, at_most: int) -> list[FinishedResponse]:
-        """Run the engine for `at_most` steps, or until a conversation ends; return the ended ones."""
         ended: list[FinishedResponse] = []
         while self._open and at_most > 0 and not ended:
             num_steps = min(at_most, STEPS)
@@ -91,7 +88,6 @@ class AgentDriver:
         return ended
 
     def interrupt(self) -> list[FinishedResponse]:
-        """Park all conversations; `submit` continues them. None of them can continue elsewhere."""
         self._begun |= {response.uid: response for response in self.sampling.interrupt()}
         if self._leader is not None:
             self._leader.park()
@@ -100,7 +96,6 @@ class AgentDriver:
         return []
 
     def forget(self) -> None:
-        """End parked conversations, which begin again when they are submitted."""
         self._end(self._parked)
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ from verl.agents.contexts import OpenCall
 from verl.agents.endpoint.errors import ApiError
 from verl.agents.endpoint.server import MODEL, Endpoint, IncomingCall
 from verl.agents.harnesses.loading import AGENT
-from verl.agents.interface import AgentResult, Observation, StopReason, ToolCall
+from verl.agents.interface import AgentResult, StopReason, ToolCall
 from verl.agents.rules import ConversationRules
 from verl.agents.tools.tool_pool import ToolPool
 from verl.data.media.references import MediaData
@@ -136,7 +136,10 @@ class AgentLeader:
             self._drop_gone(key, run, step)
         for finished in self.pool.ready(0.0):
             run = self._runs.get(finished[0]) or self._parked[finished[0]]
-            run.result = run.result or self._result(finished[1][0])
+            answer = finished[1][0]
+            if not isinstance(answer, AgentResult):
+                answer = AgentResult(answer.text, failed=True)
+            run.result = run.result or answer
         limit_s = self.options.max_seconds
         for key, run in list(self._runs.items()):
             if run.result is not None:
@@ -153,8 +156,6 @@ class AgentLeader:
         for key in keys:
             run = self._runs.pop(key, None) or self._parked.pop(key)
             self._close(key, run)
-
-    # --- calls
 
     def _drop_gone(self, key: Key, run: _Run, step: Step) -> None:
         run.waiting = [incoming for incoming in run.waiting if not incoming.is_gone]
@@ -206,13 +207,6 @@ class AgentLeader:
         else:
             self.pool.release(key, has_turn=run.has_turn)
             run.has_turn = False
-
-    # --- ends
-
-    def _result(self, observation: Observation) -> AgentResult:
-        if isinstance(observation, AgentResult):
-            return observation
-        return AgentResult(observation.text, failed=True)
 
     def _end(self, key: Any, result: AgentResult, step: Step, reason: StopReason = StopReason.STOP) -> None:
         run = self._runs.pop(key)

@@ -61,10 +61,6 @@ class _Open:
     answer: list[Observation] | None = None  # that came while it was parked
     drafts: Drafts | None = None  # of its turns
 
-    @property
-    def is_calling(self) -> bool:
-        return self.request is None and self.finished is None
-
     async def turn(self, request: TurnRequest) -> FinishedResponse:
         self.request = request
         turn = await _resumed()
@@ -153,7 +149,10 @@ class ConversationDriver:
                 whole.append(row)  # these have the same first request
             else:
                 single += keys
-        self._continue([key for key in single if key in self._parked])
+        for key in single:
+            if key in self._parked:
+                opened = self._open[key] = self._parked.pop(key)
+                opened.started += self._now
         self.sampling.submit([self._request(Key(row["uid"], 0), row["uid"]) for row in whole], sampling)
         self._submit(single)
 
@@ -163,7 +162,7 @@ class ConversationDriver:
         while self._open and at_most > 0 and not ended:
             num_steps = min(at_most, STEPS) if self._num_calling else at_most
             at_most -= num_steps
-            touched = self._resume(self._turns(num_steps))
+            touched = self._resume([(_key_of(turn), turn) for turn in self.sampling.step(num_steps)])
             touched |= self._resume(self._answers())  # an answer may follow its turn at once
             self._submit(list(touched))
             ended = [self._finish(key) for key in touched if self._open[key].finished is not None]
@@ -189,8 +188,6 @@ class ConversationDriver:
         """End the processes of the tools."""
         if self.pool is not None:
             self.pool.close()
-
-    # --- one conversation
 
     async def _lead(self, key: Key, opened: _Open) -> FinishedConversation:
         """Lead a conversation from its prompt to its end."""
@@ -248,8 +245,6 @@ class ConversationDriver:
         prompt = Prompt(row["raw_prompt_ids"], row["prompt_messages"], row["multi_modal_data"])
         return Row(prompt, self.rules.media)
 
-    # --- beginning and end
-
     def _resume(self, arrived: Sequence[tuple[Key, Any]]) -> dict[Key, None]:
         """Lead conversations on with what they waited for; return them in this order."""
         for key, value in arrived:
@@ -262,11 +257,6 @@ class ConversationDriver:
         opened = self._open[key] = _Open(row, self._now)
         opened.leader = self._lead(key, opened)
         opened.resume()
-
-    def _continue(self, keys: Sequence[Key]) -> None:
-        for key in keys:
-            opened = self._open[key] = self._parked.pop(key)
-            opened.started += self._now
 
     def _finish(self, key: Key) -> FinishedResponse:
         opened = self._open.pop(key)
@@ -281,8 +271,6 @@ class ConversationDriver:
                 self.pool.end(key)
         conversations.clear()
 
-    # --- turns and answers
-
     def _submit(self, keys: Sequence[Key]) -> None:
         """Have the next turns of conversations sampled, or what is left of them."""
         ready = [key for key in keys if self._open[key].request is not None]
@@ -291,12 +279,9 @@ class ConversationDriver:
         for key in ready:
             self._open[key].begun = None
 
-    def _turns(self, at_most: int) -> list[tuple[Key, FinishedResponse]]:
-        return [(_key_of(turn), turn) for turn in self.sampling.step(at_most)]
-
     @property
     def _num_calling(self) -> int:
-        return sum(opened.is_calling for opened in self._open.values())
+        return sum(opened.request is None and opened.finished is None for opened in self._open.values())
 
     def _answers(self) -> list[tuple[Key, list[Observation]]]:
         """Return the answers that have come, equal on all ranks of the engine; parked ones keep theirs."""

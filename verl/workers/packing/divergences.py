@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from verl.distributed.token_sharding import SPRows
 from verl.models.head.logit_chunks import HeadLogits
 from verl.models.head.top_tokens import TopTokens
-from verl.workers.packing.sp_rows import SPRows
 
 Distributions = HeadLogits | TopTokens
 

@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from verl.data.media.loader import MediaLoader
 from verl.distributed.device import to_device
 from verl.distributed.sequence_parallel import SequenceParallel
-from verl.distributed.token_sharding import ShardPlan, shard_plan
+from verl.distributed.token_sharding import ShardPlan, SPRows, shard_plan
 from verl.models.attention.layouts import PackedLayout, SharedLayout
 from verl.models.attention.sequence_parallel_layouts import sequence_layout
 from verl.models.deferred_logits import DeferredLogits
@@ -36,7 +37,6 @@ from verl.workers.packing.divergences import Divergence
 from verl.workers.packing.media_inputs import (
     BLANK,
     MEDIA_KEYS,
-    MediaFeatures,
     MediaRow,
     WholeRows,
     has_media,
@@ -45,14 +45,8 @@ from verl.workers.packing.media_inputs import (
 )
 from verl.workers.packing.micro_batches import context_cuts, rows_sharing_prompts
 from verl.workers.packing.observers import ObservedPass, PackedRows, PassTokens
-from verl.workers.packing.packed_batch import (
-    PackedBatch,
-    ResponseTokens,
-    pack_rows,
-    pack_shared_prompts,
-)
+from verl.workers.packing.packed_batch import PackedBatch, ResponseTokens, pack_rows, pack_shared_prompts
 from verl.workers.packing.row_forward import RowForward
-from verl.workers.packing.sp_rows import SPRows
 from verl.workers.packing.vision_features import FrozenTower
 
 logger = get_logger(__name__)
@@ -89,11 +83,10 @@ class PackedForward(RowForward):
         self,
         model: nn.Module,  # prepared by `prepare_model`, possibly under FSDP
         config: Any,
-        media: MediaFeatures | None = None,  # None if rows hold text only
+        media: MediaLoader | None = None,  # None if rows hold text only
         device: torch.device | str = "cpu",
         share_prompt: bool = False,  # run a prompt once for all of its rows, if the attention allows it
-        sp: SequenceParallel
-        | None = None,  # the ranks that shard each sequence; the gradient is the sum of theirs
+        sp: SequenceParallel | None = None,  # ranks that shard each sequence; gradients are their sum
         tower: FrozenTower | None = None,  # provides the features of media instead of the model's own tower
     ) -> None:
         super().__init__(model, device, SequenceParallel() if sp is None else sp)

@@ -3,7 +3,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from verl.data.media.references import media_key
 from verl.models.families.interface import Kind, Medium
@@ -12,14 +12,6 @@ from verl.protocol import DataProto
 MediaRow = dict[str, Any]  # `images` and `videos` of a row
 MEDIA_KEYS = ("multi_modal_data", "observation_media")  # of prompts, of responses
 BLANK: MediaRow = {}  # a blank image, encoded where a rank's rows have no media
-
-
-class MediaFeatures(Protocol):
-    """Decodes a row's media: `verl.data.media.loader.MediaLoader`."""
-
-    processor: Any
-
-    def media(self, multi_modal_data: MediaRow, /) -> list[Medium]: ...
 
 
 @dataclass(frozen=True)

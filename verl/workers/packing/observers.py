@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
-from verl.distributed.token_sharding import ShardPlan
+from verl.distributed.token_sharding import ShardPlan, SPRows
 from verl.protocol import DataProto
 from verl.utils.registry import Registry
-from verl.workers.packing.sp_rows import SPRows
 
 OBSERVERS: Registry[Any] = Registry("worker.actor.observers")  # of files only
 Columns = dict[str, Tensor]  # (b, ...) each, of the rows of a micro batch

@@ -2,41 +2,33 @@
 """The micro-batch schedule of a pass over a rank's rows, and forward passes along it."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from verl.distributed.sequence_parallel import SequenceParallel
 from verl.distributed.ulysses import gather_rows
 from verl.protocol import DataProto
 from verl.workers.packing.media_inputs import BLANK, MediaRow, WholeRows, media_in_packing_order
 from verl.workers.packing.micro_batches import RowCounts, agreed_splits, restore_order
 from verl.workers.packing.row_forward import RowForward
-from verl.workers.packing.sp_strategy import Strategy, StrategyLimits, StrategyPlan
+from verl.workers.packing.sp_strategy import Strategy, StrategyLimits
 
 
 class MicroBatchSchedule:
     """The micro batches of this rank over a batch; every rank has the same number."""
 
-    def __init__(self, plan: StrategyPlan, sp: SequenceParallel, group: dist.ProcessGroup | None) -> None:
-        # collective over all ranks; `group` are the data-parallel ones
-        self.strategy, self.sp = plan.strategy, sp
-        self.splits = agreed_splits(plan.splits, group)
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         forward: RowForward,
         batch: DataProto,
         *,
         size: int,
         dynamic_batching: bool,
-        group: dist.ProcessGroup | None,
-    ) -> "MicroBatchSchedule":
+        group: dist.ProcessGroup | None,  # the data-parallel ranks
+    ) -> None:
         """Plan a pass over a batch; collective over all ranks. See `StrategyLimits.of` for `size`."""
-        sp = forward.sp
+        self.sp = sp = forward.sp
         media = forward.media_tokens(batch) if sp.size > 1 else None
         counts = RowCounts.of(batch, forward.shares_prompts, media)
         width = batch.batch["attention_mask"].shape[-1]
@@ -45,7 +37,8 @@ class MicroBatchSchedule:
         limits = StrategyLimits.of(
             counts, size=size, dynamic_batching=dynamic_batching, ranks=sp.size, **widths
         )
-        return cls(forward.planner.plan(counts, limits), sp, group)
+        plan = forward.planner.plan(counts, limits)
+        self.strategy, self.splits = plan.strategy, agreed_splits(plan.splits, group)
 
     def __len__(self) -> int:
         return len(self.splits[0])
@@ -74,17 +67,6 @@ class MicroBatchSchedule:
         return restore_order([own.cpu()], [rows])
 
 
-def forward_in_micro_batches(
-    forward: RowForward, batch: DataProto, function: Callable[[DataProto], Tensor], **sizes: Any
-) -> Tensor:
-    """Run a function over a batch in evaluation mode; collective over all ranks.
-
-    `function` maps a micro batch of b rows to a tensor (b, ...). The result is (B, ...) on CPU, in the order
-    of the batch. See `run_in_micro_batches` for `sizes`.
-    """
-    return run_in_micro_batches(forward, batch, lambda rows: {"": function(rows)}, **sizes)[""]
-
-
 @torch.no_grad()
 def run_in_micro_batches(
     forward: RowForward,
@@ -95,14 +77,14 @@ def run_in_micro_batches(
     dynamic_batching: bool,
     group: dist.ProcessGroup | None,
 ) -> dict[str, Tensor]:
-    """`forward_in_micro_batches` of a function that computes several columns, the same for every micro batch.
+    """Run a function over a batch in evaluation mode; collective over all ranks.
 
-    See `StrategyLimits.of` for `size` and `dynamic_batching`.
+    `function` maps a micro batch of b rows to tensors (b, ...), of the same names for every micro batch. The
+    results are (B, ...) on CPU, in the order of the batch. See `StrategyLimits.of` for `size` and
+    `dynamic_batching`.
     """
     forward.model.eval()
-    schedule = MicroBatchSchedule.of(
-        forward, batch, size=size, dynamic_batching=dynamic_batching, group=group
-    )
+    schedule = MicroBatchSchedule(forward, batch, size=size, dynamic_batching=dynamic_batching, group=group)
     results = [function(micro_batch) for micro_batch in schedule.micro_batches(batch)]
     return {name: schedule.join([each[name] for each in results], forward.device) for name in results[0]}
 

@@ -51,13 +51,6 @@ OPTIONAL_KEYS = [
 REINFORCE = "gpg"  # the loss without a ratio
 
 
-class DistillationLoss(NamedTuple):
-    """The term of the loss that pulls the policy towards its teachers."""
-
-    teachers: "Teachers"
-    coef: float
-
-
 @dataclass(frozen=True)
 class ActorTraining(Training):
     """Optimizer and loss options of a policy that is updated."""
@@ -66,7 +59,7 @@ class ActorTraining(Training):
     reference: RowForward | None = None  # read only for the KL over the whole vocabulary
     correction: RolloutCorrection | None = None  # weights computed here, with the update's log-probs
     is_reinforce: bool = False  # REINFORCE instead of `loss_type`
-    distillation: DistillationLoss | None = None
+    teachers: "Teachers | None" = None  # that a term of the loss pulls the policy towards
     uses_advantages: bool = True  # False leaves the policy loss out
 
 
@@ -136,7 +129,10 @@ class DataParallelPPOActor:
             The columns of this pass, on CPU: log-probs as `column`, `sum_squared_probs` and `full_kl` if
             requested; of a mixture what its update reads, `expert_choices`, `route_matches`, `old_routes`.
         """
-        observers = self._observers_of_old_pass(batch)
+        observers: list[ForwardObserver] = []
+        if self.training is not None:
+            replaying = [] if self.replay is None else self.replay.in_old_pass(batch)
+            observers = [*self.updater.balance.counters(), *replaying, *self.observers]
 
         def columns(micro_batch: DataProto) -> dict[str, Tensor]:
             with self.forward.observed_by(observers) as observed:
@@ -155,12 +151,6 @@ class DataParallelPPOActor:
         found = compute_columns(self.config, self.forward, self.group, batch, columns, read)
         mask, routes = batch.batch["attention_mask"], found.pop(OLD_ROUTES, None)
         return DataProto.from_dict(found, {} if routes is None else {OLD_ROUTES: column_of(routes, mask)})
-
-    def _observers_of_old_pass(self, batch: DataProto) -> list[ForwardObserver]:
-        if self.training is None:
-            return []
-        replaying = [] if self.replay is None else self.replay.in_old_pass(batch)
-        return [*self.updater.balance.counters(), *replaying, *self.observers]
 
     def update(
         self, batch: DataProto, temperature: float, *, entropy_coef: float | None = None, seed: int = 0
@@ -221,8 +211,8 @@ class DataParallelPPOActor:
         assert training is not None, "the reference is never updated"
         divergence = None
         if "divergence" in needs:
-            assert training.distillation is not None, "only its term needs it"
-            divergence = training.distillation.teachers.divergence(micro_batch.rows, temperature)
+            assert training.teachers is not None, "only their term needs it"
+            divergence = training.teachers.divergence(micro_batch.rows, temperature)
         result = self.forward.log_probs(
             micro_batch.rows,
             temperature,
@@ -243,8 +233,8 @@ def _terms(config: ActorConfig, training: ActorTraining, loss_type: str) -> list
         LossTerm("actor/pg_loss", float(training.uses_advantages), policy),
         entropy_term(config.entropy_coef),
     ]
-    if training.distillation is not None:
-        terms.append(training.distillation.teachers.loss_term(training.distillation.coef))
+    if training.teachers is not None:
+        terms.append(training.teachers.loss_term())
     if training.kl_loss:
         terms.append(kl_term(training.kl_loss))
     return [*terms, *(LOSS_TERMS[spec] for spec in config.loss_terms)]

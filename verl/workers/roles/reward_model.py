@@ -25,7 +25,7 @@ from verl.protocol import DataProto
 from verl.workers.model_builder import load_model_config
 from verl.workers.packing.forward import PackedForward
 from verl.workers.packing.media_inputs import MEDIA_KEYS, has_media
-from verl.workers.packing.schedule import forward_in_micro_batches
+from verl.workers.packing.schedule import run_in_micro_batches
 
 OPTION = "worker.reward_model.model"
 MODEL_KEYS = ["input_ids", "attention_mask", "position_ids"]
@@ -63,14 +63,14 @@ class RewardModelScorer:
         """
         self._check_media(batch)
         rows = self._policy_sequences(batch) if self.reads_policy_tokens else self._rendered_again(batch)
-        scores = forward_in_micro_batches(
+        scores = run_in_micro_batches(
             self.forward,
             rows,
-            self.forward.last_values,
+            lambda micro: {"": self.forward.last_values(micro)},
             size=as_number(self.config.micro_batch_size_per_device),
             dynamic_batching=True,
             group=self.group,
-        )
+        )[""]
         if not scores.isfinite().all():
             raise ValueError(
                 f"`{OPTION}.model_path` ({self.config.model.model_path}): the score of"

@@ -1,31 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The loss of supervised fine-tuning, on one data-parallel rank."""
 
-from typing import NamedTuple
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from verl.batch_keys import TEACHER_KEYS
 from verl.config.sft import SFTActorConfig
-from verl.models.fused_log_probs import TokenLogProbs
 from verl.protocol import DataProto
 from verl.workers.packing.forward import FORWARD_KEYS, OBJECT_KEYS, PackedForward
-from verl.workers.roles.loss_terms import LossTerm, Tensors, TokenLoss, sum_terms
+from verl.workers.roles.loss_terms import LossTerm, TokenLoss, sum_terms
 from verl.workers.roles.teachers import Teachers
 from verl.workers.roles.updater import MicroBatch, MiniBatch, Training, Updater, compute_experience
 
 ROLE = "train"  # prefix of the metrics
 TEMPERATURE = 1.0
-
-
-class Distillation(NamedTuple):
-    """Teachers of the model, and the terms of the loss."""
-
-    teachers: Teachers
-    coef: float  # of the divergence
-    with_cross_entropy: bool
 
 
 class DataParallelSFT:
@@ -42,14 +31,15 @@ class DataParallelSFT:
         forward: PackedForward,
         group: dist.ProcessGroup | None,
         training: Training,
-        distillation: Distillation | None = None,
+        teachers: Teachers | None = None,
     ) -> None:
-        self.config, self.forward, self.group = config, forward, group
-        self.distillation = distillation
-        has_task = distillation is None or distillation.with_cross_entropy
-        self.terms = [LossTerm(f"{ROLE}/loss", float(has_task), _cross_entropy)]
-        if distillation is not None:
-            self.terms.append(distillation.teachers.loss_term(distillation.coef))
+        self.config, self.forward, self.group, self.teachers = config, forward, group, teachers
+        has_task = teachers is None or teachers.loss.use_task_rewards
+        self.terms = [
+            LossTerm(f"{ROLE}/loss", float(has_task), lambda result, _: TokenLoss(-result.log_probs))
+        ]
+        if teachers is not None:
+            self.terms.append(teachers.loss_term())
         self.updater = Updater(ROLE, config, forward, group, training)
 
     def update(self, batch: DataProto) -> dict[str, float]:
@@ -67,11 +57,6 @@ class DataParallelSFT:
         return compute_experience(self.config, self.forward, self.group, batch, losses)
 
     def _loss(self, micro_batch: MicroBatch, mini_batch: MiniBatch) -> Tensor:
-        teachers = self.distillation and self.distillation.teachers
-        divergence = teachers and teachers.divergence(micro_batch.rows, TEMPERATURE)
+        divergence = self.teachers and self.teachers.divergence(micro_batch.rows, TEMPERATURE)
         result = self.forward.log_probs(micro_batch.rows, TEMPERATURE, divergence=divergence)
         return sum_terms(self.terms, result, micro_batch.tensors, mini_batch, "token")
-
-
-def _cross_entropy(result: TokenLogProbs, _tensors: Tensors) -> TokenLoss:
-    return TokenLoss(-result.log_probs)

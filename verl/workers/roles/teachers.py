@@ -77,11 +77,10 @@ class Teachers:
             targets.append(TokenTargets(is_own[rows].nonzero()[:, 0], given))
         return Divergence(targets, self._compare)
 
-    def loss_term(self, coef: float) -> LossTerm:
+    def loss_term(self) -> LossTerm:
         """Return the term of the loss that pulls a policy towards its teachers."""
-        return LossTerm(
-            "distillation/loss", coef, self._token_loss, ["divergence"] if self.runs_in_update else []
-        )
+        needs = ["divergence"] if self.runs_in_update else []
+        return LossTerm("distillation/loss", self.loss.distillation_loss_coef, self._token_loss, needs)
 
     def _token_loss(self, student: TokenLogProbs, tensors: Tensors) -> TokenLoss:
         # the divergence of each token from its teacher; also logged for each of several teachers

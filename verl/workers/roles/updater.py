@@ -84,7 +84,7 @@ def compute_experience(
     function: Callable[[DataProto], Tensor],
     further_keys: Sequence[str] = (),  # that `function` reads if they are there
 ) -> Tensor:
-    """`forward_in_micro_batches` with the sizes of a role; `function` reads what a `RowForward` reads."""
+    """`compute_columns` of a single one, (B, ...)."""
     arguments = config, forward, group, batch
     return compute_columns(*arguments, lambda rows: {"": function(rows)}, further_keys)[""]
 
@@ -97,7 +97,7 @@ def compute_columns(
     function: Callable[[DataProto], Mapping[str, Tensor]],
     further_keys: Sequence[str] = (),  # that `function` reads if they are there
 ) -> dict[str, Tensor]:
-    """`compute_experience` of a function that computes several columns."""
+    """`run_in_micro_batches` with the sizes of a role; `function` reads what a `RowForward` reads."""
     further = [key for key in further_keys if key in batch.batch]
     objects = [key for key in further_keys if key in batch.non_tensor_batch]
     return run_in_micro_batches(
@@ -227,7 +227,7 @@ class Updater:
         return [LossDenominators(tokens, sequences, self.max_response_length) for tokens, sequences in counts]
 
     def _schedule(self, part: DataProto) -> MicroBatchSchedule:
-        return MicroBatchSchedule.of(
+        return MicroBatchSchedule(
             self.forward,
             part,
             size=as_number(self.config.micro_batch_size_per_device_for_update),

@@ -28,19 +28,12 @@ def _build_hf(config: Any, setup: EngineSetup) -> RolloutEngine:
     return HFRollout(config, setup)
 
 
-def _import_vllm(device: str) -> None:
-    from verl.workers.rollout.vllm.rollout import import_engine  # noqa: PLC0415
-
-    import_engine(device)
-
-
-IMPORTS = {"vllm": _import_vllm}  # of engines that take seconds to import
-
-
 def import_rollout_engine(name: str, device: str) -> None:
-    """Import the packages of an engine ahead of building it."""
-    if name in IMPORTS:
-        IMPORTS[name](device)
+    """Import the packages of an engine ahead of building it, if they take seconds."""
+    if name == "vllm":
+        from verl.workers.rollout.vllm.rollout import import_engine  # noqa: PLC0415
+
+        import_engine(device)
 
 
 def build_rollout_engine(config: Any, setup: EngineSetup) -> RolloutEngine:

@@ -31,9 +31,7 @@ class SamplingOptions:
     top_p: float = 1.0  # smallest share of probability to sample from; 1 is all
     top_k: int = -1  # most likely tokens to sample from; -1 is all
     max_tokens: int = 16  # longest response
-    seed: int | None = (
-        None  # for every prompt its own random numbers; None uses the engine's, which is faster
-    )
+    seed: int | None = None  # for every prompt its own random numbers; None: the engine's, which is faster
     ignore_eos: bool = False  # continue after the end-of-sequence token
     is_apart: bool = False  # leaves the engine's random numbers to others: those of validation to training
     first_sample: int = 0  # number of the first of the `n`: conversations of a later part draw other numbers
@@ -72,9 +70,7 @@ class RolloutRequest:
 
     uid: Any  # returned with each response
     prompt_token_ids: list[int]  # one pad token for each medium, expanded only if the engine embeds prompts
-    media: Any = (
-        None  # decoded `images`, `videos` and `audios`; `EmbeddedMedia` if the engine takes embeddings
-    )
+    media: Any = None  # decoded images, videos and audios; `EmbeddedMedia` if the engine takes embeddings
     max_tokens: int | None = None  # longest response; None: that of the sampling options
     seed_offset: int = 0  # added to `SamplingOptions.seed`: another turn draws other random numbers
 

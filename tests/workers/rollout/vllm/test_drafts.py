@@ -158,8 +158,15 @@ def test_drafts_of_conversations_are_those_of_all_turns_and_of_their_interrupted
     drafting, tmp_path, monkeypatch
 ):
     engine, model, _ = drafting
-    counted, add = [], engine.drafts.add
-    monkeypatch.setattr(engine.drafts, "add", lambda *values: counted.append(values[1:]) or add(*values))
+    scheduler, counted = engine.engine.engine_core.engine_core.scheduler, []
+    count = scheduler.make_spec_decoding_stats
+
+    def counting(*values, num_draft_tokens, num_accepted_tokens, **others):
+        counted.append((num_draft_tokens, num_accepted_tokens))
+        numbers = {"num_draft_tokens": num_draft_tokens, "num_accepted_tokens": num_accepted_tokens}
+        return count(*values, **numbers, **others)
+
+    monkeypatch.setattr(scheduler, "make_spec_decoding_stats", counting)
     (tmp_path / "tools.py").write_text(TOOL)
     options = MultiTurnConfig(enable=True, tools=(f"{tmp_path / 'tools.py'}:wait",))
     form = CallFormat(lambda text, schemas: [ToolCall("wait", {"number": 1})], "")

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from verl.workers.rollout.vllm import cpu_patches, cpu_weights, patches, vllm_import
+from verl.workers.rollout.vllm import cpu_patches, patches, vllm_import
 
 
 def test_an_empty_model_gets_random_parameters_and_keeps_its_buffers(monkeypatch):
@@ -52,7 +52,7 @@ def test_experts_on_cpu_are_the_weighted_sum_of_the_chosen_ones():
     weights = torch.rand(5, 2, generator=generator)
     output = torch.empty(5, 4)
 
-    cpu_weights._apply_experts(
+    cpu_patches._apply_experts(
         SimpleNamespace(w1_bias=None), output, hidden, w1, w2, weights, ids, SimpleNamespace(value="silu")
     )
 

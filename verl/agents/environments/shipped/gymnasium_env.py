@@ -19,6 +19,7 @@ from verl.agents.interface import Message, Observation, ToolCall
 NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 INTEGER = re.compile(r"(?<![\w.])[-+]?\d+(?![\w.]*\d)")
 SHOWN = 4  # digits of a number
+MAX_DIGITS = 19  # of an integer of 64 bits
 
 
 class Gymnasium:
@@ -141,9 +142,12 @@ def action_of(space: gymnasium.Space, names: Sequence[str], text: str) -> Any:
     found = [float(number) for number in NUMBER.findall(text)][-count:]
     if len(found) < count:
         return None
-    if not isinstance(space, spaces.Box) and any(number != int(number) for number in found):
+    given = np.asarray(found, dtype=np.float64).reshape(space.shape)
+    with np.errstate(all="ignore"):
+        action = given.astype(space.dtype)
+    is_whole = action.dtype.kind != "f"
+    if not np.isfinite(action).all() or (is_whole and (action != given).any()):
         return None
-    action = np.asarray(found, dtype=np.float64).reshape(space.shape).astype(space.dtype)
     return action if space.contains(action) else None
 
 
@@ -168,7 +172,7 @@ def _named(names: Sequence[str], text: str) -> int | None:
 
 def _last_integer(text: str) -> int | None:
     found = INTEGER.findall(text)
-    return int(found[-1]) if found else None
+    return int(found[-1]) if found and len(found[-1]) < MAX_DIGITS else None
 
 
 def _purpose(env: gymnasium.Env, images: bool) -> str:

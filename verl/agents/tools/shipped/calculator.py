@@ -10,8 +10,11 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+from verl.agents.interface import CallRefusedError
+
 MAX_CHARACTERS = 1000
 MAX_BITS = 1 << 14  # of an integer: about 5000 digits
+MAX_DIGITS = 400  # that are rounded; no number is longer after its point
 SIGNS = str.maketrans({"^": "**", "\u00d7": "*", "\u00f7": "/", "\u2212": "-"})  # that people write
 OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.Add: operator.add,
@@ -29,7 +32,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{name: getattr(math, name) for name in ("sin", "cos", "tan", "asin", "acos", "atan", "atan2")},
     **{name: getattr(math, name) for name in ("sinh", "cosh", "tanh", "degrees", "radians", "hypot", "gcd")},
     "abs": abs,
-    "round": round,
+    "round": lambda number, digits=0: round(number, max(-MAX_DIGITS, min(digits, MAX_DIGITS)) or None),
     "min": min,
     "max": max,
 }
@@ -43,13 +46,15 @@ def calculator(expression: str) -> str:
     """
     text = expression.strip().translate(SIGNS)
     if len(text) > MAX_CHARACTERS:
-        raise ValueError(f"an expression has at most {MAX_CHARACTERS} characters")
+        raise CallRefusedError(f"an expression has at most {MAX_CHARACTERS} characters")
     try:
-        parsed = ast.parse(text, mode="eval").body
-    except (SyntaxError, RecursionError, MemoryError) as error:
-        reason = error.msg if isinstance(error, SyntaxError) else "it is nested too deeply"
-        raise ValueError(f"not an arithmetic expression: {reason}") from None
-    return _shown(_value(parsed))
+        return _shown(_value(ast.parse(text, mode="eval").body))
+    except SyntaxError as error:
+        raise CallRefusedError(f"not an arithmetic expression: {error.msg}") from None
+    except (RecursionError, MemoryError):
+        raise CallRefusedError("not an arithmetic expression: it is nested too deeply") from None
+    except (ValueError, ArithmeticError, TypeError) as error:
+        raise CallRefusedError(f"not computed: {error}") from None
 
 
 def _value(node: ast.AST) -> Any:

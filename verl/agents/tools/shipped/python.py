@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from verl.agents.interface import Observation
+from verl.agents.tools.answers import BadAnswerError, read_image
 from verl.sandbox.outcome import SandboxError
 from verl.sandbox.session import SESSION_LIMITS, Session, SessionEndedError, working_isolation
 
@@ -25,7 +26,11 @@ class Notebook:
         except SessionEndedError as error:
             self.close()
             return Observation(f"The code was ended: {error}. All variables are lost.", failed=False)
-        return Observation(cell.text or ("" if cell.images else "(no output)"), cell.images)
+        try:
+            figures = [read_image(content) for content in cell.images[: self.tool.max_images]]
+        except BadAnswerError as error:  # the code wrote to the connection of the sandbox
+            return Observation(f"{cell.text}\nThe figures are lost: the code sent {error}.".lstrip())
+        return Observation(cell.text or ("" if figures else "(no output)"), figures)
 
     def close(self) -> None:
         if self._session is not None:

@@ -8,8 +8,9 @@ from typing import Any
 
 from PIL import Image
 
-from verl.agents.interface import Observation
-from verl.utils.user_file import open_image
+from verl.agents.interface import CallRefusedError, Observation
+from verl.rewards.turns import nearest_float
+from verl.utils.images import open_image, to_rgb
 
 UNITS = {"pixels": None, "thousandths": 1000.0, "fractions": 1.0}  # the size of an image in each
 MAX_RATIO = 100  # of the sides of a part; vision models refuse narrower images
@@ -57,10 +58,10 @@ class Zoom:
             image: Number of the image, from 1; enlarged parts are counted after the given images.
         """
         if not 1 <= image <= len(images):
-            raise ValueError(f"there is no image {image}: there are {len(images)}")
+            raise CallRefusedError(f"there is no image {image}: there are {len(images)}")
         if len(box) != 4:
-            raise ValueError(f"a box has 4 edges: left, top, right, bottom; got {len(box)}")
-        part = self._part(_opened(images[image - 1]), box)
+            raise CallRefusedError(f"a box has 4 edges: left, top, right, bottom; got {len(box)}")
+        part = self._part(_opened(images[image - 1]), [nearest_float(edge) for edge in box])
         images.append(part)
         return Observation(f"Image {len(images)}: this part of image {image}.", [part])
 
@@ -71,16 +72,16 @@ class Zoom:
         edges = math.floor(left), math.floor(top), math.ceil(right), math.ceil(bottom)
         sides = edges[2] - edges[0], edges[3] - edges[1]
         if min(sides) < 1:
-            raise ValueError(
+            raise CallRefusedError(
                 f"the box {list(box)} has no area inside the image, whose width is {width:g} and height"
                 f" {height:g}; give left < right and top < bottom"
             )
         if max(sides) > MAX_RATIO * min(sides):
-            raise ValueError(
+            raise CallRefusedError(
                 f"the box {list(box)} is too narrow: one side is over {MAX_RATIO} times the other"
             )
         scale = max(1.0, self.size / max(sides))
-        part = image.crop(edges).convert("RGB")
+        part = image.crop(edges)
         return part.resize(
             (round(sides[0] * scale) or 1, round(sides[1] * scale) or 1), Image.Resampling.BICUBIC
         )
@@ -96,7 +97,7 @@ class Zoom:
 
 def _opened(reference: Any) -> Image.Image:
     if isinstance(reference, Image.Image):
-        return reference
+        return to_rgb(reference)
     if isinstance(reference, dict):
         reference = reference.get("bytes") or reference.get("path")
-    return open_image(io.BytesIO(reference) if isinstance(reference, bytes) else reference)
+    return to_rgb(open_image(io.BytesIO(reference) if isinstance(reference, bytes) else reference))

@@ -184,14 +184,10 @@ class HFRollout(StepwiseEngine):
             raise ValueError(
                 f"`worker.rollout.name` hf cannot sample with {sorted(sampling.extra)}: vllm can"
             )
-        offsets = {request.seed_offset for request in requests}
-        if sampling.seed is None:
-            generators = dict.fromkeys(offsets, self.generator)
-        else:
-            seed = sampling.seed
-            generators = {
-                offset: torch.Generator(self.device).manual_seed(seed + offset) for offset in offsets
-            }
+        generators = dict.fromkeys((request.seed_offset for request in requests), self.generator)
+        if sampling.seed is not None:
+            for offset in generators:
+                generators[offset] = torch.Generator(self.device).manual_seed(sampling.seed + offset)
         return [self._prepare(request, sampling, generators[request.seed_offset]) for request in requests]
 
     def _prepare(

@@ -10,23 +10,12 @@ from torch import Tensor
 from verl.workers.rollout.interface import Drafts
 
 
-class DraftCounts:
-    """Drafted and accepted tokens of unfinished requests, by vLLM's name of the request."""
+def count_drafts(scheduler: Any) -> dict[str, Drafts]:
+    """Count what an engine's scheduler learns of drafts; vLLM itself does so only if it logs statistics.
 
-    def __init__(self) -> None:
-        self._counts: dict[str, Drafts] = {}
-
-    def add(self, name: str, proposed: int, accepted: int) -> None:
-        self._counts[name] = self._counts.get(name, Drafts()).plus(proposed, accepted)
-
-    def take(self, name: str) -> Drafts:
-        """Return the counts of a request and forget it."""
-        return self._counts.pop(name, Drafts())
-
-
-def count_drafts(scheduler: Any) -> DraftCounts:
-    """Count what an engine's scheduler learns of drafts; vLLM itself does so only if it logs statistics."""
-    counts = DraftCounts()
+    Returns the counts of requests so far, by vLLM's names of them; take those of finished ones out.
+    """
+    counts: dict[str, Drafts] = {}
     theirs = scheduler.make_spec_decoding_stats
 
     @functools.wraps(theirs)
@@ -38,7 +27,7 @@ def count_drafts(scheduler: Any) -> DraftCounts:
         request_id: str,
     ) -> Any:
         name = request_id.partition("-")[0]  # vLLM appends a dash and random digits to ours
-        counts.add(name, num_draft_tokens, num_accepted_tokens)
+        counts[name] = counts.get(name, Drafts()).plus(num_draft_tokens, num_accepted_tokens)
         return theirs(
             spec_decoding_stats, num_draft_tokens, num_accepted_tokens, num_invalid_spec_tokens, request_id
         )

@@ -24,7 +24,11 @@ def vllm_prompt(request: RolloutRequest, hf_config: Any) -> dict[str, Any]:
         return prompt
     family = media_family_of(hf_config)
     if isinstance(request.media, EmbeddedMedia):
-        return prompt | {"multi_modal_data": embedded_data(request.media, family)}
+        features: dict[Kind, list[EncodedMedium]] = {
+            kind: getattr(request.media, f"{kind}s") for kind in KINDS
+        }
+        data = {kind: family.engine_features(kind, items) for kind, items in features.items() if items}
+        return prompt | {"multi_modal_data": data}
     data = {kind: list(getattr(request.media, f"{kind}s")) for kind in KINDS}
     data["audio"] += request.media.sounds
     data = {modality: items for modality, items in data.items() if items}
@@ -54,12 +58,6 @@ def prompt_embeddings(request: RolloutRequest, hf_config: Any, embed: Callable[[
             features = torch.cat(parts).to(embeddings)
             embeddings = embeddings.index_copy(0, places[kind].to(embeddings.device), features)
     return embeddings
-
-
-def embedded_data(media: EmbeddedMedia, family: MediaFamily) -> dict[str, Any]:
-    """Convert features to vLLM's multimodal data."""
-    kinds: dict[Kind, list[EncodedMedium]] = {kind: getattr(media, f"{kind}s") for kind in KINDS}
-    return {kind: family.engine_features(kind, items) for kind, items in kinds.items() if items}
 
 
 def embeds_prompts(family: Family) -> bool:

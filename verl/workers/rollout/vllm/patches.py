@@ -3,7 +3,7 @@
 
 One function for each patch, with what breaks without it. Each asserts that what it replaces is there, so that
 a new version of vLLM fails here and not later in the numbers. Checked with vLLM 0.26.0 and 0.32.0. Patches
-for CPUs are in `cpu_patches` and `cpu_weights`, patches for some models in `family_patches`.
+for CPUs are in `cpu_patches`, patches for some models in `family_patches`.
 """
 
 import importlib
@@ -79,8 +79,4 @@ def keep_classes_of_transformers() -> None:
     backend = replaceable(
         "vllm.model_executor.models.transformers.base:Base", "_decorate_cls_for_torch_compile"
     )
-    backend._decorate_cls_for_torch_compile = _leave_class
-
-
-def _leave_class(self: Any, *args: Any, **kwargs: Any) -> None:
-    pass
+    backend._decorate_cls_for_torch_compile = lambda self, *args, **kwargs: None

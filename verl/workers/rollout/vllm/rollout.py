@@ -30,7 +30,7 @@ from verl.workers.rollout.interface import (
 )
 from verl.workers.rollout.stepwise import StepwiseEngine
 from verl.workers.rollout.vllm import lora_sync, sleep_mode, vllm_import, weight_sync
-from verl.workers.rollout.vllm.drafts import DraftCounts, count_drafts, forget_responses
+from verl.workers.rollout.vllm.drafts import count_drafts, forget_responses
 from verl.workers.rollout.vllm.engine_prompts import (
     embeds_prompts,
     prompt_embeddings,
@@ -45,7 +45,7 @@ from verl.workers.rollout.vllm.sampling import (
     sampling_params,
     scale_logits,
 )
-from verl.workers.rollout.vllm.slot_routes import EngineRoutes, ReturnedRoutes, SlotRoutes
+from verl.workers.rollout.vllm.slot_routes import ReturnedRoutes, SlotRoutes
 
 
 def import_engine(device: str) -> None:
@@ -112,7 +112,7 @@ class VLLMRollout(StepwiseEngine):
         self.numbers = count()  # of requests
         self.running: dict[str, RunningRequest] = {}  # by vLLM's name of the request
         self.routes = self._route_recorder() if setup.records_routes else None
-        self.drafts: DraftCounts | None = None
+        self.drafts: dict[str, Drafts] | None = None  # by vLLM's name of the request
         if config.speculative.is_used:
             self.drafts = count_drafts(self.engine.engine_core.engine_core.scheduler)
 
@@ -238,7 +238,7 @@ class VLLMRollout(StepwiseEngine):
             self._drafts_of(name)
 
     def _drafts_of(self, name: str) -> Drafts | None:
-        return None if self.drafts is None else self.drafts.take(name)
+        return None if self.drafts is None else self.drafts.pop(name, Drafts())
 
     def _prepare(self, request: RolloutRequest) -> Any:
         from vllm.renderers.inputs.preprocess import parse_model_prompt  # noqa: PLC0415 - after vLLM's environment
@@ -279,7 +279,7 @@ class VLLMRollout(StepwiseEngine):
     def _routes(self, internal: str, sampled: int, completion: Any = None) -> Tensor | None:
         return None if self.routes is None else self.routes.routes(internal, sampled, completion)
 
-    def _route_recorder(self) -> EngineRoutes:
+    def _route_recorder(self) -> ReturnedRoutes | SlotRoutes:
         experts = experts_per_layer(trained_part(self.hf_config).get_text_config())
         if is_gpu(self.device):
             return ReturnedRoutes(self.model, experts)

@@ -6,26 +6,12 @@ of the cache: a token that comes from the prefix cache has a slot whose routes a
 """
 
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from verl.models.mixture.routes import route_dtype, unrouted
-
-
-class EngineRoutes(Protocol):
-    """The routes of an engine's requests."""
-
-    def routes(self, request: str, sampled: int, completion: Any) -> Tensor | None:
-        """Return (tokens, L, k) of a request's prompt and of its response without the last token.
-
-        Args:
-            request: vLLM's internal name.
-            sampled: Tokens of the response.
-            completion: vLLM's output; None if the request was interrupted.
-        """
-        ...
 
 
 class ReturnedRoutes:
@@ -36,6 +22,13 @@ class ReturnedRoutes:
         self.dtype = route_dtype(experts)
 
     def routes(self, request: str, sampled: int, completion: Any) -> Tensor | None:
+        """Return (tokens, L, k) of a request's prompt and of its response without the last token.
+
+        Args:
+            request: vLLM's internal name.
+            sampled: Tokens of the response.
+            completion: vLLM's output; None if the request was interrupted.
+        """
         returned = None if completion is None else completion.routed_experts
         if returned is None:
             return None
@@ -62,6 +55,7 @@ class SlotRoutes:
             layer.router.set_capture_fn(partial(self._keep, number))
 
     def routes(self, request: str, sampled: int, completion: Any) -> Tensor | None:
+        """Return what `ReturnedRoutes.routes` does."""
         # the runner forgets a request, and its blocks are used again, in the next step
         state = self.runner.requests.get(request)
         if state is None or sampled < 1:

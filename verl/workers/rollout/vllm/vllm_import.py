@@ -15,11 +15,7 @@ from verl.workers.rollout.vllm.cpu_patches import apply_cpu_patches
 from verl.workers.rollout.vllm.patches import apply_patches
 
 SUPPORTED = ((0, 26), (0, 33))  # from, and below
-ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process, where the trained weights are
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-}
+ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
 CPU_ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # processes share the cores as OMP_NUM_THREADS says
     "TORCH_COMPILE_DISABLE": "1",  # compiles small helpers for seconds at the first step otherwise
@@ -46,12 +42,11 @@ def import_vllm(device: str) -> Any:
 
 def set_environment(device: str) -> None:
     """Set vLLM's environment variables, except for those set by the user."""
-    # not the user's choice: with multiprocessing the engine would leave this process
-    required = {"VLLM_ENABLE_V1_MULTIPROCESSING": ENVIRONMENT["VLLM_ENABLE_V1_MULTIPROCESSING"]}
+    # not the user's choice: with multiprocessing the engine would leave this process, where the weights are
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     defaults = ENVIRONMENT | (GPU_ENVIRONMENT if is_gpu(device) else CPU_ENVIRONMENT)
-    os.environ.update({name: os.environ.get(name, value) for name, value in defaults.items()} | required)
     single = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-    for name, value in single.items():
+    for name, value in (defaults | single).items():
         os.environ.setdefault(name, value)
 
 

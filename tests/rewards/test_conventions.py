@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A function written for TRL or verl is recognized, and the wrapper that the error prints works as it is."""
-
-import textwrap
+"""A reward function is called by the convention that its file or its parameters tell."""
 
 import pytest
 
@@ -57,35 +55,55 @@ VERL = {
 }
 
 
-def scores_of_wrapper(reward_file, source, library, rows):
-    """Scores of the file after what its error says was done."""
-    path = reward_file(source)
-    with pytest.raises(
-        ValueError, match=rf"{path}:1 `main\(.*\)` has the arguments of .* for {library};"
-    ) as caught:
-        load_reward_function(path)
-    advice, _, wrapper = str(caught.value).partition("`:\n\n")
-    spec = advice.rpartition("`worker.reward.reward_function=")[2]
-
-    reward_file(f"{textwrap.dedent(source)}\n\n\n{wrapper}")
-    return load_reward_function(spec).score(rows)
-
-
 @pytest.mark.parametrize("kind", TRL)
-def test_the_wrapper_printed_for_a_function_of_trl_works(reward_file, kind):
+def test_a_function_of_trl_is_called_as_trl_does(reward_file, kind):
     source, expected = TRL[kind]
 
-    scores = scores_of_wrapper(reward_file, source, "TRL", ROWS)
+    reward = load_reward_function(reward_file(source))
 
-    assert scores == [{"overall": score} for score in expected]
+    assert reward.score(ROWS) == [{"overall": score} for score in expected]
+    assert "has the arguments of a reward function for TRL" in reward.note
 
 
 @pytest.mark.parametrize("kind", VERL)
 @pytest.mark.parametrize("rows", [ROWS, NESTED], ids=["plain", "nested"])
-def test_the_wrapper_printed_for_a_function_of_verl_works(reward_file, kind, rows):
+def test_a_function_of_verl_is_called_as_verl_does(reward_file, kind, rows):
     source, expected = VERL[kind]
 
-    assert scores_of_wrapper(reward_file, source, "verl", rows) == expected
+    reward = load_reward_function(reward_file(source))
+
+    assert reward.score(rows) == expected
+    assert "has the arguments of a reward function for verl" in reward.note
+
+
+def test_arguments_of_the_config_reach_a_function_of_another_library(reward_file):
+    path = reward_file("def main(solution_str, ground_truth, weight): return weight")
+
+    assert load_reward_function(path, {"weight": 0.5}).score(ROWS) == [{"overall": 0.5}] * 2
+
+
+@pytest.mark.parametrize(
+    ("source", "reward_type"),
+    [
+        ("def main(item): return float(item['response'] == item['ground_truth'])", "sequential"),
+        ("def main(data, **_): return {'reward': [float(x[0] == '2') for x in data.prompts]}", "dataproto"),
+        ("def main(items): return [float(x['response'] == x['ground_truth']) for x in items]", "batch"),
+    ],
+)  # fmt: skip
+def test_without_a_type_the_first_parameter_tells_it_and_a_number_is_a_score(
+    reward_file, source, reward_type
+):
+    reward = load_reward_function(reward_file(source))
+
+    assert reward.score(ROWS) == [{"overall": 1.0}, {"overall": 0.0}]
+    assert reward.reward_type == reward_type
+    assert (reward.note is None) == (reward_type == "batch")
+
+
+def test_a_type_that_the_file_names_wins_over_its_parameters(reward_file):
+    path = reward_file("REWARD_TYPE = 'batch'\ndef main(item): return [{'overall': 1.0} for _ in item]")
+
+    assert load_reward_function(path).score(ROWS) == [{"overall": 1.0}] * 2
 
 
 @pytest.mark.parametrize("arguments", ["completions", "completions, weight=1.0", "reward_inputs, **kwargs"])

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Images as a viewer shows them: in the position that their EXIF data say, on white, with 8 bits, as RGB.
+
+The policy, the rollout engine, judges, tools, the viewer and the data check read every image through here.
+"""
+
+from typing import BinaryIO
+
+import numpy as np
+from PIL import ExifTags, Image
+
+# That Pillow decodes itself, tried in this order; a Pillow may lack some.
+IMAGE_FORMATS = "JPEG PNG WEBP GIF BMP PPM TIFF AVIF JPEG2000 DDS DIB ICNS ICO PCX PSD QOI SGI TGA"
+# By the orientation of EXIF data, from 1; the last four swap width and height.
+TURNS = ("", "FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM")
+TURNS += ("TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90")
+
+
+def open_image(source: str | BinaryIO) -> Image.Image:
+    """Open an image of one of the formats; for PostScript, Pillow would run a program."""
+    Image.init()
+    return Image.open(source, formats=[name for name in IMAGE_FORMATS.split() if name in Image.OPEN])
+
+
+def shown_size(image: Image.Image) -> tuple[int, int]:
+    """Return the width and height that `to_rgb` gives an image, from the header of its file."""
+    width, height = image.size
+    return (height, width) if _orientation(image) > 4 else (width, height)
+
+
+def to_rgb(image: Image.Image) -> Image.Image:
+    """Return the RGB pixels that a viewer shows; of an animation those of its first frame."""
+    turn = TURNS[_orientation(image) - 1]
+    shown = _on_white(to_8_bits(image))
+    return shown.transpose(Image.Transpose[turn]) if turn else shown
+
+
+def to_8_bits(image: Image.Image) -> Image.Image:
+    """Scale 16-bit, integer and float pixels, which Pillow would clip at 255, to gray levels.
+
+    16-bit pixels have the range 0 to 65535. Others have the first of the ranges 0 to 1 (floats only), 0 to
+    255 and 0 to 65535 that contains all of them, else that from the smallest to the largest. NaN and infinity
+    count as 0.
+    """
+    if image.mode not in ("I", "F") and not image.mode.startswith("I;16"):
+        return image
+    pixels = np.nan_to_num(np.asarray(image, dtype=np.float64), posinf=0, neginf=0)
+    low, high = pixels.min(), pixels.max()
+    tops = {"I": (255, 65535), "F": (1, 255, 65535)}.get(image.mode, (65535,))
+    top = next((top for top in tops if low >= 0 and high <= top), None)
+    low, size = (low, high - low or 1) if top is None else (0, top)
+    gray = ((pixels - low) * 255 / size).round().astype(np.uint8)
+    if (hidden := image.info.get("transparency")) is None:
+        return Image.fromarray(gray)
+    return Image.fromarray(np.stack([gray, np.where(pixels == hidden, 0, 255)], -1).astype(np.uint8))
+
+
+def _on_white(image: Image.Image) -> Image.Image:
+    image.load()  # which tells the transparency of some formats
+    if not image.has_transparency_data:
+        return image if image.mode == "RGB" else image.convert("RGB")
+    image = (image.convert("LA") if image.mode == "La" else image).convert("RGBA")
+    return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
+
+
+def _orientation(image: Image.Image) -> int:
+    """Return the orientation of EXIF data before the pixels of a file; Pillow itself turns TIFF."""
+    if image.format == "TIFF":
+        return 1
+    try:
+        # Not the method of a PNG, which decodes it to find EXIF data after the pixels.
+        found = int(Image.Image.getexif(image).get(ExifTags.Base.Orientation, 1))
+        return found if found in range(1, 9) else 1
+    except Exception:  # noqa: BLE001 - damaged EXIF data raise anything, and viewers ignore them
+        return 1
