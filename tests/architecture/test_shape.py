@@ -6,16 +6,16 @@ import pytest
 from tests.architecture.shape import measure
 
 CEILINGS = {
-    "lines": 72_730,
-    "files": 489,
+    "lines": 72_415,
+    "files": 481,
     "percent of the largest room": 15,
     "files over 400 lines": 0,
-    "files under 60 lines": 63,
+    "files under 60 lines": 58,
     "files that share a name": 77,
     "longest function": 45,
     "functions that take PPOConfig": 9,
-    "modules below the trainer": 129,
-    "modules below the actor": 63,
+    "modules below the trainer": 128,
+    "modules below the actor": 62,
     "modules below the data set": 62,
     "lines of README.md": 175,
 }
