@@ -6,8 +6,13 @@ import asyncio
 import pytest
 
 from verl.config.reward_servers import RewardServerConfig
-from verl.workers.rollout.served.model_server import ServerLaunch, server_arguments, server_environment
-from verl.workers.rollout.served.required_key import KEY_VARIABLE, KeyRequired
+from verl.workers.rollout.model_server import (
+    KEY_VARIABLE,
+    KeyRequired,
+    ServerLaunch,
+    server_arguments,
+    server_environment,
+)
 
 
 def launch(device="cuda", **options):
@@ -31,7 +36,7 @@ def test_a_server_has_the_name_the_limits_and_the_guard_of_its_section():
     assert options["model"] == "/m" and options["served-model-name"] == "judge"
     assert (options["max-model-len"], options["tensor-parallel-size"]) == ("64", "2")
     assert options["dtype"] == "float16"
-    assert options["middleware"] == "verl.workers.rollout.served.required_key.KeyRequired"
+    assert options["middleware"] == "verl.workers.rollout.model_server.KeyRequired"
     assert "max-num-seqs" not in options and "trust-remote-code" not in switches
 
 

@@ -15,7 +15,7 @@ from verl.distributed.backends import one_device_each
 from verl.single_controller.ray.environment import CPU_CACHES, cores_on, find_free_port
 from verl.single_controller.ray.resource_pool import ResourcePool, actor_resources
 from verl.utils.cuda_builds import child_environment
-from verl.workers.rollout.served.model_server import ModelServer, ServerLaunch
+from verl.workers.rollout.model_server import ModelServer, ServerLaunch
 
 LOCAL = "127.0.0.1"
 CLOSE_S = 10.0  # for a server to end

@@ -17,7 +17,7 @@ from verl.trainer.metrics import Metrics, StageTimer
 from verl.trainer.prepare import engine_pool
 from verl.trainer.reward_servers.model import ServedModel
 from verl.trainer.reward_servers.replica import OwnDevices, Replica, SharedDevices
-from verl.workers.rollout.served.model_server import ServerLaunch
+from verl.workers.rollout.model_server import ServerLaunch
 
 LOGS = "reward_servers"  # folder of the servers' output, in that of the run
 

@@ -7,6 +7,7 @@ A crash ends these processes only; whoever holds a `ModelServer` learns of it by
 import json
 import os
 import runpy
+import secrets
 import signal
 import sys
 import threading
@@ -24,10 +25,9 @@ from verl.config.reward_servers import TEACHER, RewardServerConfig
 from verl.distributed.backends import hiding_variables, showing
 from verl.utils.cuda_builds import repair_cuda_builds
 from verl.utils.processes.child_process import ChildProcess, signal_when_parent_dies
-from verl.workers.rollout.served.required_key import KEY_VARIABLE, KeyRequired
 
 MODULE = "vllm.entrypoints.openai.api_server"
-MIDDLEWARE = f"{KeyRequired.__module__}.{KeyRequired.__name__}"
+MIDDLEWARE = f"{__name__}.KeyRequired"
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 # vLLM's runner and conversion for each kind of model.
 RUNNERS = {
@@ -45,6 +45,8 @@ CPU_ENVIRONMENT = {
 GPU_ENVIRONMENT = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}  # it would need nvcc at the first request with top-p
 CPU_CACHE_BYTES = 1 << 28  # of keys and values: vLLM fills it at start
 LOOK_S = 0.2
+KEY_VARIABLE = "VERL_SERVER_KEY"
+REFUSAL = b'{"error": {"message": "the key of the run is missing or wrong", "code": 401}}'
 SHOWN = 4000  # characters of the log that an error shows
 
 
@@ -222,3 +224,26 @@ class ModelServer:
             return Path(self.launch.log).read_text(errors="replace")[-SHOWN:]
         except OSError as error:
             return f"not readable: {error}"
+
+
+class KeyRequired:
+    """Middleware of a model server, an ASGI application: every request must have the run's key.
+
+    vLLM's own check leaves out paths such as `/score` and `/sleep`. Imported by vLLM, from `--middleware`.
+    """
+
+    def __init__(self, app: Any) -> None:
+        self.app = app
+        self.expected = f"Bearer {os.environ[KEY_VARIABLE]}".encode()
+
+    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+        if scope["type"] not in ("http", "websocket") or self._is_allowed(scope):
+            await self.app(scope, receive, send)
+            return
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(REFUSAL)).encode())]
+        await send({"type": "http.response.start", "status": 401, "headers": headers})
+        await send({"type": "http.response.body", "body": REFUSAL})
+
+    def _is_allowed(self, scope: dict[str, Any]) -> bool:
+        given = dict(scope["headers"]).get(b"authorization", b"")
+        return secrets.compare_digest(given, self.expected)
