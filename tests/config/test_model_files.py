@@ -230,7 +230,7 @@ def test_a_model_that_is_neither_here_nor_downloadable_is_told_at_once(here, mon
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
         assert hub_problem("owner/name") is None
 
-    told = "(owner/name) is no folder here, was not downloaded, and"
+    told = "(owner/name) is not a folder here, was not downloaded, and"
     assert f"{told} 127.0.0.1 cannot be reached: run `hf download" in hub_problem("owner/name")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert f"{told} `HF_HUB_OFFLINE` is set" in hub_problem("owner/name")

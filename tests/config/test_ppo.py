@@ -465,3 +465,8 @@ def test_processes_beyond_the_cores_are_named_before_the_batches_that_they_do_no
     load(minimal, *eight, *dividing)  # a dry run may be for another machine
     monkeypatch.setenv("RAY_ADDRESS", "cluster:6379")
     assert all("`trainer.n_gpus_per_node` (8)" not in problem for problem in problems_of(minimal, *eight))
+
+
+def test_the_backend_has_both_of_its_names(minimal):
+    for name in ("fsdp", "fsdp2"):
+        assert load(minimal, f"worker.actor.strategy={name}").worker.actor.strategy == name

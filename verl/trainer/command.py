@@ -77,10 +77,8 @@ class TrainingCommand(Generic[C]):
         switches = [argument for argument in arguments if argument.startswith("-")]
         unknown = [name for name in switches if name not in SWITCHES and not takes_value(name)]
         if unknown:
-            following = [*arguments, ""][arguments.index(unknown[0]) + 1]
-            sys.stderr.write(
-                f"`{unknown[0]}` is not a switch{dashless(unknown[0], following)}\n\n{self.usage}"
-            )
+            hint = dashless(unknown[0], [*arguments, ""][arguments.index(unknown[0]) + 1])
+            sys.stderr.write(f"`{unknown[0]}` is not a switch{hint}\n\n{self.usage}")
             return BAD_INPUT
         try:
             planned = read_switches(switches)

@@ -44,7 +44,7 @@ def test_a_run_says_what_it_reached_where_it_is_and_what_to_run_next(tmp_path):
         f"  best checkpoint   {folder}/global_step_100",
         f"  curves            {folder}/experiment_log.jsonl",
         f"  look              verl-view {folder}",
-        f"  export            verl-merge --local_dir {folder}/global_step_150/actor",
+        f"  export            verl-merge --local_dir {folder}/global_step_100/actor",
     ]
 
 

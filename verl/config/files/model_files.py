@@ -198,7 +198,7 @@ def stored_sizes(folder: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def hub_problem(model: str) -> str | None:
-    """Say that a model has no folder and cannot be downloaded, which the hub's client tries for a minute."""
+    """Say that a model is not a folder and cannot be downloaded: the hub's client tries for a minute."""
     if os.path.isdir(model) or downloaded(model) is not None:
         return None
     hub = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
@@ -211,7 +211,9 @@ def hub_problem(model: str) -> str | None:
         with suppress(OSError):
             socket.create_connection((hub.hostname, hub.port or 443), timeout=HUB_TIMEOUT_S).close()
             return None
-    return f"({model}) is no folder here, was not downloaded, and {reason}: run `hf download {model}` first"
+    return (
+        f"({model}) is not a folder here, was not downloaded, and {reason}: run `hf download {model}` first"
+    )
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

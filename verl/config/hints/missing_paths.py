@@ -58,7 +58,7 @@ def nearest_sibling(path: Path, cutoff: float) -> Path | None:
 
 
 def config_elsewhere(arguments: Sequence[str], problems: Sequence[str]) -> Iterator[str]:
-    """Yield what to do if paths are missing, and may lie with a config file in another folder."""
+    """Yield what to do if paths are missing, and may lie next to a config file in another folder."""
     folders = {Path(each.removeprefix("config=")).parent for each in arguments if each.startswith("config=")}
     for folder in folders - {Path(), Path.cwd()}:
         if any("`: no f" in problem for problem in problems):

@@ -6,7 +6,7 @@ best validation   0.512 at step 100
 last checkpoint   checkpoints/math/first/global_step_150
 curves            checkpoints/math/first/experiment_log.jsonl
 look              verl-view checkpoints/math/first
-export            verl-merge --local_dir checkpoints/math/first/global_step_150/actor
+export            verl-merge --local_dir checkpoints/math/first/global_step_100/actor
 """
 
 import os
@@ -82,11 +82,16 @@ def _checkpoints(trainer: RunConfig) -> Iterator[tuple[str, str]]:
     if not folders:
         return
     yield "last checkpoint", _shown(folders[0])
+    if (best := _best(trainer, folders)) != folders[0]:
+        yield "best checkpoint", _shown(best)
+
+
+def _best(trainer: RunConfig, folders: list[Path]) -> Path:
+    """Return the checkpoint with the best validation if it is kept, else the last one."""
     record = read_record(trainer.checkpoint_folder)
     best_step = None if record is None else record.best_global_step
     best = Path(trainer.checkpoint_folder, f"global_step_{best_step}")
-    if best in folders[1:]:
-        yield "best checkpoint", _shown(best)
+    return best if best in folders else folders[0]
 
 
 def _curves(trainer: RunConfig) -> Iterator[tuple[str, str]]:
@@ -106,7 +111,7 @@ def _commands(trainer: RunConfig) -> Iterator[tuple[str, str]]:
     if (folder / METRICS_FILE).is_file() or (folder / ROLLOUTS).is_dir():
         yield "look", f"verl-view {_shown(folder)}"
     if folders := _saved(trainer):
-        yield "export", f"verl-merge --local_dir {_shown(folders[0] / 'actor')}"
+        yield "export", f"verl-merge --local_dir {_shown(_best(trainer, folders) / 'actor')}"
 
 
 def _saved(trainer: RunConfig) -> list[Path]:
