@@ -126,7 +126,9 @@ def test_every_make_target_that_is_named_exists(path):
 
 
 def test_make_help_lists_each_target_in_a_group():
-    shown = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    shown = subprocess.run(
+        ["make", "--no-print-directory", "help"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     groups = [group.splitlines() for group in shown.strip().split("\n\n")]
     phony = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)[1].split()
 

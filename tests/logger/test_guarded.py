@@ -8,6 +8,7 @@ import threading
 import time
 
 import pytest
+from safetensors.torch import save_file
 
 from tests.helpers.training import ROOT
 from verl.logger import guarded
@@ -196,8 +197,8 @@ sys.exit(command.TrainingCommand(SFTConfig, "", planned_sft, None).run(arguments
 def test_a_hanging_service_changes_neither_the_end_of_a_run_nor_its_exit_status(end, status, tmp_path):
     (tmp_path / "x.jsonl").write_text("{}\n")
     (tmp_path / "model").mkdir()
-    for name in ("config.json", "model.safetensors"):
-        (tmp_path / "model" / name).write_text("{}")
+    (tmp_path / "model" / "config.json").write_text("{}")
+    save_file({}, tmp_path / "model" / "model.safetensors")
     env = {"PYTHONPATH": str(ROOT)}
 
     finished = subprocess.run(

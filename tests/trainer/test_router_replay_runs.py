@@ -65,4 +65,5 @@ def test_a_dry_run_says_that_a_dense_model_has_no_experts_to_replay(folder, mode
 
     planned = start_training(*arguments, "--dry-run")
 
-    assert f"`worker.actor.router_replay` must be 'off', got '{mode}'" in planned.stdout
+    assert planned.returncode == 2
+    assert f"`worker.actor.router_replay` must be 'off', got '{mode}'" in planned.stderr

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import psutil
 import pytest
+from safetensors.torch import save_file
 
 from tests.helpers.attempts import (
     DONE,
@@ -69,8 +70,8 @@ def test_the_fine_tuning_command_is_supervised_if_restarts_are_allowed(tmp_path,
         (tmp_path / name).write_text(json.dumps({"messages": messages}) + "\n")
     for name in ("model", "images"):
         (tmp_path / name).mkdir()
-    for name in ("config.json", "model.safetensors"):
-        (tmp_path / "model" / name).write_text("{}")
+    (tmp_path / "model" / "config.json").write_text("{}")
+    save_file({}, tmp_path / "model" / "model.safetensors")
     arguments = arguments_for(tmp_path, f"trainer.save_checkpoint_path={tmp_path / 'run'}")
 
     assert sft.main([*arguments, "trainer.max_restarts=1"]) == 0
