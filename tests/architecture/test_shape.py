@@ -6,7 +6,7 @@ import pytest
 from tests.architecture.shape import measure
 
 CEILINGS = {
-    "lines": 72_415,
+    "lines": 72_420,
     "files": 481,
     "percent of the largest room": 15,
     "files over 400 lines": 0,

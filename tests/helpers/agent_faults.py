@@ -149,7 +149,7 @@ FAILING = {  # faults of tools and the reasons given, as patterns
     # filling it takes longer than the limit on a machine that is overloaded
     "fill_memory": f"fault (failed: it needs more than the 0.5 GiB|did not answer within {LIMIT_S:.0f} s)",
     "thing": "fault returned object, not text",
-    "endless_reward": "fault returned a reward that is no finite number: nan",
+    "endless_reward": "fault returned a reward that is no finite number in float32: nan",
     "damaged_image": "fault returned an image that cannot be read",
     "large_image": "fault returned an image",
     "exit_politely": "fault failed: SystemExit: bye",

@@ -122,7 +122,7 @@ RUNS = {kind: reason.replace("fault", "agent", 1) for kind, reason in FAILING.it
     "hang": LOOPED,
     "ask_in_a_loop": LOOPED,
     "ask_too_much": "agent failed: PolicyError: the (messages have 10000|conversation has 3 turns)",
-    "thing": "agent returned a reward that is no finite number: <object object",
+    "thing": "agent returned a reward that is no finite number in float32: <object object",
     "many_rewards": "the agent returned 9 `turn_rewards` for",
 }
 RUNS = {kind: reason for kind, reason in RUNS.items() if kind not in NOT_OF_AGENTS}

@@ -71,7 +71,7 @@ def test_the_scores_of_the_samples_are_one_line_of_the_log(reward, caplog, kind)
             *("time.sleep(1000)", "mask", r"did not return within .* it is at .*reward.py:9, in judge"),
             marks=pytest.mark.nightly("verl/trainer", "verl/rewards"),
         ),
-        ("return 1.0", "score", "must return a dict with `overall`"),
+        ("return 'well'", "score", "must return a dict with `overall`"),
     ],
 )
 def test_a_function_that_fails_everywhere_ends_the_command_before_ray_starts(

@@ -338,7 +338,7 @@ def test_each_fault_costs_its_own_conversation_only(tiny, engine, lead, faults):
     for failed, text in (
         (raises, "OSError: no such file"),
         (dies, "was killed by SIGKILL"),
-        (bad, "a reward that is no finite number: 'good'"),
+        (bad, "a reward that is no finite number in float32: 'good'"),
         *((one, "neither returned nor had a turn of the policy within 15 s") for one in hangs),
     ):
         assert failed.trajectory.is_masked and len(failed.trajectory.turns) == 1
