@@ -32,6 +32,7 @@ ROOT = Path(__file__).resolve().parents[1]
 NEEDS = ("nothing", "model", "ray")  # each includes the ones before it
 MAX_LINES = 12
 LIMIT_S = 400
+EMPTY_WEIGHTS = b"\x02" + bytes(7) + b"{}"  # of safetensors: the length of its header, and no tensor
 SKIPPED = re.compile(r"in the configuration:|^\d\d:\d\d:\d\d INFO ")  # the first line follows
 TRACEBACK, JARGON = "Traceback (most recent call last)", "<unicode string>"
 TRAIN = ("-m", "verl.trainer.main", "config=run.yaml")
@@ -447,7 +448,7 @@ def write_run(folder: Path, needs: str) -> None:
         if needs == "nothing":
             (folder / name).mkdir()
             (folder / name / "config.json").write_text('{"max_position_embeddings": 4096}')
-            (folder / name / "model.safetensors").write_text("")
+            (folder / name / "model.safetensors").write_bytes(EMPTY_WEIGHTS)
         else:
             make = [sys.executable, str(ROOT / "scripts/make_tiny_model.py"), "--kind", family, "--out", name]
             subprocess.run(make, cwd=folder, check=True, capture_output=True)
