@@ -16,7 +16,9 @@ from verl.data.columns import (
     holds,
     notes_on_columns,
 )
+from verl.data.messages import prompt_of
 from verl.data.plain_files import Source
+from verl.data.prompt_template import PromptFormat
 
 PNG, MP4 = b"\x89PNG\r\n\x1a\n" + b"\0" * 8, b"\0\0\0 ftypisom" + b"\0" * 8
 IMAGES, VIDEOS, AUDIO = KINDS
@@ -242,3 +244,17 @@ def test_the_answer_may_be_a_value_inside_of_a_column():
         answer_of(row, "reward_model.truth")
     with pytest.raises(ValueError, match=r"has no column `reward.ground_truth`"):
         check_prompt_columns("data.train_files", [source], DataConfig(answer_key="reward.ground_truth"))
+
+
+@pytest.mark.parametrize(
+    ("config", "missing"),
+    [
+        (DataConfig(prompt_key="chat.text"), r"`chat.text` \(`data.prompt_key`\)"),
+        (DataConfig(answer_key="chats.text"), r"`chats.text` \(`data.answer_key`\)"),
+    ],
+)
+def test_a_column_that_a_single_row_lacks_is_named_and_no_prompt_is_inside_of_one(config, missing):
+    row = {"chat": {"text": "?"}, "prompt": "?", "answer": "5"}
+
+    with pytest.raises(BadRowError, match=f"column {missing} is missing; the row has"):
+        prompt_of(row, config, PromptFormat(None), ())
