@@ -16,10 +16,10 @@ MAX_ENTRIES = 2000  # of a folder that are compared
 
 def missing(kind: str, path: Path) -> FileNotFoundError:
     """Return the error for a path that does not exist, with the entry that was probably meant."""
-    nearest = nearest_sibling(path, MIN_SIMILARITY)
     if "$" in str(path):
         reason = "options expand `~` and `${oc.env:HOME}`, and the shell `$HOME` outside of single quotes"
         return FileNotFoundError(f"no {kind} {path}: {reason}")
+    nearest = nearest_sibling(path, MIN_SIMILARITY)
     if nearest is None:
         parent = next(
             folder for folder in path.parents if os.path.exists(folder)
