@@ -10,6 +10,7 @@ from PIL import Image
 
 from tests.agents.environment_files import GOOD, TAKE
 from tests.agents.test_tool_pool import gone, wait_for
+from tests.helpers.nightly import at_night
 from verl.agents.interface import Observation, ToolCall
 from verl.agents.tools.tool_pool import ToolPool
 from verl.config.multi_turn import MultiTurnConfig
@@ -132,12 +133,7 @@ KEPT = {
 }
 
 
-def marked(kinds, *nightly):
-    """Leave some kinds to the night."""
-    return [pytest.param(kind, marks=pytest.mark.nightly) if kind in nightly else kind for kind in kinds]
-
-
-@pytest.mark.parametrize("kind", marked(LOST, "spin", "stop"))
+@pytest.mark.parametrize("kind", at_night(LOST, "spin", "stop"))
 def test_a_step_that_hangs_or_dies_ends_with_the_reason(make_pool, kind):
     pool = make_pool(tool_timeout_s=4.0)
     begin(pool)
@@ -189,12 +185,11 @@ BAD_OPENINGS = {
 }
 
 
-AT_NIGHT = [
-    *("hang", "spin", "stop", "fill_memory", "large_image", "long", "thing", "empty_image", "odd_part"),
-]
+HARD = ("hang", "spin", "stop", "fill_memory", "large_image", "long")
+ODD = ("thing", "empty_image", "odd_part")
 
 
-@pytest.mark.parametrize("kind", marked(BAD_OPENINGS, *AT_NIGHT))
+@pytest.mark.parametrize("kind", at_night(BAD_OPENINGS, *HARD, *ODD))
 def test_a_reset_that_fails_says_why_and_leaves_nothing(make_pool, kind, tmp_path):
     log = tmp_path / "log"
     pool = make_pool(tool_timeout_s=4.0, environment_kwargs={"start": 10, "log": str(log)})

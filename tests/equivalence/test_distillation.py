@@ -19,7 +19,7 @@ from tests.equivalence.test_update import (
     relative_errors,
 )
 from tests.helpers.distributed import run_distributed
-from tests.helpers.nightly import by_day
+from tests.helpers.nightly import at_night
 from verl.models.hub_names import auto_class
 from verl.models.tiny import save_tiny_model
 from verl.protocol import DataProto, objects
@@ -162,7 +162,7 @@ def root(tmp_path_factory):
     return root
 
 
-@pytest.fixture(scope="module", params=by_day(SETTINGS, *sorted({*SETTINGS} - {"all rows"})), ids=str)
+@pytest.fixture(scope="module", params=at_night(SETTINGS, "all rows"), ids=str)
 def results(request, root):
     return run_distributed(update_on_ranks, SETTINGS[request.param][3], root, request.param)
 

@@ -57,6 +57,12 @@ def by_day(values: Iterable[Any], *kept: Any, paths: Sequence[str] = ()) -> list
     return [value if value in kept else pytest.param(value, marks=mark) for value in values]
 
 
+def at_night(values: Iterable[Any], *left: Any, paths: Sequence[str] = ()) -> list[Any]:
+    """Return the values of a parameter, of which some are left to the night; `paths` as of the marker."""
+    values = list(values)
+    return by_day(values, *(value for value in values if value not in left), paths=paths)
+
+
 def changed_files(commits: int, repository: Path = ROOT) -> list[str]:
     """Return the files that the last commits changed; in a shallow clone, those of the commits it has."""
     known = _git(repository, "rev-list", "--first-parent", f"--max-count={commits + 1}", "HEAD")
