@@ -11,16 +11,17 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALLEST = {
-    "algorithms": "--rows 16 --tokens 8 --group 4 --rounds 1",
-    "data_scale": "--rows 1000",
     "early_stop": "--n 2",
     "log_probs": "--tokens 16 --hidden 16 --vocabulary 64",
 }
 AT_NIGHT = {
     "agents": "--conversations 2 --seconds 0.1 --tokens 4 --engine hf",
+    "algorithms": "--rows 16 --tokens 8 --group 4 --rounds 1",
     "checkpoints": "--million 1 --repeats 1",
+    "data_scale": "--rows 1000",
     "embeddings": "--steps 1",
     "families": "--kind qwen2_5_vl --engine hf --steps 1 --accuracy 0",
+    "hostile_texts": "--texts 10 --tokens 512 --limit-ms 1e6",
     "hour": "tokens --tokens 1024 --frames 8",
     "long": "--prompt 64 --response 8 --n 2 --rounds 1",
     "memory_plan": "--shapes step",

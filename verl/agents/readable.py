@@ -20,6 +20,8 @@ def cut_text(tokenizer: Any, text: str, limit: int, side: str) -> str:
     The result, with a mark where text is missing, has at most `limit` tokens. If the mark does not fit, the
     start of the text remains (its end, if the left is cut out).
     """
+    if len(text.encode()) <= limit:  # a token has a byte at least
+        return text
     offsets = _offsets(tokenizer, text)
     if len(offsets) <= limit:
         return text

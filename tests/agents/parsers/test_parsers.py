@@ -8,6 +8,7 @@ import pytest
 
 from tests.helpers.conversations import template_of
 from tests.helpers.growth import grows_with_length
+from tests.helpers.nightly import by_day
 from tests.helpers.tool_templates import TEMPLATES, tool_tokenizer
 from verl.agents.interface import ToolCall
 from verl.agents.parsers.interface import MAX_CALLS, without_thought
@@ -96,7 +97,7 @@ def test_a_template_that_writes_calls_in_no_known_format_needs_the_option():
         format_of(TEMPLATES["gemma"])
 
 
-@pytest.mark.parametrize("template", FORMAT_OF)
+@pytest.mark.parametrize("template", by_day(FORMAT_OF, "hermes", "gemma4"))
 def test_calls_are_read_back_from_the_chat_template(template):
     rng = random.Random(0)
     parse = CALL_FORMATS[FORMAT_OF[template]].parse
@@ -413,7 +414,7 @@ def test_a_turn_has_so_many_calls_at_most(name, call):
 
     assert len(parse(call * MAX_CALLS, SCHEMAS)) == MAX_CALLS
     assert parse(call * MAX_CALLS, SCHEMAS)[-1].problem is None
-    assert "at most 256 calls" in parse(call * 5_000, SCHEMAS)[-1].problem
+    assert "at most 128 calls" in parse(call * 5_000, SCHEMAS)[-1].problem
 
 
 @pytest.mark.parametrize(

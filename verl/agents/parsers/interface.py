@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from verl.agents.interface import MAX_DEPTH, ToolCall, is_too_deep
 
 Schemas = Sequence[Mapping[str, Any]]  # of the tools, as `Tool.schema`
-MAX_CALLS = 256  # of a turn: each costs time, whether it can be read or not
+MAX_CALLS = 128  # of a turn: each costs time, whether it can be read or not
 THOUGHT, END_OF_THOUGHT = "<think>", "</think>"
 
 
