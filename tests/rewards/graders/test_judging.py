@@ -7,6 +7,7 @@ import itertools
 import pytest
 from jinja2 import UndefinedError
 
+from tests.helpers.growth import grows_with_length
 from verl.rewards.graders.judging import (
     Criterion,
     prefer,
@@ -188,3 +189,18 @@ def test_criteria_without_a_weight_above_zero_are_an_error():
     assert read_criteria(["a"]) == [Criterion("a", 1.0)]
     with pytest.raises(ValueError, match="need a weight above zero"):
         read_criteria([{"criterion": "insults", "weight": -1}])
+
+
+@pytest.mark.parametrize("part", ["\n", " ", "1", "1:", "[[", "[1]", "Score", "Score :", "</think>", "* "])
+def test_the_time_of_reading_an_answer_grows_with_its_length_and_not_faster(part):
+    criteria = read_criteria(["is short"])
+
+    def read(answer):
+        return (
+            read_score(answer),
+            read_choice(answer),
+            read_ranking(answer, 3),
+            read_checklist(answer, criteria),
+        )
+
+    assert grows_with_length(read, lambda length: part * (length // len(part)) + "a", 8_000)

@@ -22,7 +22,7 @@ THOUGHTS = "</think>"  # what a judge wrote before is not read
 SCORE = re.compile(r"(?i)score[\s*_`]*:[\s*_`]*(-?\d+(?:\.\d+)?)(?![\d.]*\d)")
 CHOICE = re.compile(r"\[\[\s*(A|B|C|tie)\s*\]\]", re.IGNORECASE)
 RANKING = re.compile(r"\[\d+\](?:\s*[>=]\s*\[\d+\])*")
-ITEM = re.compile(r"(?im)^\W*(\d+)\W+(yes|no)\b")
+ITEM = re.compile(r"(?im)^[^\w\n]*(\d+)[^\w\n]+(yes|no)\b")
 WINS = {"a": 1.0, "b": 0.0, "c": 0.5, "tie": 0.5}  # of the response that is shown first
 
 
