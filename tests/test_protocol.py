@@ -385,6 +385,8 @@ def test_a_batch_that_matches_the_table_passes_the_check():
             {"old_log_probs": torch.tensor([[0.0, 0, 0], [0, float("nan"), 0]])},
             r"must be finite, .* rows \[1\]",
         ),
+        ({"accuracies": torch.tensor([0.0, float("inf")])}, r"must be finite, .* rows \[1\]"),
+        ({"teacher_top_log_probs": torch.full((2, 3, 4), float("nan"))}, r"must be finite, .* rows \[0, 1\]"),
         ({"advantages": objects([1, 2])}, "`advantages` must be a tensor of float32, got an array of object"),
         ({"ground_truth": torch.zeros(2)}, "`ground_truth` must be an object array, got a tensor of float32"),
     ],

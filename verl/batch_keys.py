@@ -200,5 +200,5 @@ def _check_values(row: BatchKey, value: Tensor | np.ndarray) -> None:
         wrong = value[(value != 0) & (value != 1)].unique().tolist()
         raise BatchError(f"`{row.name}` must hold zeros and ones only, got {wrong[:5]}")
     if row.kind == "float32" and not value.isfinite().all():
-        rows = (~value.isfinite()).any(1).nonzero().flatten().tolist()
+        rows = (~value.isfinite()).reshape(len(value), -1).any(1).nonzero().flatten().tolist()
         raise BatchError(f"`{row.name}` must be finite, got inf or nan in rows {rows[:10]}")

@@ -34,7 +34,7 @@ def nearest_float(value: Any) -> float:
         if isinstance(value, Real | Decimal):
             return float(value)
         return float(bool(value)) if hasattr(value, "is_Boolean") and value.is_Boolean else math.nan
-    except TypeError:  # a relation of symbols is neither true nor false
+    except (TypeError, ValueError):  # a relation of symbols is neither true nor false; a signaling NaN
         return math.nan
     except OverflowError:  # an integer or fraction beyond the range of a float
         return math.inf

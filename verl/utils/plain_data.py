@@ -1,14 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compare values made of tensors, arrays and plain objects, and encode them for storage without pickle."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-ARRAY_TAG = "__ndarray__"  # the key that marks an encoded NumPy array
+ARRAY_TAG = "__ndarray__"  # the key that marks an encoded NumPy array, or a value that is stored as text
+MICROSECOND = timedelta(microseconds=1)
+# Of values that tables have beside numbers and texts: their text, and what reads it.
+AS_TEXT: dict[type, tuple[Callable[[Any], str], Callable[[str], Any]]] = {
+    datetime: (str, datetime.fromisoformat),
+    date: (str, date.fromisoformat),
+    time: (str, time.fromisoformat),
+    timedelta: (lambda value: str(value // MICROSECOND), lambda text: int(text) * MICROSECOND),
+    Decimal: (str, Decimal),
+    bytes: (bytes.decode, str.encode),  # only empty ones, which `weights_only` refuses
+}
 
 
 def objects(values: Iterable[Any]) -> np.ndarray:
@@ -37,22 +49,25 @@ def same(a: Any, b: Any) -> bool:
 
 def encode(value: Any, where: str) -> Any:
     """Convert a value to types that `torch.load(weights_only=True)` accepts; errors call it `where`."""
-    if value is None or type(value) in (bool, int, float, str, bytes):
+    if value is None or type(value) in (bool, int, float, str) or (type(value) is bytes and value):
         return value
     if isinstance(value, Tensor):
         return value.detach().cpu().clone()  # a view would drag its whole storage along
     if isinstance(value, np.generic):
         return encode(value.item(), where)
-    if isinstance(value, np.ndarray) and value.dtype == object:
-        return {ARRAY_TAG: "object", "values": [encode(item, where) for item in value]}
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
         return {ARRAY_TAG: "numeric", "values": torch.from_numpy(value.copy())}
+    if isinstance(value, np.ndarray):
+        return {ARRAY_TAG: "object", "values": [encode(item, where) for item in value]}
     if type(value) is list:
         return [encode(item, where) for item in value]
     if type(value) is tuple:
         return tuple(encode(item, where) for item in value)
     if type(value) is dict:
         return {encode(key, where): encode(item, where) for key, item in value.items()}
+    for kind, (to_text, _) in AS_TEXT.items():
+        if isinstance(value, kind):
+            return {ARRAY_TAG: kind.__name__, "values": to_text(value)}
     raise TypeError(
         f"{where} holds a {type(value).__name__}, which cannot be stored safely:"
         " convert it to numbers, text, bytes, tensors, lists or dicts, or leave it out"
@@ -71,6 +86,9 @@ def decode(value: Any) -> Any:
         return value["values"].numpy()
     if value.get(ARRAY_TAG) == "object":
         return objects(decode(item) for item in value["values"])
+    for kind, (_, from_text) in AS_TEXT.items():
+        if value.get(ARRAY_TAG) == kind.__name__:
+            return from_text(value["values"])
     return {key: decode(item) for key, item in value.items()}
 
 
