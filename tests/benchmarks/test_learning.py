@@ -26,6 +26,7 @@ def test_every_estimator_and_every_loss_has_a_run():
     assert {case.name for case in all_cases()} == names
 
 
+@pytest.mark.nightly("benchmarks", "verl/config")
 @pytest.mark.parametrize("case", all_cases(), ids=lambda case: case.name)
 def test_the_config_accepts_every_run(case, folder, tmp_path, capsys):
     arguments = case.arguments(folder, tmp_path, steps=2, seed=1)

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
+import pytest
+
 from benchmarks.math_answers import count, read_pairs, wrong_verdicts
 from benchmarks.reward_parity import FORMS, NUM_RESPONSES, make_cases
 from verl.rewards.graders.math import same_answer
 
 
+@pytest.mark.nightly("verl/rewards", "benchmarks")
 def test_the_grader_makes_half_the_errors_of_mathruler_and_math_verify_on_300_pairs():
     pairs = read_pairs()
 

@@ -81,6 +81,7 @@ def seen(tmp_path_factory):
     return run_distributed(work, 2, model, tmp_path_factory.mktemp("saved"))
 
 
+@pytest.mark.nightly
 def test_a_background_save_holds_the_state_at_its_start(seen):
     assert [is_same for is_same, _ in seen] == [True, True]
 

@@ -119,7 +119,7 @@ def test_without_shuffling_rows_come_in_the_order_of_the_file(text_model, tmp_pa
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("stop_after", [0, 1, 3, 5, 7, 10])
+@pytest.mark.parametrize("stop_after", by_day([0, 1, 3, 5, 7, 10], 3, 7))
 def test_a_loader_that_is_stopped_and_resumed_continues_with_the_same_rows(
     stop_after, num_workers, text_model, tmp_path
 ):

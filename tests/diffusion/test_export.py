@@ -64,6 +64,7 @@ def draw(pipeline):
     return models.draw((SD3(), pipeline))
 
 
+@nightly
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_exported_pipeline_draws_what_the_trained_model_draws(checkpoints, actor, sd3_folder, kind):
     exported = merge_checkpoint(actor(kind))

@@ -135,6 +135,7 @@ def adapted(found):
     return [rank[1] for rank in found]
 
 
+@pytest.mark.nightly("verl/checkpoint")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_checkpoint_is_loaded_and_continued_exactly(resumed, kind):
     for rank in resumed:

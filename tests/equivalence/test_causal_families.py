@@ -12,8 +12,8 @@ import torch
 
 from tests.equivalence.test_packed_forward import reference
 from tests.equivalence.test_shared_prompts import text_batch
-from tests.helpers.causal_families import FAMILIES, REFUSED, build_family
-from tests.helpers.nightly import at_night
+from tests.helpers.causal_families import EVERY_TIME, FAMILIES, REFUSED, build_family
+from tests.helpers.nightly import by_day
 from verl.models.registry import check_model, prepare_model
 from verl.workers.packing.forward import PackedForward
 
@@ -56,7 +56,7 @@ def gradient_difference(model: torch.nn.Module, exact: dict[str, torch.Tensor | 
     return (difference / size) ** 0.5
 
 
-@pytest.mark.parametrize("model_type", at_night(FAMILIES, "nemotron_h"))
+@pytest.mark.parametrize("model_type", by_day(FAMILIES, *EVERY_TIME, paths=["verl/models"]))
 def test_packed_rows_and_shared_prompts_equal_the_models_own_padded_forward(model_type):
     found = differences(model_type, FAMILIES[model_type])
 

@@ -56,6 +56,7 @@ def errors_on_four_ranks(rank, world_size, folder):
     ]
 
 
+@pytest.mark.nightly("verl/workers", "verl/distributed")
 @pytest.mark.heavy
 def test_turns_divided_by_ulysses_and_ring_are_the_padded_ones():
     tiny = load_tiny("qwen2_5_vl")

@@ -162,7 +162,7 @@ def root(tmp_path_factory):
     return root
 
 
-@pytest.fixture(scope="module", params=at_night(SETTINGS, "all rows"), ids=str)
+@pytest.fixture(scope="module", params=at_night(SETTINGS, "all rows", "one row", "ulysses"), ids=str)
 def results(request, root):
     return run_distributed(update_on_ranks, SETTINGS[request.param][3], root, request.param)
 

@@ -17,7 +17,7 @@ from verl.models.registry import check_model, check_sequence_parallel
 from verl.models.tiny import save_tiny_model
 from verl.workers.packing.forward import PackedForward
 
-pytestmark = pytest.mark.heavy
+pytestmark = [pytest.mark.heavy, pytest.mark.nightly("verl/workers/packing", "verl/distributed")]
 
 FAMILIES = ["qwen3_next", "qwen3_5_text"]
 CASES = [(family, *rest) for family, *rest in itertools.product(FAMILIES, (False, True), (False, True))]

@@ -179,8 +179,8 @@ def compare_all(rank, world_size, cases, folder):
 @pytest.mark.parametrize(
     ("world_size", "cases"),
     [
-        pytest.param(1, ALONE, marks=pytest.mark.nightly("verl/workers", "verl/models"), id="one rank"),
-        pytest.param(2, TOGETHER, id="two ranks"),
+        pytest.param(1, ALONE, id="one rank"),
+        pytest.param(2, TOGETHER, marks=pytest.mark.nightly("verl/workers"), id="two ranks"),
     ],
 )
 def test_the_balance_loss_of_an_update_is_that_of_transformers_however_it_is_cut(folder, world_size, cases):

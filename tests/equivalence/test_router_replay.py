@@ -139,7 +139,13 @@ def differences(rank, world_size, cases, folders):
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize(("world_size", "cases"), [(1, ALONE), (2, TOGETHER)], ids=["one rank", "two ranks"])
+@pytest.mark.parametrize(
+    ("world_size", "cases"),
+    [
+        pytest.param(1, ALONE, id="one rank"),
+        pytest.param(2, TOGETHER, marks=pytest.mark.nightly("verl/workers"), id="two ranks"),
+    ],
+)
 def test_replaying_a_models_own_routes_changes_no_bit(folders, world_size, cases):
     for found in run_distributed(differences, world_size, cases, folders):
         for case, (is_equal, learns, agreement, moves, are_used) in zip(cases, found, strict=True):

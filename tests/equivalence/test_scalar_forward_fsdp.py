@@ -39,7 +39,7 @@ from verl.models.tiny import save_tiny_model
 from verl.workers.model_builder import build_model
 from verl.workers.packing.forward import PackedForward
 
-pytestmark = pytest.mark.heavy
+pytestmark = [pytest.mark.heavy, pytest.mark.nightly("verl/workers", "verl/models/scalar_head.py")]
 
 FAMILIES = ("qwen2", "qwen2_5_vl")
 FP32 = FSDPConfig(mp_param_dtype="fp32", torch_dtype="fp32")

@@ -205,6 +205,7 @@ def test_four_ranks_equal_one_with_ulysses_around_a_ring(four_ranks):
         assert_small(found["cases"])
 
 
+@pytest.mark.nightly("verl/distributed", "verl/workers")
 def test_fsdp_over_two_sp_groups_of_two_ranks_has_the_gradient_of_one_process(four_ranks):
     assert max(found["sharded"] for found in four_ranks) < 1e-5
 

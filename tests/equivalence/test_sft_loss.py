@@ -195,6 +195,7 @@ def test_the_learned_tokens_are_those_between_the_assistants_header_and_the_end_
         assert (labels != IGNORED).any(-1).all()
 
 
+@pytest.mark.nightly("verl/workers", "verl/trainer/sft_trainer.py")
 def test_loss_and_gradients_equal_transformers_on_two_ranks_and_sharded_sequences(root):
     check(run_distributed(losses_on_ranks, 2, root, ["dynamic", "sharded"]), root)
 

@@ -7,6 +7,7 @@ import pytest
 
 from tests.examples.shipped import REWARD_FUNCTIONS, scores_pictures
 from tests.helpers.growth import grows_with_length
+from tests.helpers.nightly import by_day
 from verl.config.worker import RewardConfig
 from verl.rewards.function import load_reward_function
 from verl.rewards.manager import RewardManager
@@ -204,7 +205,11 @@ NO_RULES = ("llm_judge", "judged", "code")
 RULES = [path for path in REWARD_FUNCTIONS if path.stem not in NO_RULES and not scores_pictures(path)]
 
 
-@pytest.mark.parametrize("path", RULES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    by_day(RULES, *(path for path in RULES if path.stem == "math"), paths=["verl/rewards", "examples"]),
+    ids=lambda path: path.stem,
+)
 def test_every_reward_function_scores_in_the_pool(path):
     kwargs = DAPO_KWARGS if path.stem == "dapo" else {}
     responses = [r"<think>a</think><answer>2</answer> \boxed{2} Answer: 2", "9^{9^{9}}", ""]

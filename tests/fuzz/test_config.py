@@ -194,6 +194,7 @@ def test_any_arguments(tmp_path, arguments):
         check_round_trip(config, tmp_path)
 
 
+@pytest.mark.nightly("verl/config")
 @given(st.sampled_from(OPTIONS), values)
 def test_any_value_of_any_option(tmp_path, option, value):
     config = check_loads_or_names_the_cause([f"{option}={value}"])
@@ -202,6 +203,7 @@ def test_any_value_of_any_option(tmp_path, option, value):
         check_round_trip(config, tmp_path)
 
 
+@pytest.mark.nightly("verl/config")
 @given(st.dictionaries(st.text(max_size=5), plain_trees, max_size=3))
 @example({"a": "🙂"})
 @example({"a": "\x7f\x85\u2028\ufeff"})

@@ -25,6 +25,8 @@ LATENT = {
 ALTERNATING = {**WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 
 # Overrides of the config: model types whose rows are packed and share prompts.
+# Types of every suite, a layer of each kind; tests of the others are nightly.
+EVERY_TIME = "llama", "gpt2", "gemma2", "gpt_oss", "qwen3_moe", "deepseek_v3", "olmo_hybrid", "llama4_text"
 FAMILIES: dict[str, dict[str, Any]] = {
     "afmoe": {**EXPERTS, **ALTERNATING},
     "apertus": {},

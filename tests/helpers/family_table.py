@@ -70,6 +70,8 @@ from verl.workers.rollout.engines import build_rollout_engine
 
 KINDS = [name for family in all_families() for name, tiny in family.tiny.items() if tiny.encoders]
 SEEING = [name for family in all_families() for name, tiny in family.tiny.items() if tiny.vision is not None]
+# Families of every suite; tests of the others are nightly. Images and videos, a state, sound, tiles.
+EVERY_TIME = "qwen2_5_vl", "qwen3_5", "qwen2_audio", "internvl"
 PAGE = ROOT / "docs" / "models.md"
 TABLE = re.compile(r"(?<=<!-- families -->\n).*?(?=<!-- end -->)", re.DOTALL)
 WIDE, SMALL = (80, 160), (64, 64)  # sizes of images; the first is more than one tile or slice

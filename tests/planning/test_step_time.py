@@ -233,6 +233,7 @@ def test_advice_is_what_the_changed_run_is_predicted_to_take_and_it_fits():
         assert not plan(changed).misfits()
 
 
+@pytest.mark.nightly
 def test_what_does_not_fit_is_not_advised():
     small = replace(NODE, gpu=replace(NODE.gpu, memory_gib=20))
     config = on_gpus(
@@ -350,6 +351,7 @@ def test_partial_rollouts_gain_with_long_tails_and_nothing_where_engines_are_ful
     assert gain(4096, 4096) < 1.05
 
 
+@pytest.mark.nightly
 def test_fewer_prompts_at_once_are_advised_where_the_longest_responses_hold_up_a_stream():
     config = sampling_config(
         {

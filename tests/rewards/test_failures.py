@@ -75,7 +75,7 @@ def five_with(way):
     return ["", "a", "aa", way, "aaaa"]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", by_day(WAYS, "raises", "aborts"))
 def test_a_call_that_fails_is_repeated_and_then_ends_the_run_by_its_reason(reward_file, way):
     error, reason = WAYS[way]
     with (

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 from PIL import Image
 
+from tests.helpers.nightly import by_day
 from verl.sandbox import session as sessions
 from verl.sandbox.outcome import Isolation, Limits
 from verl.sandbox.runner import detect
@@ -80,7 +81,7 @@ ENDINGS = {
 }
 
 
-@pytest.mark.parametrize("code", ENDINGS)
+@pytest.mark.parametrize("code", by_day(ENDINGS, *list(ENDINGS)[:2]))
 def test_code_that_ends_its_program_ends_the_session(monkeypatch, code):
     monkeypatch.setattr(sessions, "GRACE_S", 0.5)
     gc.collect()  # else files of tests before this one may be closed while it runs

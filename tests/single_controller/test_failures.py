@@ -110,6 +110,7 @@ def test_a_failure_of_an_older_call_ends_a_newer_one(joined):
     assert (error.rank, error.phase) == (0, "update_actor")
 
 
+@pytest.mark.nightly
 def test_a_hang_ends_after_the_timeout_with_the_stacks_of_all_ranks(joined):
     joined.timeout_s = 3.0  # not for the start: that takes longer on a busy machine
 

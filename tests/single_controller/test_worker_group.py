@@ -40,6 +40,7 @@ def four(ray_session):
         yield group
 
 
+@pytest.mark.nightly
 def test_the_parts_of_an_axis_are_called_each_by_itself(four):
     first, second = four.parts("rollout")
 
@@ -50,6 +51,7 @@ def test_the_parts_of_an_axis_are_called_each_by_itself(four):
     assert both[0] + both[1] == four.say()
 
 
+@pytest.mark.nightly
 def test_model_parallel_ranks_get_the_same_part_and_count_once(four):
     result = four.add_rank_by_group(numbers(4))
     items = list(four.generate(numbers(4)))
@@ -221,6 +223,7 @@ def test_no_object_references_stay_behind(group):
     assert referenced() <= before + 2
 
 
+@pytest.mark.nightly
 def test_shutdown_closes_workers_and_leaves_no_process_and_no_reserved_resource(ray_session, tmp_path):
     free = ray.available_resources()["CPU"]
     group = RayWorkerGroup(ResourcePool(1, 2, "cpu"), ClosingWorker, tmp_path)

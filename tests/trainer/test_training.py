@@ -85,10 +85,16 @@ def unbroken(text_folder, text_arguments):
     saving = [f"trainer.save_freq={SAVED}", "trainer.save_limit=-1"]
     steps = [f"trainer.max_steps={STEPS}", "trainer.profile_steps=[3]"]
     arguments = [*text_arguments, *steps, *saving, "trainer.max_restarts=1"]
-    return train(text_folder / "unbroken", *arguments, env=recording(text_folder / "walk.jsonl"))
+    return train(text_folder / "unbroken", *arguments)
 
 
-def test_from_the_command_to_its_first_step_a_run_passes_the_files_that_the_page_lists(unbroken, text_folder):
+@pytest.mark.nightly("verl/trainer", "verl/single_controller", "docs/core.md")
+def test_from_the_command_to_its_first_step_a_run_passes_the_files_that_the_page_lists(
+    text_folder, text_arguments
+):
+    walk = recording(text_folder / "walk.jsonl")
+    train(text_folder / "walked", *text_arguments, "trainer.max_steps=1", "trainer.max_restarts=1", env=walk)
+
     assert recorded_walk(text_folder / "walk.jsonl") == [row.file for row in rows_of_page()]
 
 

@@ -165,6 +165,7 @@ def test_any_path_is_answered(address):
             assert request(address, "/app.js", **{header: value}).status < 500, (header, value)
 
 
+@pytest.mark.nightly
 def test_a_damaged_run_is_shown_as_far_as_it_can_be_read(address):
     runs = request(address, "/api/runs").json
     number = next(index for index, run in enumerate(runs) if run["name"] == "damaged")

@@ -26,6 +26,7 @@ def assert_no_reads(phases):
     assert not {name: phase.most_reads() for name, phase in phases.items() if phase.most_reads()}
 
 
+@pytest.mark.nightly("verl/workers", "verl/models", "verl/distributed")
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in SETUPS]
 )

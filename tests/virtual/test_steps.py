@@ -28,8 +28,10 @@ QUICK = ("all roles", "images")  # the others are slow
 
 @pytest.mark.parametrize(
     "name",
-    ["all roles"]
-    + [pytest.param("images", marks=pytest.mark.nightly("verl/workers"))]
+    [
+        pytest.param(name, marks=pytest.mark.nightly("verl/workers", "verl/models", "verl/distributed"))
+        for name in ("all roles", "images")
+    ]
     + [pytest.param(name, marks=pytest.mark.slow) for name in STEPS if name not in QUICK],
 )
 def test_a_step_runs_on_a_gpu_without_waiting_for_it(cluster, name):

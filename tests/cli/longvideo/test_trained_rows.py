@@ -46,6 +46,7 @@ def test_a_question_is_a_prompt_with_its_video_whose_response_gets_the_full_scor
     assert [score["overall"] for score in scores] == [1.0] * 4
 
 
+@pytest.mark.nightly("examples/verl_longvideo", "verl/data")
 def test_the_check_of_the_data_uses_every_row(whole, videos, model, tmp_path, capsys):
     shared = [
         f"data.video_dir={videos}", f"worker.actor.model.model_path={model}", "--rows", "1",

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from tests.helpers.families import Part, Tiny, expanded, load_tiny, media_shape_of, random_row
 from tests.helpers.family_engines import requests_of
-from tests.helpers.family_table import KINDS
+from tests.helpers.family_table import EVERY_TIME, KINDS
+from tests.helpers.nightly import by_day
 from tests.workers.rollout.reference import rollout_config, setup_of
 from verl.models.families.registry import all_families, trained_part
 from verl.workers.rollout.generation_rng import preserved_rng
@@ -113,7 +114,7 @@ def own_positions(tiny: Tiny, row: list[Part]) -> Tensor:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("kind", KNOWN)
+@pytest.mark.parametrize("kind", by_day(KNOWN, *EVERY_TIME))
 def test_tokens_and_those_that_features_replace_are_vllms(kind, seed):
     tiny = load_tiny(kind)
     ours, theirs = expanded(tiny, row_of(kind, seed)), prompt_of(kind, seed)

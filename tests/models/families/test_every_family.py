@@ -6,6 +6,7 @@ import pytest
 from tests.helpers.families import load_tiny
 from tests.helpers.family_table import (
     ABILITIES,
+    EVERY_TIME,
     KINDS,
     PAGE,
     TABLE,
@@ -17,15 +18,12 @@ from tests.helpers.family_table import (
     table,
 )
 from tests.helpers.family_training import LARGEST, assert_small, load_model, training_errors
+from tests.helpers.nightly import by_day
 from verl.models.families.interface import is_part
 from verl.models.families.registry import encoder_of
 from verl.models.registry import check_model
 
-EVERY_TIME = {"qwen2_5_vl", "qwen3_5", "qwen2_5_omni", "internvl"}  # the others by night
-kinds = pytest.mark.parametrize(
-    "kind",
-    [kind if kind in EVERY_TIME else pytest.param(kind, marks=pytest.mark.nightly) for kind in KINDS],
-)
+kinds = pytest.mark.parametrize("kind", by_day(KINDS, *EVERY_TIME))
 
 
 @kinds

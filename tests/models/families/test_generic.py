@@ -24,6 +24,7 @@ from tests.helpers.families import (
 )
 from tests.helpers.family_table import ABILITIES
 from tests.helpers.family_training import LARGEST, load_model
+from tests.helpers.nightly import by_day
 from tests.helpers.unnamed_families import (
     MROPE,
     NO_FEATURES,
@@ -59,7 +60,7 @@ def recipes():
         yield
 
 
-@pytest.fixture(scope="module", params=SERVED)
+@pytest.fixture(scope="module", params=by_day(SERVED, *USUAL))
 def tiny(request):
     return load_tiny(request.param)
 

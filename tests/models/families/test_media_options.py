@@ -9,7 +9,9 @@ import pytest
 
 from benchmarks.families import pixel_limits
 from tests.helpers.families import load_tiny
+from tests.helpers.family_table import EVERY_TIME
 from tests.helpers.media import save_image, save_video
+from tests.helpers.nightly import by_day
 from verl.config.data import DataConfig
 from verl.config.sft import SFTDataConfig
 from verl.data.bad_rows import BadRowError
@@ -43,7 +45,7 @@ def tokens_of(loader, kind, ref):
     return len(medium.tokens)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", by_day(NAMES, *EVERY_TIME))
 def test_a_limit_of_an_images_pixels_has_an_effect_or_is_refused(name, tmp_path):
     loader = loader_of(name)
     path = save_image(tmp_path / "a.png", 360, 240)

@@ -23,7 +23,8 @@ from tests.helpers.families import (
     media_of,
     random_row,
 )
-from tests.helpers.family_table import KINDS, SEEING
+from tests.helpers.family_table import EVERY_TIME, KINDS, SEEING
+from tests.helpers.nightly import by_day
 from verl.models.families.interface import Kind
 
 SEEDS = 4, 7, 10  # a video and three images; videos around an image; two images and two videos
@@ -61,7 +62,7 @@ LIMITS = {
 }
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=by_day(KINDS, *EVERY_TIME))
 def kind(request):
     return request.param
 

@@ -34,13 +34,17 @@ def by_numbers(body):
     return Reply(f"Score: {found[0]}")
 
 
+nightly = pytest.mark.nightly("verl/rewards", "examples")
+
+
 @pytest.mark.parametrize(
     ("way", "scores", "num_questions"),
     [
         ("pointwise", [0.3, 0.9, 0.7], 3),
-        ("pairwise", [0, 1, 0.5], 6),
-        ("group", [0, 1, 0.5], 1),
-        ("rubric", [0.25, 1, 1], 3),  # a weight of 3 for a number above 5, and 1 for any number
+        pytest.param("pairwise", [0, 1, 0.5], 6, marks=nightly),
+        pytest.param("group", [0, 1, 0.5], 1, marks=nightly),
+        # a weight of 3 for a number above 5, and 1 for any number
+        pytest.param("rubric", [0.25, 1, 1], 3, marks=nightly),
     ],
 )
 def test_each_way_judges_a_group(way, scores, num_questions):

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.helpers.nightly import by_day
 from tests.trainer.rollouts.sampling import Engine, make_collector, make_config
 from verl.algorithms.controllers import FixedEntropyController, FixedKLController
 from verl.checkpoint.manifest import write_manifest
@@ -88,7 +89,7 @@ def run_steps(state, last_step):
     return seen
 
 
-@pytest.mark.parametrize("stop_after", [1, 2, 3, 4])
+@pytest.mark.parametrize("stop_after", by_day([1, 2, 3, 4], 2, paths=["verl/trainer"]))
 @pytest.mark.parametrize(
     "options",
     [{"algorithm": FILTERING | {"adv_estimator": "remax"}}, {"trainer": {"rejection_sample": True}}],

@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.helpers.nightly import by_day
 from tests.workers.roles.test_actor import make_actor, make_batch, weights
 from verl.algorithms.kl import EXACT, KL_ESTIMATORS
 from verl.algorithms.policy_losses import POLICY_LOSSES
@@ -78,7 +79,7 @@ def assert_same_update(make, batch, observed, names=READ):
     assert any(not torch.equal(before[name], weight) for name, weight in expected.items())
 
 
-@pytest.mark.parametrize("loss", POLICY_LOSSES.names())
+@pytest.mark.parametrize("loss", by_day(POLICY_LOSSES.names(), "vanilla", "gspo", paths=["verl/algorithms"]))
 def test_observed_tokens_reach_no_policy_loss(folder, loss):
     batch, observed = conversations()
 
@@ -89,7 +90,9 @@ def test_observed_tokens_reach_no_policy_loss(folder, loss):
     assert_same_update(make, batch, observed)
 
 
-@pytest.mark.parametrize("kind", sorted({*KL_ESTIMATORS.names()} - {*EXACT}))
+@pytest.mark.parametrize(
+    "kind", by_day(sorted({*KL_ESTIMATORS.names()} - {*EXACT}), "low_var_kl", paths=["verl/algorithms"])
+)
 def test_observed_tokens_reach_no_kl_loss(folder, kind):
     batch, observed = conversations()
 

@@ -324,7 +324,7 @@ def by_row(responses):
     return {int(one.uid.split()[1]): one for one in responses}
 
 
-@pytest.mark.parametrize("faults", by_day([7, 8], 7, paths=["verl/agents"]))  # the last one hangs
+@pytest.mark.parametrize("faults", by_day([7, 8], paths=["verl/agents"]))  # the last one hangs
 def test_each_fault_costs_its_own_conversation_only(tiny, engine, lead, faults):
     one = SAMPLING.override({"n": 1})
     responses, _, _ = lead(FAULTS, faults, one, tool_timeout_s=15.0, on_tool_error="end")

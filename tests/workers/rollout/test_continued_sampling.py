@@ -125,6 +125,7 @@ def test_an_interruption_before_the_first_token_changes_nothing(engine_and_model
     }
 
 
+@pytest.mark.nightly
 def test_a_seed_gives_the_same_tokens_after_the_same_interruptions(engine_and_models, sampling):
     _, models = engine_and_models
     runs = []

@@ -314,6 +314,7 @@ def test_a_forgotten_conversation_begins_anew_and_others_of_its_prompt_do_not(ti
     assert engine.num_unfinished == 0
 
 
+@pytest.mark.nightly("verl/workers/conversations", "verl/agents")
 def test_in_lockstep_the_times_of_tools_do_not_decide_when_weights_change(tiny, engine, tmp_path):
     models, found = models_of(tiny), []
     for scale in (0.02, 0.002):

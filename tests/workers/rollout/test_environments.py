@@ -9,6 +9,7 @@ import torch
 from tests.helpers.distributed import run_distributed
 from tests.helpers.families import open_tiny
 from tests.helpers.family_training import Row, as_batch, own_forward
+from tests.helpers.nightly import by_day
 from tests.workers.rollout.contexts import compare_contexts
 from tests.workers.rollout.reference import hub_tensors, rollout_config, setup_of
 from tests.workers.rollout.test_conversations import SAMPLING, engine, lead, rows_of, rules_with
@@ -257,7 +258,7 @@ def test_a_failed_step_is_shown_ends_its_conversation_or_stops_the_run(tiny, eng
     assert engine.num_unfinished == 0
 
 
-@pytest.mark.parametrize("on_tool_error", ["show", "end"])
+@pytest.mark.parametrize("on_tool_error", by_day(["show", "end"], "end", paths=["verl/agents"]))
 def test_a_conversation_that_cannot_begin_does_not_count(tiny, engine, make, on_tool_error):
     pool, rules = make({"on_tool_error": on_tool_error}, fails_at="one reset")
 

@@ -262,6 +262,7 @@ def test_a_seed_and_an_offset_give_a_request_its_own_random_numbers(qwen2):
     assert again[0, 0] == together[1, 0]
 
 
+@pytest.mark.nightly
 def test_random_numbers_of_training_stay_alone_between_steps(qwen2):
     engine, _ = qwen2
     before = torch.get_rng_state()
