@@ -17,7 +17,6 @@ from verl.config.rules.algorithm_rules import algorithm_problems, group_problems
 from verl.config.rules.diffusion_rules import diffusion_problems
 from verl.config.rules.distillation_rules import distillation_problems, served_teacher_problems
 from verl.config.rules.engine_rules import FOR_ROLLOUT, engine_problems, length_problems
-from verl.config.rules.quantization_rules import quantization_problems
 from verl.config.schema import option
 from verl.config.trainer import WORLD, RunTree, TrainerConfig, divisible
 from verl.config.worker import WorkerConfig
@@ -110,7 +109,6 @@ class PPOConfig(RunTree):
         )
         yield from diffusion_problems(self.data, self.worker, self.algorithm, self.trainer)
         yield from algorithm_problems(self.data, self.worker, self.algorithm, self.trainer)
-        yield from quantization_problems(self.worker.rollout, self.algorithm, self.trainer)
         yield from server_problems(self.reward_servers, self.worker, self.algorithm, self.trainer)
         yield from engine_problems(self.worker, self.algorithm, self.trainer)
         yield from (size for size in sizes if not groups or "`worker.rollout.n`" not in size)

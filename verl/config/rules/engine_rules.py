@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules of the rollout engines: where and when they sample, and the lengths they accept."""
+"""Rules of the rollout engines: where, when and by which weights they sample, and the lengths they accept."""
 
 import os
 from collections.abc import Iterator
@@ -14,13 +14,15 @@ from verl.config.worker import WorkerConfig
 
 FOR_ROLLOUT = "`trainer.n_gpus_for_rollout`"
 MAX_FOR_ROLLOUT = "`trainer.async_training.max_gpus_for_rollout`"
+QUANTIZED = "`worker.rollout.quantization`"
 LONG_CONTEXTS = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"  # set to 1, vLLM accepts lengths beyond the model's
 
 
 def engine_problems(
     worker: WorkerConfig, algorithm: AlgorithmConfig, trainer: TrainerConfig
 ) -> Iterator[str]:
-    """Yield problems of where and when the engines sample."""
+    """Yield problems of where, when and by which weights the engines sample."""
+    yield from quantization_problems(worker.rollout, algorithm, trainer)
     count, training = trainer.n_gpus_for_rollout, trainer.async_training
     if training.continues_responses:
         yield from _continued(worker, algorithm, training)
@@ -89,6 +91,33 @@ def _separate(count: int, training: AsyncConfig) -> Iterator[str]:
             " `worker.hybrid_engine=false`, got 'partial': engines of their own need not stop for training;"
             " set `trainer.async_training.mode=stream`, or `worker.hybrid_engine=true`"
         )
+
+
+def quantization_problems(
+    rollout: RolloutConfig, algorithm: AlgorithmConfig, trainer: TrainerConfig
+) -> Iterator[str]:
+    """Yield why the policy that samples may not be quantized."""
+    value, correction = rollout.quantization, algorithm.rollout_correction
+    if value is None:
+        return
+    if trainer.diffusion:
+        yield f"{QUANTIZED} must be null with `trainer.diffusion=true`, got {value!r}: text engines have it"
+        return
+    if trainer.device == "cpu":
+        yield cpu_problem(value)
+    if correction.rollout_is is None and not correction.bypass_mode:
+        yield (
+            f"{QUANTIZED}={value} samples from another policy than the one that is trained, so"
+            " `algorithm.rollout_correction.rollout_is` must be token or sequence, got null; or set"
+            " `algorithm.rollout_correction.bypass_mode=true`, whose ratio is trainer to engine"
+        )
+
+
+def cpu_problem(value: str) -> str:
+    return (
+        f"{QUANTIZED} must be null on CPU (`trainer.device`), got {value!r}: its matrix products exist on"
+        " GPUs only; set it to null, or `trainer.device` to a kind of GPU"
+    )
 
 
 def length_problems(data: DataConfig, worker: WorkerConfig) -> Iterator[str]:
