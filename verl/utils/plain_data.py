@@ -13,11 +13,7 @@ ARRAY_TAG = "__ndarray__"  # the key that marks an encoded NumPy array
 
 def objects(values: Iterable[Any]) -> np.ndarray:
     """Return an object array (B,) of `values`."""
-    values = list(values)
-    array = np.empty(len(values), dtype=object)  # `np.array` would unpack nested lists
-    for row, value in enumerate(values):
-        array[row] = value
-    return array
+    return np.fromiter(values, dtype=object)  # `np.array` would unpack nested lists
 
 
 def same(a: Any, b: Any) -> bool:
