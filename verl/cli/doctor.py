@@ -50,7 +50,7 @@ from verl.planning.device_defaults import load_run_config
 from verl.trainer.command import make_parser
 from verl.trainer.run.exit_status import BAD_INPUT, FAILED
 from verl.utils.cuda_builds import REMEDY, is_broken, repair_cuda_builds, repair_environment
-from verl.utils.version_check import NAME, VLLM_PACKAGES, check_versions, find_version, name_clash
+from verl.utils.version_check import NAME, VLLM_PACKAGES, check_versions, find_version, matches, name_clash
 
 IMPORTS = ("torch", "transformers", "ray", "vllm")
 IMPORT_TIMEOUT_S = 300
@@ -143,7 +143,7 @@ def check_requirements() -> Finding:
         remedy = "pip install -e '.[cpu]' or '.[gpu]' in the folder of the repository"
         return Finding("packages", Level.WARN, f"{NAME} is not installed", remedy)
     needed = [need for need in needed if need.marker is None]  # requirements of extras have one
-    wrong = unmet(needed)
+    wrong = [need for need in needed if not matches(find_version(need.name), str(need.specifier))]
     names = " ".join(f"'{need.name}{need.specifier}'" for need in wrong)
     missing = ", ".join(f"{need.name} {find_version(need.name) or 'is missing'}" for need in wrong)
     found = missing or f"{len(needed)} requirements are met"
@@ -154,16 +154,6 @@ def check_name() -> Finding:
     """Check that no other distribution is imported as `verl`."""
     found, _, remedy = (name_clash() or f"{NAME} alone provides `verl`").partition(": ")
     return judge("package name", found, remedy, warns=remedy)
-
-
-def unmet(needed: Sequence[Requirement]) -> list[Requirement]:
-    """Return the requirements that no installed package meets."""
-
-    def is_met(need: Requirement) -> bool:
-        found = find_version(need.name)
-        return found is not None and need.specifier.contains(found, prereleases=True)
-
-    return [need for need in needed if not is_met(need)]
 
 
 def check_vllm() -> Finding:
