@@ -28,7 +28,7 @@ from verl.config.model import DTYPES
 from verl.distributed.backends import BACKENDS
 from verl.trainer.command import at_least
 from verl.trainer.evaluation.model_folder import loadable
-from verl.trainer.run.exit_status import BAD_INPUT, FAILED, FOR_THE_USER, INTERRUPTED, raised_by_us
+from verl.trainer.run.exit_status import BAD_INPUT, FOR_THE_USER, INTERRUPTED, told
 from verl.utils.cuda_builds import repair_cuda_builds
 from verl.utils.standard_streams import outlive_readers
 from verl.utils.typed_command import command_parser
@@ -59,11 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with ExitStack() as stack:
             return _talk(options, stack)
     except FOR_THE_USER as error:
-        if not raised_by_us(error):
-            raise  # our own mistake, which needs its traceback
-        sys.stderr.write(f"{error}\n")
-        is_machine = isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError)
-        return FAILED if is_machine else BAD_INPUT
+        return told(error)
     except KeyboardInterrupt:
         sys.stderr.write("\n")
         return INTERRUPTED
