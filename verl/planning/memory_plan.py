@@ -15,7 +15,7 @@ from verl.config.rollout import COLLECTIVE
 from verl.distributed.backends import on_gpu
 from verl.planning import memory_model
 from verl.planning.machine import GIB, Machine, MemoryPlan, Parts, Phase
-from verl.planning.memory_model import ModelSetup, ModelShape
+from verl.planning.memory_model import NUMBER_BYTES, ModelSetup, ModelShape
 from verl.planning.planned_model import PlannedModel, PlannedPass
 from verl.planning.planned_run import PlannedRun, PlannedServer
 from verl.utils.imports import deferred
@@ -27,7 +27,6 @@ ReadShape = Callable[..., ModelShape]  # `verl.planning.model_sizes.read_shape`
 plan_pictures = deferred("verl.planning.diffusion.memory", "plan_pictures")  # which imports this module
 read_pictures = deferred("verl.planning.diffusion.shapes", "read_pictures")  # imports diffusers
 
-NUMBER_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 PROCESS_BYTES = int(0.85 * GIB)  # of a worker without models; on CPU with a tiny one it took 0.8 GiB
 VLLM_BYTES = GIB // 4  # of its code in a worker's process; an estimate
 NODE_BYTES = 2 * GIB  # of the controller, Ray's own processes and those of the reward function
@@ -100,7 +99,10 @@ def plan_memory(run: PlannedRun, read_shape: ReadShape, machine: Machine) -> Mem
     for phase in phases:
         if phase.name not in ("load", "gen"):
             phase.device.update(_sleeping_engine(run, machine))
-    shapes = {server: read_shape(server.model, FSDPConfig(), **of_server(server)) for server in run.servers}
+    shapes = {
+        server: read_shape(server.model, FSDPConfig(), option=server.option, is_trained=False, head="causal")
+        for server in run.servers
+    }
     phases += _awake_servers(run, models, shapes, machine)
     for phase in phases:
         if phase.name != REWARD:
@@ -227,11 +229,6 @@ def _sleeping_engine(run: PlannedRun, machine: Machine) -> Parts:
     return {"sleeping engine": ASLEEP_BYTES[engine.options.enforce_eager]}
 
 
-def of_server(server: PlannedServer) -> dict[str, Any]:
-    """Return the arguments of `read_shape` for a model that is only served."""
-    return {"option": server.option, "is_trained": False, "head": "causal"}
-
-
 def _awake_servers(
     run: PlannedRun, models: Sequence[HeldModel], shapes: Shapes, machine: Machine
 ) -> list[Phase]:
@@ -239,12 +236,7 @@ def _awake_servers(
     shared = [server for server in shapes if server.options.colocate]
     if machine.device == "cpu" or not shared:
         return []
-    engines = {
-        server.option: max(
-            int(server.options.gpu_memory_utilization * machine.device_bytes), server.weights(shapes[server])
-        )
-        for server in shared
-    }
+    engines = {server.option: server.awake(shapes[server], machine) for server in shared}
     return [Phase(REWARD, {"models": _resting(models)} | _sleeping_engine(run, machine) | engines)]
 
 
@@ -278,15 +270,7 @@ def _servers_of_own(shapes: Shapes, machine: Machine) -> list[Phase]:
     if machine.device == "cpu":
         return []
     return [
-        Phase(
-            server.option,
-            {
-                "engine": max(
-                    int(server.options.gpu_memory_utilization * machine.device_bytes), server.weights(shape)
-                ),
-                "context": CONTEXT_BYTES,
-            },
-        )
+        Phase(server.option, {"engine": server.awake(shape, machine), "context": CONTEXT_BYTES})
         for server, shape in shapes.items()
         if server.options.takes_devices
     ]

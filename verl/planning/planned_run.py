@@ -18,7 +18,7 @@ from verl.config.worker import WorkerConfig
 from verl.distributed.backends import on_gpu
 from verl.planning.diffusion.planned import PlannedPictures, planned_pictures
 from verl.planning.machine import Machine, Parts
-from verl.planning.memory_model import ModelSetup, ModelShape
+from verl.planning.memory_model import NUMBER_BYTES, ModelSetup, ModelShape
 from verl.planning.planned_model import PlannedModel, PlannedPass, RowLengths
 from verl.planning.step_needs import StepNeeds
 
@@ -42,13 +42,9 @@ class PlannedEngine:
     samples_ahead: bool = False  # while the models train
 
     @property
-    def own_devices(self) -> int:
-        return self.own * self.options.tensor_parallel_size
-
-    @property
     def number(self) -> int:
         """Bytes of a weight, and of a number in the cache."""
-        return {"fp32": 4}.get(self.options.dtype, 2)
+        return NUMBER_BYTES[self.options.dtype]
 
     @property
     def is_quantized(self) -> bool:
@@ -114,8 +110,11 @@ class PlannedServer:
 
     def weights(self, shape: ModelShape) -> int:
         """Bytes of the weights on each of its devices."""
-        number = {"fp32": 4}.get(self.options.dtype, 2)
-        return number * shape.params // self.options.tensor_parallel_size
+        return NUMBER_BYTES[self.options.dtype] * shape.params // self.options.tensor_parallel_size
+
+    def awake(self, shape: ModelShape, machine: Machine) -> int:
+        """Bytes of its engine on each GPU while it answers."""
+        return max(int(self.options.gpu_memory_utilization * machine.device_bytes), self.weights(shape))
 
 
 @dataclass(frozen=True)

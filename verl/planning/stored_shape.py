@@ -13,9 +13,8 @@ from typing import Any
 
 from verl.config.files.model_files import stored_sizes
 from verl.config.model import FSDPConfig, ModelConfig
-from verl.planning.memory_model import LayerCache, ModelShape, Stack
+from verl.planning.memory_model import NUMBER_BYTES, LayerCache, ModelShape, Stack
 
-BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 TOWER_BLOCK = re.compile(r"visual\.blocks\.(\d+)\.")
 TEXT_BLOCK = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 # The weights of a dense model whose layers are all alike; any other name is left to torch.
@@ -43,7 +42,7 @@ def stored_shape(model: ModelConfig, fsdp: FSDPConfig, *, is_trained: bool, head
             fsdp.expert_parallel_size > 1,
         ),
     )
-    number = BYTES.get(fsdp.torch_dtype or ("fp32" if is_trained else "bf16"))
+    number = NUMBER_BYTES.get(fsdp.torch_dtype or ("fp32" if is_trained else "bf16"))
     if any(changes) or head != "causal" or number is None or not (folder / "config.json").is_file():
         return None
     try:

@@ -29,10 +29,6 @@ class Advice:
     seconds: float
 
 
-def text_of(changes: Changes) -> str:
-    return " ".join(f"{key}={str(value).lower()}" for key, value in changes.items())
-
-
 def advise(config: C, predict: Predictor[C], plan: Planner[C]) -> list[Advice]:
     """Return changes that shorten the step and fit into memory: the best of each option, the best first."""
     now = predict(config).seconds

@@ -154,7 +154,7 @@ def predicted_costs(config: C, predict: Predictor[C], engine: PlannedEngine) -> 
     total = sum(phase.seconds for phase in step.phases) - step.phase("gen").seconds
     return Costs(
         decoding,
-        sampled.prompts / max(1.0, engine.prompts * lengths.prompt),
+        sampled["prompts"] / max(1.0, engine.prompts * lengths.prompt),
         total - sync if config.worker.hybrid_engine else total,  # else it sends the weights
         sync,
         sequences_at_once(engine, policy, lengths, cluster),

@@ -6,10 +6,12 @@ from typing import Any, TypeVar
 from verl.config.ppo import PPOConfig
 from verl.config.trainer import RunTree
 from verl.planning.memory_plan import Planner
-from verl.planning.speed.advice import Advice, advise, text_of
+from verl.planning.report import text_of
+from verl.planning.speed.advice import Advice, advise
 from verl.planning.speed.modes import ModeTime, compare_modes
 from verl.planning.speed.step_time import PhaseTime, Predictor, StepTime
-from verl.planning.step_plan import PlanLine, table
+from verl.planning.step_plan import PlanLine
+from verl.utils.text_table import table
 
 C = TypeVar("C", bound=RunTree)
 
@@ -31,7 +33,7 @@ def time_text(config: C, predict: Predictor[C], plan: Planner[C]) -> str:
     )
     return (
         f"  {cluster.name}; assumed: {predict.assumed(config)}\n"
-        + table(lines)
+        + table(lines, has_remarks=True)
         + "  not included: validation, waiting for rewards; an estimate, see docs/predicted_step.md\n"
         + "".join(_advice(advice, step) for advice in advise(config, predict, plan)[:SHOWN_ADVICE])
         + _modes_text(config, predict, plan)

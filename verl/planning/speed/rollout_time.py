@@ -5,7 +5,7 @@ A decoding step reads all weights and the keys and values of the running sequenc
 until many run; a batch is as slow as its longest responses.
 """
 
-from dataclasses import dataclass
+from collections import defaultdict
 
 from verl.planning.memory_model import ModelShape
 from verl.planning.planned_run import PlannedEngine
@@ -25,22 +25,6 @@ ACTIVATION_GIB = 2.0  # of the engine, in addition to weights and cache
 SEGMENTS = 48
 
 
-@dataclass(frozen=True)
-class SamplingTime:
-    """Seconds of a rollout by cause."""
-
-    prompts: float
-    weights: float  # reading them
-    cache: float  # reading keys and values
-    products: float  # beyond the time that reading the weights takes
-    reduces: float  # between the ranks of an engine
-    engine: float  # its own code, sampling, processing of images
-
-    @property
-    def seconds(self) -> float:
-        return self.prompts + self.weights + self.cache + self.products + self.reduces + self.engine
-
-
 def sampling_time(
     engine: PlannedEngine,
     policy: ModelShape,
@@ -48,18 +32,18 @@ def sampling_time(
     cluster: Cluster,
     *,
     has_adapters: bool = False,  # that the engine applies
-) -> SamplingTime:
-    """Predict one call of an engine."""
+) -> dict[str, float]:
+    """Predict the seconds of one call of an engine, by cause: `prompts`, and those of `decoding_step`."""
     sequences = engine.prompts * engine.options.n
     at_once = min(sequences, sequences_at_once(engine, policy, lengths, cluster))
-    totals: dict[str, float] = dict.fromkeys(("weights", "cache", "products", "reduces", "engine"), 0.0)
+    prompts, images = _prompts(engine, policy, lengths, cluster)
+    totals: dict[str, float] = defaultdict(float, prompts=prompts)
     for steps, running, context in _schedule(sequences, at_once, lengths):
         parts = decoding_step(engine, policy, cluster, running, context, has_adapters=has_adapters)
         for name, seconds in parts.items():
             totals[name] += steps * seconds
-    prompts, images = _prompts(engine, policy, lengths, cluster)
     totals["engine"] += images
-    return SamplingTime(prompts, **totals)
+    return totals
 
 
 def sequences_at_once(
@@ -82,7 +66,11 @@ def decoding_step(
     *,
     has_adapters: bool = False,
 ) -> dict[str, float]:
-    """Predict the seconds of one token of all running sequences, with a mean context, by cause."""
+    """Predict the seconds of one token of all running sequences, with a mean context, by cause.
+
+    `weights` and `cache` are reading; `products` what goes beyond reading weights; `reduces` between ranks;
+    `engine` its own code and sampling, and in a whole call also the processing of images.
+    """
     options, text, number = engine.options, policy.text, engine.number
     ranks = options.tensor_parallel_size
     dense = (policy.params - text.layers * (text.params - layer_weights(text))) / ranks

@@ -10,7 +10,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from typing import NamedTuple
 
 from verl.planning.stream_plan import GroupId, StreamPlan, fitting_groups
 
@@ -140,19 +139,6 @@ class _Engine:
             heappush(self.running, (self.position + length, self.position, group))
 
 
-class _Figures(NamedTuple):
-    """Totals of a run so far: seconds, tokens, idle seconds of both sides."""
-
-    seconds: float
-    tokens: float
-    idle_sampling: float
-    idle_training: float
-
-    def since(self, before: "_Figures") -> SimulatedRun:
-        seconds, tokens, *idle = (now - then for now, then in zip(self, before, strict=True))
-        return SimulatedRun(seconds, tokens, *(each / seconds for each in idle))
-
-
 def simulate(
     mode: str,
     work: SimulatedWork,
@@ -179,11 +165,12 @@ def simulate(
     plan = StreamPlan(work.groups_per_step, bound, last + warm_up, engines, max_in_flight)
     # in batches, a step's prompts wait in the engine
     run = _Run(order, work, costs, plan, UNLIMITED if order.in_batches else at_once)
-    before = _Figures(0.0, 0.0, 0.0, 0.0)
+    before: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
     while plan.version < last:
         if run.advance() and plan.version == warm_up:
-            before = run.figures()
-    return run.figures().since(before)
+            before = run.totals()
+    seconds, tokens, *idle = (now - then for now, then in zip(run.totals(), before, strict=True))
+    return SimulatedRun(seconds, tokens, *(each / seconds for each in idle))
 
 
 class _Run:
@@ -209,9 +196,10 @@ class _Run:
     def is_sampling(self) -> bool:
         return not (self.order.in_turn and self.is_training)
 
-    def figures(self) -> _Figures:
+    def totals(self) -> tuple[float, ...]:
+        """Return seconds, tokens and the idle seconds of both sides so far."""
         idle = sum(engine.idle for engine in self.engines) / len(self.engines)
-        return _Figures(self.now, self.tokens, idle, self.idle_training)
+        return (self.now, self.tokens, idle, self.idle_training)
 
     def advance(self) -> bool:
         """Go to the next completed response, or step; return whether new weights were published."""

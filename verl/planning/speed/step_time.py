@@ -115,7 +115,8 @@ class Predictor(Generic[C]):
         gpus, engine = self.cluster.world_size, run.engine
         if engine is None:
             return StepTime(tuple(phases), tokens, mfu, gpus)
-        return StepTime(tuple(phases), tokens, mfu, gpus + engine.own_devices, engine.samples_ahead)
+        gpus += engine.own * engine.options.tensor_parallel_size
+        return StepTime(tuple(phases), tokens, mfu, gpus, engine.samples_ahead)
 
 
 def _passes(run: PlannedRun, model: HeldModel) -> list[PlannedPass]:
@@ -232,7 +233,7 @@ def _rollout(
     shape = policy.shape
     as_adapter = run.serves_adapters(USUAL_GPU)
     sampled = sampling_time(run.engine, shape, lengths, cluster, has_adapters=as_adapter)
-    parts = {name: calls * value for name, value in vars(sampled).items()}
+    parts = {name: calls * value for name, value in sampled.items()}
     gathered = traffic.gathered_bytes(shape, replace(policy.setup, c=run.engine.number))
     sent = shape.trained / shape.params if as_adapter else 1.0
     sync = {
