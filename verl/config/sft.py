@@ -84,10 +84,6 @@ class SFTConfig(RunTree):
     trainer: SFTRunConfig = option(SFTRunConfig, "Duration, devices, logging and checkpoints.")
     distillation: DistillationConfig = option(DistillationConfig, "Teachers of the model.")
 
-    @property
-    def has_validation(self) -> bool:
-        return bool(self.data.val_files)
-
     def problems(self, path: str) -> Iterator[str]:
         actor, loss = self.worker.actor, self.distillation.distillation_loss
         if self.distillation.reads_teacher_log_probs:

@@ -253,7 +253,7 @@ def planned_sft(config: SFTConfig) -> PlannedRun:
     rows = actor.global_batch_size // config.dp_size
     passes = (_pass("update_actor", "actor", actor, rows, is_update=True),)
     teachers = planned_teachers(config.distillation, actor, rows, rows)
-    if config.has_validation:
+    if config.data.val_files:
         passes = (_pass("validation", "actor", actor, rows), *passes)
     return PlannedRun(
         config.trainer,

@@ -32,10 +32,6 @@ class Operations:
     elementwise: float  # bytes
     softmax: float  # bytes
 
-    @property
-    def total(self) -> float:
-        return self.products + self.attention + self.head
-
 
 def layer_weights(stack: Stack) -> int:
     """Weights of a layer that a token is multiplied with."""

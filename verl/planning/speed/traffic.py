@@ -18,10 +18,6 @@ class Collectives:
     expert_sharding: float  # the same of divided experts, between the ranks that hold the same ones
     experts: float  # all-to-alls of tokens to divided experts and back
 
-    @property
-    def total(self) -> float:
-        return sum(vars(self).values())
-
 
 def _others_shards(params: float, experts: float, setup: ModelSetup) -> tuple[float, float]:
     """Weights that a rank receives when each gathers `params` and its part of divided `experts` in them."""
