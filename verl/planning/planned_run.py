@@ -179,10 +179,7 @@ class PlannedRun:
 def planned_ppo(config: PPOConfig) -> PlannedRun:
     data, rollout, length = config.data, config.worker.rollout, config.max_sequence_length
     prompt, response = data.max_prompt_length, data.max_response_length
-    sequences, engine_prompts = (
-        data.rollout_batch_size * rollout.n,
-        config.loader_batch_size // config.num_engines,
-    )
+    sequences = data.rollout_batch_size * rollout.n
     # Three tensors of int64 over sequences, eight of float32 over responses.
     batch_bytes = sequences * (8 * 3 * length + 4 * 8 * response)
     roles, use_reference = config.trained_roles, config.algorithm.use_reference
@@ -191,17 +188,17 @@ def planned_ppo(config: PPOConfig) -> PlannedRun:
     distillation, actor, rows = config.distillation, config.worker.actor, sequences // config.dp_size
     mini_batch = actor.global_batch_size * rollout.n // config.dp_size
     teachers = planned_teachers(distillation, actor, rows, mini_batch, shares=actor.share_prompt)
-    models = (*models, *teachers)
+    pictures = None
     if config.trainer.diffusion:
-        models = ()  # formulas are of language models
+        pictures = planned_pictures(data, config.worker, config.dp_size, reference=use_reference)
     return PlannedRun(
         config.trainer,
         RowLengths(prompt, response, media=prompt, group=rollout.n, ranks=config.sp_size),
-        tuple(models),
+        () if pictures else (*models, *teachers),  # formulas are of language models
         batch_bytes,
         PlannedEngine(
             rollout,
-            engine_prompts,
+            config.loader_batch_size // config.num_engines,
             prompt,
             length,
             config.max_model_len,
@@ -213,9 +210,7 @@ def planned_ppo(config: PPOConfig) -> PlannedRun:
         config.worker.actor.ring_size,
         use_reference,
         tuple(PlannedServer(*item) for item in config.reward_servers.items() if item[1].is_served),
-        planned_pictures(data, config.worker, config.dp_size, reference=use_reference)
-        if config.trainer.diffusion
-        else None,
+        pictures,
         batch_tokens=sequences * length,
         compares_teachers=distillation.compares_in_update,
     )
@@ -229,18 +224,14 @@ def planned_teachers(
     `rows` are those of a rank in a step, `mini_batch` those in an update.
     """
     for name, teacher in distillation.loaded.items():
-        if distillation.reads_teacher_log_probs:
-            each = _pass(TEACHER, "actor", actor, rows, shares)
-        else:
-            each = replace(
-                _pass(TEACHER, "actor", actor, mini_batch, shares, is_update=True), is_update=False
-            )
+        is_before = distillation.reads_teacher_log_probs
+        each = _pass(TEACHER, "actor", actor, rows if is_before else mini_batch, shares, not is_before)
         yield PlannedModel(
             name,
             teacher.model,
             teacher.fsdp,
             teacher.offload,
-            (each,),
+            (replace(each, is_update=False),),
             is_teacher=True,
             prompt=teacher.max_prompt_length,
             share=1 / len(distillation.teachers),  # each row has one

@@ -134,12 +134,8 @@ def _simulated(config: C, predict: Predictor[C]) -> tuple[SimulatedRun, float]:
 
 def predicted_costs(config: C, predict: Predictor[C], engine: PlannedEngine) -> Costs:
     """Predict what a simulation needs from the phases of a step."""
-    step, run, cluster, lengths = (
-        predict(config),
-        predict.describe(config),
-        predict.cluster,
-        predict.lengths(config),
-    )
+    step, run = predict(config), predict.describe(config)
+    cluster, lengths = predict.cluster, predict.lengths(config)
     policy = held_model(run.models[0], cluster.world_size, USUAL_GPU, predict.read_shape).shape
     has_adapters = run.serves_adapters(USUAL_GPU)
     sampled = sampling_time(engine, policy, lengths, cluster, has_adapters=has_adapters)

@@ -141,10 +141,7 @@ def _pass_time(
     shape, setup, update = model.shape, model.setup, each.is_update
     done = operations.update(shape, setup, work) if update else operations.forward(shape, work)
     parts = _kernels(done, cluster)
-    kernels = max(sum(parts.values()), work.micro_batches * launch_seconds(model, work, is_update=update))
-    parts["launching kernels"] = kernels - sum(parts.values())
-    moved = moving_seconds(run, model, work, cluster, is_update=update)
-    parts["collectives"] = moved - HIDDEN_SHARE * min(moved, kernels)
+    parts |= beside_kernels(run, model, work, sum(parts.values()), cluster, is_update=update)
     # The experts wait for their tokens.
     sent = _collectives(run, model, work, cluster, is_update=update).experts
     parts["sending tokens"] = sent / cluster.exchange(setup.expert_ranks)
@@ -179,7 +176,19 @@ def _encoding(
     return [PhaseTime("encode", sum(parts.values()), parts)]
 
 
-def launch_seconds(model: HeldModel, work: PassWork, *, is_update: bool) -> float:
+def beside_kernels(
+    run: PlannedRun, model: HeldModel, work: PassWork, seconds: float, cluster: Cluster, *, is_update: bool
+) -> dict[str, float]:
+    """Return what launching kernels of so many seconds, and collectives next to them, take in addition."""
+    kernels = max(seconds, work.micro_batches * _launch_seconds(model, work, is_update=is_update))
+    moved = _moving_seconds(run, model, work, cluster, is_update=is_update)
+    return {
+        "launching kernels": kernels - seconds,
+        "collectives": moved - HIDDEN_SHARE * min(moved, kernels),
+    }
+
+
+def _launch_seconds(model: HeldModel, work: PassWork, *, is_update: bool) -> float:
     """Seconds of the host for a micro batch."""
     shape = model.shape
     layers = shape.text.layers + (shape.tower.layers if shape.tower and work.patches else 0)
@@ -187,7 +196,7 @@ def launch_seconds(model: HeldModel, work: PassWork, *, is_update: bool) -> floa
     return layers * (LAYER_SECONDS[0] * forwards + LAYER_SECONDS[1] * is_update) + MICRO_BATCH_SECONDS
 
 
-def moving_seconds(
+def _moving_seconds(
     run: PlannedRun, model: HeldModel, work: PassWork, cluster: Cluster, *, is_update: bool
 ) -> float:
     """Seconds of a pass in collectives that products may hide, and in copies of weights in host memory."""
