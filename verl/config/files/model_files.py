@@ -78,6 +78,14 @@ def length_limit(config: dict[str, Any], overrides: dict[str, Any]) -> LengthLim
     return LengthLimit(int(found[key] * _rope_factor(text)), key)
 
 
+def context_problem(key: str, tokens: int, model: str, overrides: dict[str, Any]) -> Iterator[str]:
+    """Yield that a length, the value of `key`, is beyond the model's: vLLM refuses to start with it."""
+    config = read_model_config(model)
+    limit = None if config is None else length_limit(config, overrides)
+    if limit is not None and tokens > limit.tokens:
+        yield f"{key} must be at most {limit.tokens}, the model's `{limit.key}` in its config.json ({model})"
+
+
 def _rope_factor(text: dict[str, Any]) -> float:
     ropes = [text.get("rope_scaling"), text.get("rope_parameters")]
     ropes += [each for rope in ropes if isinstance(rope, dict) for each in rope.values()]

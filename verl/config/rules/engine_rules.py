@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from verl.config.algorithm import AlgorithmConfig
 from verl.config.async_training import ONE_STEP_OFF, PARTIAL, STREAM, AsyncConfig
 from verl.config.data import DataConfig
-from verl.config.files.model_files import length_limit, read_model_config
+from verl.config.files.model_files import context_problem
 from verl.config.rollout import RolloutConfig
 from verl.config.trainer import TrainerConfig, divisible
 from verl.config.worker import WorkerConfig
@@ -145,17 +145,10 @@ def length_problems(data: DataConfig, worker: WorkerConfig) -> Iterator[str]:
 
 
 def _context_length(longest: int, lengths: str, worker: WorkerConfig) -> Iterator[str]:
-    """The engine refuses to start with sequences that are longer than the model's context."""
     model, rollout = worker.actor.model, worker.rollout
     if model.model_path is None or rollout.name != "vllm" or os.environ.get(LONG_CONTEXTS) == "1":
         return
-    config = read_model_config(model.model_path)
-    limit = None if config is None else length_limit(config, model.override_config)
-    if limit is not None and longest > limit.tokens:
-        key = lengths
-        if rollout.max_model_len is not None:
-            key = f"`worker.rollout.max_model_len` ({rollout.max_model_len})"
-        yield (
-            f"{key} must be at most {limit.tokens}, the model's `{limit.key}` in its config.json"
-            f" ({model.model_path})"
-        )
+    key = lengths
+    if rollout.max_model_len is not None:
+        key = f"`worker.rollout.max_model_len` ({rollout.max_model_len})"
+    yield from context_problem(key, longest, model.model_path, model.override_config)
