@@ -18,7 +18,7 @@ Exit status: 0; 2 for bad input; 1 for an unsuitable machine; 130 after Ctrl-C.
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -159,16 +159,14 @@ def run_command(conversation: "Conversation", line: str) -> None:
     """Run a line that begins with a slash; raise `ValueError` for an unknown one."""
     name, _, argument = line.partition(" ")
     argument = argument.strip()
-    plain: dict[str, Callable[[], object]] = {
-        "/reset": conversation.reset,
-        "/help": lambda: sys.stderr.write(COMMANDS),
-    }
     if name in MEDIA:
         if not argument:
             raise ValueError(f"{name} needs the path of a file")
         conversation.add_media(MEDIA[name], argument)
-    elif name in plain:
-        plain[name]()
+    elif name == "/reset":
+        conversation.reset()
+    elif name == "/help":
+        sys.stderr.write(COMMANDS)
     else:
         raise ValueError(f"{name} is no command; /help lists them")
 

@@ -117,22 +117,17 @@ class RunConfig:
         total = self.num_processes + num_serving
         if self.nnodes > 1 or self.elastic or total <= cores:
             return None
-        if total > self.world_size:
-            sizes = {
-                "trainer.n_gpus_per_node": self.n_gpus_per_node,
-                "trainer.n_gpus_for_rollout": self.num_processes - self.world_size,
-                "reward_servers.NAME.n_gpus": num_serving,
-            }
-            named = " and ".join(f"`{key}` ({size})" for key, size in sizes.items() if size)
-            return (
-                f"{named} are numbers of processes on CPU, and this machine"
-                f" has {cores} cores: lower them to {cores} in total"
-            )
-        return (
-            f"`trainer.n_gpus_per_node` ({self.n_gpus_per_node}) is the number of processes on CPU, and this"
-            f" machine has {'1 core' if cores == 1 else f'{cores} cores'}: set"
-            f" `trainer.n_gpus_per_node={cores}`"
-        )
+        sizes = {
+            "trainer.n_gpus_per_node": self.n_gpus_per_node,
+            "trainer.n_gpus_for_rollout": self.num_processes - self.world_size,
+            "reward_servers.NAME.n_gpus": num_serving,
+        }
+        named = " and ".join(f"`{key}` ({size})" for key, size in sizes.items() if size)
+        are, remedy = "are numbers", f"lower them to {cores} in total"
+        if total == self.world_size:
+            are, remedy = "is the number", f"set `trainer.n_gpus_per_node={cores}`"
+        has = "1 core" if cores == 1 else f"{cores} cores"
+        return f"{named} {are} of processes on CPU, and this machine has {has}: {remedy}"
 
     def problems(self, path: str) -> Iterator[str]:
         for name in ("project_name", "experiment_name"):

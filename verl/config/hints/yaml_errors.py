@@ -53,7 +53,8 @@ def _at_one_place(problem: str, lines: list[str], mark: yaml.Mark) -> str:
         indent = _indent(here)
         above = _open_indents(lines[: mark.line])
         if indent not in above:
-            return f"it is indented by {_spaces(indent)}, the sections above by {_either(above)}"
+            spaces = "1 space" if indent == 1 else f"{indent} spaces"
+            return f"it is indented by {spaces}, the sections above by {' or '.join(map(str, above))}"
         return f"it does not continue the lines above: `{_short(here)}`"
     return problem
 
@@ -109,11 +110,3 @@ def _short(line: str) -> str:
 
 def _indent(line: str) -> int:
     return len(line) - len(line.lstrip(" "))
-
-
-def _spaces(count: int) -> str:
-    return "1 space" if count == 1 else f"{count} spaces"
-
-
-def _either(counts: list[int]) -> str:
-    return " or ".join(map(str, counts))
