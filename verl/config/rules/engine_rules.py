@@ -5,11 +5,10 @@ import os
 from collections.abc import Iterator
 
 from verl.config.algorithm import AlgorithmConfig
-from verl.config.async_training import ONE_STEP_OFF, PARTIAL, STREAM, AsyncConfig
 from verl.config.data import DataConfig
 from verl.config.files.model_files import context_problem
 from verl.config.rollout import RolloutConfig
-from verl.config.trainer import TrainerConfig, divisible
+from verl.config.trainer import ONE_STEP_OFF, PARTIAL, STREAM, AsyncConfig, TrainerConfig, divisible
 from verl.config.worker import WorkerConfig
 
 FOR_ROLLOUT = "`trainer.n_gpus_for_rollout`"
