@@ -13,7 +13,7 @@ from verl.distributed.backends import USUAL_GPU
 from verl.planning.memory_plan import HeldModel, ReadShape, held_model, read_pictures
 from verl.planning.planned_model import PlannedPass
 from verl.planning.planned_run import PlannedRun
-from verl.planning.speed import operations, traffic
+from verl.planning.speed import operations
 from verl.planning.speed.cluster import Cluster
 from verl.planning.speed.rollout_time import IMAGE_SECONDS, sampling_time
 from verl.planning.speed.workload import ExpectedLengths, PassWork, encoding_work, expected_lengths, pass_work
@@ -213,9 +213,9 @@ def _moving_seconds(
 
 def _collectives(
     run: PlannedRun, model: HeldModel, work: PassWork, cluster: Cluster, *, is_update: bool
-) -> traffic.Collectives:
+) -> operations.Collectives:
     copies, ulysses = _copies(model, cluster), run.lengths.ranks // run.ring
-    return traffic.collectives(
+    return operations.collectives(
         model.shape, model.setup, work, is_update=is_update, copies=copies, ulysses=ulysses, ring=run.ring
     )
 
@@ -229,7 +229,7 @@ def copied_bytes(model: HeldModel, *, is_update: bool) -> float:
     if model.is_streamed:
         return 0.0
     weights, state = model.weights - model.resting_weights, model.state - model.resting_state
-    return traffic.offloaded_bytes(weights, state, is_update=is_update)
+    return operations.offloaded_bytes(weights, state, is_update=is_update)
 
 
 def _rollout(
@@ -243,7 +243,7 @@ def _rollout(
     as_adapter = run.serves_adapters(USUAL_GPU)
     sampled = sampling_time(run.engine, shape, lengths, cluster, has_adapters=as_adapter)
     parts = {name: calls * value for name, value in sampled.items()}
-    gathered = traffic.gathered_bytes(shape, replace(policy.setup, c=run.engine.number))
+    gathered = operations.gathered_bytes(shape, replace(policy.setup, c=run.engine.number))
     sent = shape.trained / shape.params if as_adapter else 1.0
     sync = {
         "gathering weights": sent * gathered / cluster.link(policy.setup.ranks),
