@@ -57,11 +57,6 @@ class PlannedEngine:
             size = self.number * policy.root + QUANTIZED_BYTES * (policy.params - policy.root)
         return size // self.options.tensor_parallel_size
 
-    def layer_to_quantize(self, policy: ModelShape, largest: int) -> int:
-        """Bytes of what waits until all of a layer is there, and of the layer before it is quantized."""
-        weights = policy.experts // policy.text.layers or JOINED_WEIGHTS * largest
-        return self.number * (weights + weights // self.options.tensor_parallel_size)
-
     def cpu_cache(self, policy: ModelShape) -> int:
         """Keys and values on CPU: vLLM's cache, or those of the prompts that `hf` runs together."""
         token = self.number * policy.text.keys_and_values
@@ -82,8 +77,9 @@ class PlannedEngine:
         if setup.expert_ranks > 1:  # the part of one rank's experts comes first
             copies += 1 / setup.expert_ranks
         parts = {"a gathered weight": int(copies * self.number * largest)}
-        if self.is_quantized:
-            parts["a layer to quantize"] = self.layer_to_quantize(policy, largest)
+        if self.is_quantized:  # what waits until all of a layer is there, and the layer until it is quantized
+            layer = policy.experts // policy.text.layers or JOINED_WEIGHTS * largest
+            parts["a layer to quantize"] = self.number * (layer + layer // self.options.tensor_parallel_size)
         if on_gpu(machine.device):
             parts["engine"] = int(self.options.gpu_memory_utilization * machine.device_bytes)
             if self.options.name == "vllm":  # float32, made after vLLM measured what is left for its cache

@@ -41,16 +41,13 @@ def stored_shape(model: ModelConfig, fsdp: FSDPConfig, *, is_trained: bool, head
     try:
         config = json.loads((folder / "config.json").read_text())
         sizes = dict(stored_sizes(folder))
-        if not all(map(KNOWN.search, sizes)) or _has_windows(config.get("text_config", config)):
+        text = config.get("text_config", config)
+        has_windows = text.get("sliding_window") and text.get("use_sliding_window", True)  # as Qwen's do not
+        if has_windows or not all(map(KNOWN.search, sizes)):
             return None
         return _shape(config, sizes, number, is_trained, model.runs_tiles(is_trained=is_trained))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None  # what is wrong with it, `read_shape` says better
-
-
-def _has_windows(text: dict[str, Any]) -> bool:
-    # Qwen's configs have one that they do not use.
-    return bool(text.get("sliding_window")) and text.get("use_sliding_window", True)
 
 
 def _shape(config: dict[str, Any], sizes: Sizes, number: int, is_trained: bool, is_tiled: bool) -> ModelShape:

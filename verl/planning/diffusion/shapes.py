@@ -54,13 +54,12 @@ class Reads:
 
     def conditions(self, config: Any, rows: int, tokens: int, dtype: torch.dtype) -> Conditions:
         """Return what it reads of as many prompts, on the meta device."""
-        sizes: dict[str, tuple[int, ...]] = {}
-        sizes["encoder_hidden_states"] = tokens + self.more_tokens, getattr(config, self.states)
+        length = tokens + self.more_tokens
+        found = {"encoder_hidden_states": _empty(rows, length, getattr(config, self.states), dtype=dtype)}
         if self.pooled is not None:
-            sizes["pooled_projections"] = (getattr(config, self.pooled),)
-        found = {name: _empty(rows, *size, dtype=dtype) for name, size in sizes.items()}
+            found["pooled_projections"] = _empty(rows, getattr(config, self.pooled), dtype=dtype)
         if self.masks:
-            found["encoder_hidden_states_mask"] = _empty(rows, tokens + self.more_tokens, dtype=torch.bool)
+            found["encoder_hidden_states_mask"] = _empty(rows, length, dtype=torch.bool)
         return found
 
 

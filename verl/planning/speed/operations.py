@@ -122,11 +122,6 @@ def _others_shards(params: float, experts: float, setup: ModelSetup) -> tuple[fl
     return rest, experts / setup.expert_ranks * (shards - 1) / shards
 
 
-def gathered_bytes(shape: ModelShape, setup: ModelSetup) -> float:
-    """Bytes that a rank receives when all weights are gathered once."""
-    return setup.c * shape.params * (setup.ranks - 1) / setup.ranks
-
-
 def collectives(
     shape: ModelShape,
     setup: ModelSetup,
@@ -161,11 +156,3 @@ def collectives(
     routed = states * 2 * text.choices * text.hidden  # to the experts and back
     routed *= (setup.expert_ranks - 1) / setup.expert_ranks
     return Collectives(sharding, replicas, heads, around, expert_sharding, routed)
-
-
-def offloaded_bytes(weights: int, state: int, *, is_update: bool) -> float:
-    """Bytes that a pass of an offloaded model copies in both directions.
-
-    Copies in host memory are kept: weights return there only after an update, which alone needs the state.
-    """
-    return 2.0 * (weights + state) if is_update else float(weights)

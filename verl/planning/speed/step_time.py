@@ -226,10 +226,14 @@ def _copies(model: HeldModel, cluster: Cluster) -> int:
 
 
 def copied_bytes(model: HeldModel, *, is_update: bool) -> float:
+    """Bytes that a pass of an offloaded model copies in both directions.
+
+    Copies in host memory are kept: weights return there only after an update, which alone needs the state.
+    """
     if model.is_streamed:
         return 0.0
     weights, state = model.weights - model.resting_weights, model.state - model.resting_state
-    return operations.offloaded_bytes(weights, state, is_update=is_update)
+    return 2.0 * (weights + state) if is_update else float(weights)
 
 
 def _rollout(
@@ -243,10 +247,11 @@ def _rollout(
     as_adapter = run.serves_adapters(USUAL_GPU)
     sampled = sampling_time(run.engine, shape, lengths, cluster, has_adapters=as_adapter)
     parts = {name: calls * value for name, value in sampled.items()}
-    gathered = operations.gathered_bytes(shape, replace(policy.setup, c=run.engine.number))
+    ranks = policy.setup.ranks
+    gathered = run.engine.number * shape.params * (ranks - 1) / ranks
     sent = shape.trained / shape.params if as_adapter else 1.0
     sync = {
-        "gathering weights": sent * gathered / cluster.link(policy.setup.ranks),
+        "gathering weights": sent * gathered / cluster.link(ranks),
         "starting gathers": GATHER_SECONDS * LAYER_TENSORS * shape.text.layers,
         "waking the engine": 0.0 if run.engine.own else WAKE_SECONDS,
         "offloading": (policy.weights - policy.resting_weights) / cluster.pcie,
