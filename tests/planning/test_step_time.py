@@ -22,11 +22,11 @@ from verl.models.tiny import save_tiny_model
 from verl.planning.memory_plan import Planner
 from verl.planning.model_sizes import read_shape
 from verl.planning.planned_run import planned_ppo, planned_sft
-from verl.planning.report import with_options
+from verl.planning.report import problems_of, with_options
 from verl.planning.speed import operations
-from verl.planning.speed.advice import MIN_GAIN, advise, problems_of
 from verl.planning.speed.cluster import parse_cluster
 from verl.planning.speed.modes import compare_modes, drawn_lengths
+from verl.planning.speed.report import MIN_GAIN, advise
 from verl.planning.speed.step_time import Predictor
 from verl.planning.speed.workload import PassWork, Responses, expected_lengths, pass_work
 

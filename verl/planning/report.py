@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 
 from verl.config.files.model_files import local_folder
 from verl.config.files.paths import MODEL_CONFIGS
-from verl.config.schema import value_at
+from verl.config.schema import ConfigError, check_config, value_at
 from verl.config.trainer import RunTree
 from verl.distributed.backends import on_gpu
 from verl.planning.machine import GIB, Machine, MemoryPlan, Phase, find_machine
@@ -162,6 +162,15 @@ def _with_option(section: Any, key: str, value: Any) -> Any:
         return with_options(section, {key: value})
     name, _, rest = key.partition(".")  # of a section that the user named
     return section | {name: with_options(section[name], {rest: value})}
+
+
+def problems_of(config: RunTree) -> set[str]:
+    """Return the rules that a config breaks."""
+    try:
+        check_config(config)
+    except ConfigError as error:
+        return set(error.problems)
+    return set()
 
 
 def with_largest_sizes(config: C, planner: Planner[C]) -> C:

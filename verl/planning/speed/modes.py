@@ -12,8 +12,7 @@ from verl.config.trainer import TrainerConfig
 from verl.distributed.backends import USUAL_GPU
 from verl.planning.memory_plan import Planner, held_model
 from verl.planning.planned_run import PlannedEngine
-from verl.planning.report import Changes, with_options
-from verl.planning.speed.advice import problems_of
+from verl.planning.report import Changes, problems_of, with_options
 from verl.planning.speed.cluster import Cluster
 from verl.planning.speed.rollout_time import decoding_step, sampling_time, sequences_at_once
 from verl.planning.speed.simulation import ORDERS, Costs, SimulatedRun, SimulatedWork, simulate
