@@ -4,7 +4,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from verl.config.files.extensions import declared_needs, is_extension
+from verl.config.files.paths import declared_needs, is_extension
 from verl.config.rollout_correction import parse_bounds, parse_rejections
 from verl.config.schema import option
 

@@ -17,7 +17,7 @@ from functools import cache, reduce
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
-from verl.config.files.extensions import extension_in_file, is_extension
+from verl.config.files.paths import extension_in_file, is_extension
 from verl.config.hints.arguments import quoted, spelling, whole_arguments
 from verl.config.hints.renamed_keys import RenamedKeys
 from verl.config.hints.unknown_keys import MAX_KEY, Suggestion, suggest

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from verl.config.algorithm import EXACT_KL
-from verl.config.files.extensions import is_extension
+from verl.config.files.paths import is_extension
 from verl.config.ppo import PPOConfig
 
 
