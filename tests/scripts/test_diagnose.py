@@ -11,8 +11,16 @@ import sys
 import pytest
 
 from tests.helpers.training import ROOT
-from verl.cli.checks.gpus import check_compiler, check_fabric, check_gpus, is_built_for
-from verl.cli.checks.machine import Level, check_disk, check_ray, check_shared_memory
+from verl.cli.checks import (
+    Level,
+    check_compiler,
+    check_disk,
+    check_fabric,
+    check_gpus,
+    check_ray,
+    check_shared_memory,
+    is_built_for,
+)
 from verl.cli.doctor import check_imports, check_plain_transformers, check_requirements, main, run_checks
 from verl.distributed.gpus import QUERY, Gpu, old_driver, read_gpus
 

@@ -25,22 +25,8 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from verl.cli.checks.gpus import check_attention_packages, check_compiler, check_fabric, check_gpus
-from verl.cli.checks.machine import (
-    Finding,
-    Level,
-    check_disk,
-    check_host_name,
-    check_loopback,
-    check_memory,
-    check_open_files,
-    check_ray,
-    check_sandbox,
-    check_shared_memory,
-    check_temporary_folder,
-    check_threads,
-    judge,
-)
+from verl.cli import checks
+from verl.cli.checks import Finding, Level, judge
 from verl.config.hints.renamed_keys import VERL_KEYS
 from verl.config.ppo import PPOConfig
 from verl.config.schema import ConfigError
@@ -106,21 +92,21 @@ def run_checks(engine: str, trainer: RunConfig | None, *, tries_imports: bool) -
         yield check_plain_transformers()
     device, num_gpus = ("auto", 0) if trainer is None else (trainer.device, trainer.n_gpus_per_node)
     gpus = list_gpus()
-    yield from check_gpus(gpus, device, num_gpus)
+    yield from checks.check_gpus(gpus, device, num_gpus)
     if gpus and device != "cpu":
-        yield check_fabric()
-        yield check_compiler()
-        yield check_attention_packages()
-    yield check_threads()
-    yield check_memory()
-    yield check_shared_memory()
-    yield check_disk(Path("checkpoints" if trainer is None else trainer.checkpoint_folder))
-    yield check_temporary_folder()
-    yield check_open_files()
-    yield check_loopback()
-    yield check_host_name(1 if trainer is None else trainer.nnodes)
-    yield check_ray()
-    yield check_sandbox()
+        yield checks.check_fabric()
+        yield checks.check_compiler()
+        yield checks.check_attention_packages()
+    yield checks.check_threads()
+    yield checks.check_memory()
+    yield checks.check_shared_memory()
+    yield checks.check_disk(Path("checkpoints" if trainer is None else trainer.checkpoint_folder))
+    yield checks.check_temporary_folder()
+    yield checks.check_open_files()
+    yield checks.check_loopback()
+    yield checks.check_host_name(1 if trainer is None else trainer.nnodes)
+    yield checks.check_ray()
+    yield checks.check_sandbox()
 
 
 def check_supported(engine: str) -> Finding:
