@@ -45,12 +45,10 @@ def check_versions(rollout_engine: str = "vllm") -> None:
 
 def package_problems(found: dict[str, str | None], needs_vllm: bool) -> list[str]:
     """Return a sentence for each incompatible package; None means not installed."""
-
-    def num_matches(pair: Pair) -> int:
-        return sum(matches(found[name], needed) for name, needed in pair._asdict().items())
-
-    problems, pair = [], max(PAIRS, key=num_matches)  # the newest of equals
-    for name, needed in pair._asdict().items():
+    problems, pairs = [], [pair._asdict() for pair in PAIRS]
+    # The newest of those that match equally well.
+    best = max(pairs, key=lambda pair: sum(matches(found[name], needed) for name, needed in pair.items()))
+    for name, needed in best.items():
         if name == "vllm" and not needs_vllm:
             continue
         if not matches(found[name], needed):

@@ -166,7 +166,10 @@ class ChildProcess:
         before = os.fstat(self._report.fileno()).st_size
         with suppress(ProcessLookupError):
             os.kill(self.pid, STACK_SIGNAL)
-        return await whole_stacks(lambda: self._read_report(before))
+        end = time.monotonic() + STACK_WAIT_S
+        while STACKS_END.search(stacks := self._read_report(before)) is None and time.monotonic() < end:
+            await asyncio.sleep(STACK_POLL_S)
+        return stacks
 
     def crash_report(self) -> str:
         """Return what Python wrote when a guarded process crashed; also after `kill`."""
@@ -261,14 +264,6 @@ def _living_processes() -> Iterator[tuple[int, int]]:
             state, parent = stat.read_text().rpartition(")")[2].split()[:2]
             if state != "Z":
                 yield int(stat.parent.name), int(parent)
-
-
-async def whole_stacks(read: Callable[[], str]) -> str:
-    """Return the stacks that a process is writing, once they are complete or time is up."""
-    end = time.monotonic() + STACK_WAIT_S
-    while STACKS_END.search(stacks := read()) is None and time.monotonic() < end:
-        await asyncio.sleep(STACK_POLL_S)
-    return stacks
 
 
 def frames_of(stacks: str) -> list[tuple[str, str, str]]:
