@@ -93,12 +93,8 @@ class PlannedEngine:
 class PlannedServer:
     """A model that the run serves for the reward function."""
 
-    name: str
+    option: str  # its section
     options: RewardServerConfig
-
-    @property
-    def option(self) -> str:
-        return f"reward_servers.{self.name}"
 
     @property
     def model(self) -> ModelConfig:
@@ -184,6 +180,8 @@ def planned_ppo(config: PPOConfig) -> PlannedRun:
     distillation, actor, rows = config.distillation, config.worker.actor, sequences // config.dp_size
     mini_batch = actor.global_batch_size * rollout.n // config.dp_size
     teachers = planned_teachers(distillation, actor, rows, mini_batch, shares=actor.share_prompt)
+    served = ((name, server) for name, server in config.reward_servers.items() if server.is_served)
+    servers = (PlannedServer(f"reward_servers.{name}", server) for name, server in served)
     pictures = None
     if config.trainer.diffusion:
         pictures = planned_pictures(data, config.worker, config.dp_size, reference=use_reference)
@@ -205,7 +203,7 @@ def planned_ppo(config: PPOConfig) -> PlannedRun:
         {role: getattr(section, "ppo_epochs", 1) for role, section in roles.items()},
         config.worker.actor.ring_size,
         use_reference,
-        tuple(PlannedServer(*item) for item in config.reward_servers.items() if item[1].is_served),
+        tuple(servers),
         pictures,
         batch_tokens=sequences * length,
         compares_teachers=distillation.compares_in_update,

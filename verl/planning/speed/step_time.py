@@ -15,7 +15,7 @@ from verl.planning.planned_model import PlannedPass
 from verl.planning.planned_run import PlannedRun
 from verl.planning.speed import operations
 from verl.planning.speed.cluster import Cluster
-from verl.planning.speed.rollout_time import IMAGE_SECONDS, sampling_time
+from verl.planning.speed.rollout_time import IMAGE_SECONDS, EngineSpeed
 from verl.planning.speed.workload import ExpectedLengths, PassWork, encoding_work, expected_lengths, pass_work
 from verl.utils.imports import deferred
 
@@ -245,7 +245,7 @@ def _rollout(
     calls = max(1, round(calls / engines / run.engine.prompts))
     shape = policy.shape
     as_adapter = run.serves_adapters(USUAL_GPU)
-    sampled = sampling_time(run.engine, shape, lengths, cluster, has_adapters=as_adapter)
+    sampled = EngineSpeed(run.engine, shape, cluster, has_adapters=as_adapter).call_seconds(lengths)
     parts = {name: calls * value for name, value in sampled.items()}
     ranks = policy.setup.ranks
     gathered = run.engine.number * shape.params * (ranks - 1) / ranks
