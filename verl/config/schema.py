@@ -271,7 +271,6 @@ class _Builder:
             return entry.default
 
     def _named(self, kind: type, name: Any, values: Any, path: str) -> Any:
-        """Build a section that the user named."""
         key = _join(path, str(name))
         if SECTION_NAME.fullmatch(str(name)) is None:
             self._complain(key, f"`{path}`: a name must have letters, digits, - or _, got {show(name)}")

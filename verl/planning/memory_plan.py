@@ -179,7 +179,6 @@ def _load(models: Sequence[HeldModel], machine: Machine) -> Phase:
 
 
 def _phase(run: PlannedRun, models: Sequence[HeldModel], model: HeldModel, each: PlannedPass) -> Phase:
-    """The phase of one pass of a model."""
     lengths, prompt = run.lengths, model.planned.prompt
     if prompt is not None:
         lengths = replace(lengths, prompt=prompt, media=prompt)

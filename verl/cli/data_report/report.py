@@ -281,7 +281,6 @@ def _marked(text: str, mark: str) -> list[str]:
 
 
 def _token_counts(ids: Tensor, dataset: RowDataset) -> str:
-    """Count the tokens of text and of each kind of media."""
     counts = {"text": len(ids)}
     kinds = {} if dataset.media is None else dataset.media.family.placeholders(dataset.processor)
     for token, kind in kinds.items():
@@ -326,7 +325,6 @@ def _tiles(decoded: DecodedMedia) -> Iterator[Tile]:
 
 
 def _seconds(meta: dict[str, Any], position: int) -> float:
-    """Time of a sampled frame in its video."""
     return meta["frames_indices"][position] / meta["fps"]
 
 

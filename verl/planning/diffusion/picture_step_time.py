@@ -108,7 +108,6 @@ def _transformer(
 
 
 def _calls(pictures: PlannedPictures) -> int:
-    """Count the calls of the sampler."""
     return -(-pictures.pictures // pictures.pictures_at_once)
 
 

@@ -133,11 +133,7 @@ def _candidates(config: Any, predict: Predictor[Any]) -> Iterator[Changes]:
     if config.trainer.save_freq > 0:
         yield {"trainer.async_save": True}
     if isinstance(config, PPOConfig):
-        yield from _rollout_candidates()
-
-
-def _rollout_candidates() -> Iterator[Changes]:
-    yield {"worker.actor.share_prompt": True}
-    yield {"worker.rollout.enforce_eager": False}
-    yield from ({"worker.rollout.tensor_parallel_size": ranks} for ranks in (1, 2, 4, 8, 16))
-    yield from ({"worker.rollout.gpu_memory_utilization": share} for share in ENGINE_SHARES)
+        yield {"worker.actor.share_prompt": True}
+        yield {"worker.rollout.enforce_eager": False}
+        yield from ({"worker.rollout.tensor_parallel_size": ranks} for ranks in (1, 2, 4, 8, 16))
+        yield from ({"worker.rollout.gpu_memory_utilization": share} for share in ENGINE_SHARES)

@@ -248,7 +248,6 @@ class _Run:
         self.may_be_ready = False
 
     def _finish(self, at: int, engine: _Engine, responses: list[GroupId]) -> None:
-        """Note the groups of an engine's completed responses."""
         for group in responses:
             self.unfinished[group] -= 1
             if engine.is_full or self.unfinished[group] == 0:
@@ -259,7 +258,6 @@ class _Run:
 
 
 def _room(plan: StreamPlan, at: int, order: Order) -> int:
-    """Return the number of groups that an engine begins now."""
     room = plan.room(at)
     if not order.in_batches:
         return room
