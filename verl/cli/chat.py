@@ -19,7 +19,6 @@ Exit status: 0; 2 for bad input; 1 for an unsuitable machine; 130 after Ctrl-C.
 import argparse
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,8 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     outlive_readers()
     repair_cuda_builds()
     try:
-        with ExitStack() as stack:
-            return _talk(options, stack)
+        return _talk(options)
     except FOR_THE_USER as error:
         return told(error)
     except KeyboardInterrupt:
@@ -102,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _talk(options: argparse.Namespace, stack: ExitStack) -> int:
+def _talk(options: argparse.Namespace) -> int:
     try:
         model_source(options.model)  # a misspelled folder is told before torch loads
     except (ValueError, OSError) as error:
@@ -119,11 +117,11 @@ def _talk(options: argparse.Namespace, stack: ExitStack) -> int:
         sys.stderr.write("loading the model ...\n")
     from verl.cli.chat_session import open_conversation  # noqa: PLC0415 - torch loads after the options
 
-    model = stack.enter_context(loadable(options.model, trust_remote_code=options.trust_remote_code))
-    conversation = stack.enter_context(open_conversation(model.path, options))
-    if is_terminal:
-        sys.stderr.write(f"{model.name}; /help lists commands, Ctrl-D ends\n")
-    return answer(conversation, typed_lines() if is_terminal else sys.stdin, is_terminal=is_terminal)
+    loaded = loadable(options.model, trust_remote_code=options.trust_remote_code)
+    with loaded as model, open_conversation(model.path, options) as conversation:
+        if is_terminal:
+            sys.stderr.write(f"{model.name}; /help lists commands, Ctrl-D ends\n")
+        return answer(conversation, typed_lines() if is_terminal else sys.stdin, is_terminal=is_terminal)
 
 
 def typed_lines() -> Iterator[str]:

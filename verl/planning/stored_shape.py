@@ -5,14 +5,13 @@ Takes milliseconds, where building an empty model imports torch and transformers
 common dense models, trained whole; for the others `verl.planning.model_sizes` builds an empty one.
 """
 
-import json
 import math
 import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from verl.config.files.model_files import stored_sizes
+from verl.config.files.model_files import CONFIG, read_json, stored_sizes
 from verl.config.model import FSDPConfig, ModelConfig
 from verl.planning.memory_model import NUMBER_BYTES, LayerCache, ModelShape, Stack
 
@@ -36,10 +35,10 @@ def stored_shape(model: ModelConfig, fsdp: FSDPConfig, *, is_trained: bool, head
     changes += [model.freeze_vision_tower, model.freeze_audio_tower, model.freeze_router, model.lora.is_used]
     changes += [model.router_aux_loss_coef, fsdp.expert_parallel_size > 1]
     number = NUMBER_BYTES.get(fsdp.torch_dtype or ("fp32" if is_trained else "bf16"))
-    if any(changes) or head != "causal" or number is None or not (folder / "config.json").is_file():
+    config = read_json(folder / CONFIG)
+    if any(changes) or head != "causal" or number is None or config is None:
         return None
     try:
-        config = json.loads((folder / "config.json").read_text())
         sizes = dict(stored_sizes(folder))
         text = config.get("text_config", config)
         has_windows = text.get("sliding_window") and text.get("use_sliding_window", True)  # as Qwen's do not
