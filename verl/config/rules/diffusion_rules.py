@@ -43,17 +43,11 @@ REQUIRED: dict[str, Any] = {  # of the section `worker`: features of text runs a
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A class of pipelines.
+    """A class of pipelines."""
 
-    Attributes:
-        longest_prompt: Tokens that its text encoders read.
-        patch: Latents of a token in height and in width; None: `patch_size` of the transformer's config.
-        reads_guidance: The transformer reads the guidance scale if its config says so.
-    """
-
-    longest_prompt: int
-    patch: int | None = None
-    reads_guidance: bool = False
+    longest_prompt: int  # tokens that its text encoders read
+    patch: int | None = None  # latents of a token in height and in width; None: `patch_size` of the model
+    reads_guidance: bool = False  # the transformer does, if its config says so
     makes_videos: bool = False
 
 

@@ -19,17 +19,11 @@ DONE = 1e-6  # tokens that a finished response may lack by rounding
 
 @dataclass(frozen=True)
 class Order:
-    """When a mode samples.
+    """When a mode samples."""
 
-    Attributes:
-        in_turn: Engines stop while the model trains.
-        in_batches: An engine begins the prompts of a step at once, and takes new weights between them.
-        staleness: Of groups, in updates; None is `trainer.async_training.staleness_threshold`.
-    """
-
-    in_turn: bool = False
-    in_batches: bool = False
-    staleness: int | None = None
+    in_turn: bool = False  # engines stop while the model trains
+    in_batches: bool = False  # an engine begins a step's prompts at once, and takes new weights between them
+    staleness: int | None = None  # of groups, in updates; None is that of `trainer.async_training`
 
 
 ORDERS: Mapping[str, Order] = {
@@ -42,21 +36,13 @@ ORDERS: Mapping[str, Order] = {
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs of the parts of a run, measured or predicted.
+    """Costs of the parts of a run in seconds, measured or predicted."""
 
-    Attributes:
-        decoding: Seconds of a step of an engine, by the number of responses that it samples.
-        at_once: Responses that an engine samples at once; others wait.
-        prompt_token: Seconds of reading a token of a prompt, or again of a response that continues.
-        training: Seconds of a step, from its scores to its new weights.
-        loading: Seconds of taking new weights, in which an engine samples nothing.
-    """
-
-    decoding: Callable[[int], float]
-    prompt_token: float
-    training: float
-    loading: float
-    at_once: int = UNLIMITED
+    decoding: Callable[[int], float]  # a step of an engine, by the number of responses that it samples
+    prompt_token: float  # reading a token of a prompt, or again of a response that continues
+    training: float  # a step, from its scores to its new weights
+    loading: float  # taking new weights, in which an engine samples nothing
+    at_once: int = UNLIMITED  # responses that an engine samples; others wait
 
 
 @dataclass(frozen=True)
