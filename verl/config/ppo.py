@@ -145,14 +145,11 @@ class PPOConfig(RunTree):
         # A filter takes what it needs from each call and carries the rest over.
         if not self.algorithm.online_filtering and not self.trainer.rejection_sample:
             yield from divisible("`data.rollout_batch_size`", prompts, "`data.mini_rollout_batch_size`", size)
+        batch, sequences = "`data.rollout_batch_size` x `worker.rollout.n`", prompts * self.worker.rollout.n
+        key = "`worker.actor.micro_batch_size_per_device_for_experience`"
         micro_batch = self.worker.actor.micro_batch_size_per_device_for_experience
         if micro_batch != AUTO:
-            yield from divisible(
-                "`data.rollout_batch_size` x `worker.rollout.n`",
-                prompts * self.worker.rollout.n,
-                "`worker.actor.micro_batch_size_per_device_for_experience`",
-                micro_batch,
-            )
+            yield from divisible(batch, sequences, key, micro_batch)
 
     def _mini_batches(self, role: str, config: TrainedModelConfig) -> Iterator[str]:
         key, size = f"`worker.{role}.global_batch_size`", config.global_batch_size
@@ -161,9 +158,5 @@ class PPOConfig(RunTree):
         yield from self.dp_problems(batch, sequences)
         micro_batch = config.micro_batch_size_per_device_for_update
         if self.dp_size and sequences % self.dp_size == 0 and micro_batch != AUTO:
-            yield from divisible(
-                f"{batch} / {WORLD}",
-                sequences // self.dp_size,
-                f"`worker.{role}.micro_batch_size_per_device_for_update`",
-                micro_batch,
-            )
+            key = f"`worker.{role}.micro_batch_size_per_device_for_update`"
+            yield from divisible(f"{batch} / {WORLD}", sequences // self.dp_size, key, micro_batch)

@@ -202,9 +202,5 @@ def _colocation_problems(
             f"`{path}.n_gpus` ({server.num_devices}) must be at most the {trainer.world_size} GPUs that"
             f" train, which it shares: lower it, or set `{path}.colocate=false`"
         )
-    yield from divisible(
-        "`trainer.n_gpus_per_node`",
-        trainer.n_gpus_per_node,
-        f"`{path}.tensor_parallel_size`",
-        server.tensor_parallel_size,
-    )
+    key, size = f"`{path}.tensor_parallel_size`", server.tensor_parallel_size
+    yield from divisible("`trainer.n_gpus_per_node`", trainer.n_gpus_per_node, key, size)

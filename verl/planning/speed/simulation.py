@@ -248,8 +248,6 @@ def _room(plan: StreamPlan, at: int, order: Order) -> int:
     if not order.in_batches:
         return room
     # its share of the next step, once it has finished that of the one before and the step has begun
-    share = (
-        plan.groups_per_step * (at + 1) // plan.num_engines - plan.groups_per_step * at // plan.num_engines
-    )
+    first, stop = (plan.groups_per_step * engine // plan.num_engines for engine in (at, at + 1))
     is_due = plan.num_begun < (plan.steps + 1) * plan.groups_per_step and plan.num_sampling(at) == 0
-    return min(room, share) if is_due else 0
+    return min(room, stop - first) if is_due else 0
