@@ -176,7 +176,6 @@ def check_plain_transformers() -> Finding:
         return Finding(name, Level.OK, "torch and torchvision were built for the same devices")
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     tried = subprocess.run([sys.executable, "-c", PLAIN_CODE], env=environment, capture_output=True)
-    found = "torchvision was built for CUDA and torch for CPUs"
-    return judge(
-        name, f"{found}: {'broken' if tried.returncode else 'repaired'}", REMEDY, warns=tried.returncode
-    )
+    state = "broken" if tried.returncode else "repaired"
+    found = f"torchvision was built for CUDA and torch for CPUs: {state}"
+    return judge(name, found, REMEDY, warns=tried.returncode)

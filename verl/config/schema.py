@@ -293,9 +293,8 @@ class _Builder:
             found = self._suggestion(key)
             self.broken.add((found and found.option) or key)
             section = key.rpartition(".")[0]
-            listed = (
-                f" {section}" if section in self.options and is_section(self.options[section].hint) else ""
-            )
+            is_known = section in self.options and is_section(self.options[section].hint)
+            listed = f" {section}" if is_known else ""
             remedy = found.text if found else f"`--help{listed}` lists the options"
             self._complain(key, f"`{key[:MAX_KEY]}` is not an option; {remedy}")
 

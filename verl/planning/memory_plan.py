@@ -87,11 +87,8 @@ def plan_memory(run: PlannedRun, read_shape: ReadShape, machine: Machine) -> Mem
     models = [held_model(model, run.trainer.world_size, machine.device, read_shape) for model in run.models]
     phases = [_load(models, machine)]
     if run.shared_engine is not None:
-        policy = models[0]
-        sends_adapters = run.serves_adapters(machine.device)
-        sampling = run.shared_engine.sampling(
-            policy.shape, policy.setup, machine, sends_adapters=sends_adapters
-        )
+        policy, sends = models[0], run.serves_adapters(machine.device)
+        sampling = run.shared_engine.sampling(policy.shape, policy.setup, machine, sends_adapters=sends)
         phases.append(Phase("gen", {"models": _resting(models)} | sampling))
     phases += [_phase(run, models, model, each) for model in models for each in model.planned.passes]
     phases.append(Phase("save_checkpoint", {"models": _resting(models)}, {"copy": _snapshot(models)}))
@@ -104,14 +101,13 @@ def plan_memory(run: PlannedRun, read_shape: ReadShape, machine: Machine) -> Mem
         for server in run.servers
     }
     phases += _awake_servers(run, models, shapes, machine)
+    node |= _server_processes(shapes, machine)
     for phase in phases:
         if phase.name != REWARD:
             phase.device.update(_sleeping_servers(shapes, machine))
-    node |= _server_processes(shapes, machine)
-    phases = [
-        replace(phase, device=phase.device | device, host=phase.host | host, node=phase.node | node)
-        for phase in phases
-    ]
+        phase.device.update(device)
+        phase.host.update(host)
+        phase.node.update(node)
     phases += _servers_of_own(shapes, machine)
     trained = [f"{model.planned.role}: {model.shape.trained_text}" for model in models if model.is_trained]
     served = [f"{server.option}: {shape.params:,} parameters are served" for server, shape in shapes.items()]

@@ -108,7 +108,7 @@ def read_pictures(
         latents = torch.cat([latent] * rows).to(computes_in)
         return family.predict(transformer, latents, _empty(rows), conditions)
 
-    encoders = [parts[name] for name in parts if name.startswith("text_encoder")]
+    encoders = [part for name, part in parts.items() if name.startswith("text_encoder")]
     return PictureShape(
         transformer=shape,
         blocks=blocks,

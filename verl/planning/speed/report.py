@@ -72,9 +72,8 @@ def _modes_text(config: Any, predict: Predictor[Any], plan: Planner[Any]) -> str
 
 
 def _idle(time: ModeTime) -> str:
-    return (
-        f" (engines idle {100 * time.run.idle_sampling:.0f} %, training {100 * time.run.idle_training:.0f} %)"
-    )
+    sampling, training = 100 * time.run.idle_sampling, 100 * time.run.idle_training
+    return f" (engines idle {sampling:.0f} %, training {training:.0f} %)"
 
 
 def _advice(advice: Advice, step: StepTime) -> str:

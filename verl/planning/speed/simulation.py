@@ -160,8 +160,6 @@ def simulate(
 
 
 class _Run:
-    """A simulated run, led from one event to the next."""
-
     def __init__(
         self, order: Order, work: SimulatedWork, costs: Costs, plan: StreamPlan, at_once: int
     ) -> None:

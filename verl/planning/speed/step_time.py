@@ -20,9 +20,8 @@ from verl.planning.speed.workload import ExpectedLengths, PassWork, encoding_wor
 from verl.utils.imports import deferred
 
 C = TypeVar("C")  # a config tree
-predict_pictures = deferred(
-    "verl.planning.diffusion.picture_step_time", "predict_pictures"
-)  # which imports this module
+# Its module imports this one.
+predict_pictures = deferred("verl.planning.diffusion.picture_step_time", "predict_pictures")
 
 HIDDEN_SHARE = 0.9  # of a collective that overlaps products when they take as long
 # Of launching a layer's kernels and FSDP's hooks, forward and backward.

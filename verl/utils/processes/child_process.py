@@ -244,7 +244,6 @@ def _family(word: str) -> set[int]:
 
 
 def _below(pid: int) -> set[int]:
-    """Return the living processes below one."""
     children = defaultdict(list)
     for child, parent in _living_processes():
         children[parent].append(child)
