@@ -72,10 +72,8 @@ def _second_value(lines: list[str], mark: yaml.Mark) -> YamlProblem:
     above = lines[number]
     if not ENTRY.fullmatch(above):
         return number + 1, f"`{_short(above)}` needs `: ` (a colon and a space) after its name"
-    return (
-        mark.line + 1,
-        f"it is indented further than line {number + 1}, `{_short(above)}`, which has a value",
-    )
+    text = f"it is indented further than line {number + 1}, `{_short(above)}`, which has a value"
+    return mark.line + 1, text
 
 
 def _repeated(lines: list[str], line: int) -> str:
