@@ -31,7 +31,7 @@ Sizes = dict[str, tuple[int, ...]]  # shapes of tensors by name
 def stored_shape(model: ModelConfig, fsdp: FSDPConfig, *, is_trained: bool, head: str) -> ModelShape | None:
     """Return what `read_shape` does, or None for a model that only it knows."""
     folder = Path(model.model_path or "")
-    changes = [model.override_config, model.train_modules, model.freeze_modules, model.family]
+    changes: list[Any] = [model.override_config, model.train_modules, model.freeze_modules, model.family]
     changes += [model.freeze_vision_tower, model.freeze_audio_tower, model.freeze_router, model.lora.is_used]
     changes += [model.router_aux_loss_coef, fsdp.expert_parallel_size > 1]
     number = NUMBER_BYTES.get(fsdp.torch_dtype or ("fp32" if is_trained else "bf16"))
