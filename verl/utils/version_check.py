@@ -46,7 +46,7 @@ def check_versions(rollout_engine: str = "vllm") -> None:
 def package_problems(found: dict[str, str | None], needs_vllm: bool) -> list[str]:
     """Return a sentence for each incompatible package; None means not installed."""
     problems, pairs = [], [pair._asdict() for pair in PAIRS]
-    # The newest of those that match equally well.
+    # The newest pair among equally good matches.
     best = max(pairs, key=lambda pair: sum(matches(found[name], needed) for name, needed in pair.items()))
     for name, needed in best.items():
         if name == "vllm" and not needs_vllm:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The predicted step of `--dry-run` as text: its phases, options that would shorten it, other modes.
 
-Each option is tried by predicting time and memory again, and only those that leave the loss as it is.
+Each option is tried by predicting time and memory again; an option that changes the loss is not tried.
 """
 
 from collections.abc import Iterator

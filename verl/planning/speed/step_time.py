@@ -178,7 +178,7 @@ def _encoding(
 def beside_kernels(
     run: PlannedRun, model: HeldModel, work: PassWork, seconds: float, cluster: Cluster, *, is_update: bool
 ) -> dict[str, float]:
-    """Return what launching kernels of so many seconds, and collectives next to them, take in addition."""
+    """Return what launching kernels that take `seconds`, and collectives next to them, add."""
     kernels = max(seconds, work.micro_batches * _launch_seconds(model, work, is_update=is_update))
     moved = _moving_seconds(run, model, work, cluster, is_update=is_update)
     return {
