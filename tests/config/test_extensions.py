@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from tests.helpers.extensions import minimal_arguments
-from verl.config.files.extensions import declared_needs
+from verl.config.files.paths import declared_needs
 from verl.config.ppo import PPOConfig
 from verl.config.schema import ConfigError, load_config
 from verl.config.text import help_text

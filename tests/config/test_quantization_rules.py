@@ -5,7 +5,7 @@ import pytest
 
 from verl.config.algorithm import AlgorithmConfig, RolloutCorrectionConfig
 from verl.config.rollout import RolloutConfig
-from verl.config.rules.quantization_rules import quantization_problems
+from verl.config.rules.engine_rules import quantization_problems
 from verl.config.trainer import TrainerConfig
 
 ENGINE = RolloutConfig(quantization="fp8")

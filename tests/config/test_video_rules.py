@@ -4,7 +4,7 @@
 import pytest
 
 from tests.config.test_diffusion_rules import load, write
-from verl.config.rules.video_rules import VIDEOS
+from verl.config.rules.diffusion_rules import PIPELINES
 from verl.config.schema import ConfigError
 from verl.diffusion.families.registry import FAMILIES
 
@@ -109,4 +109,4 @@ def test_heads_are_divided_evenly(folder):
 def test_the_rules_know_the_pipelines_that_make_videos():
     makers = {name for family in FAMILIES for name in family.pipelines if family.makes == "videos"}
 
-    assert makers == set(VIDEOS)
+    assert makers == {name for name, pipeline in PIPELINES.items() if pipeline.makes_videos}

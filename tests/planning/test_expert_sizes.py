@@ -11,8 +11,8 @@ from verl.planning.machine import GIB
 from verl.planning.memory_plan import Planner, expert_sizes
 from verl.planning.planned_run import planned_ppo
 from verl.planning.report import remedy
-from verl.planning.speed.advice import advise
 from verl.planning.speed.cluster import parse_cluster
+from verl.planning.speed.report import advise
 from verl.planning.speed.step_time import Predictor
 
 ACTOR, REF = (f"worker.{role}.fsdp.expert_parallel_size" for role in ("actor", "ref"))

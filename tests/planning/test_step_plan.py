@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from verl.config.async_training import AsyncConfig
 from verl.config.ppo import DataConfig, PPOConfig, TrainerConfig
 from verl.config.rollout import RolloutConfig
+from verl.config.trainer import AsyncConfig
 from verl.config.worker import ActorConfig, WorkerConfig
 from verl.planning.step_plan import make_plan
 

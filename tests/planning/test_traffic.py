@@ -4,7 +4,7 @@
 import pytest
 
 from verl.planning.memory_model import ModelSetup, ModelShape, Stack
-from verl.planning.speed.traffic import collectives
+from verl.planning.speed.operations import collectives
 from verl.planning.speed.workload import PassWork
 
 # Two layers of 100 weights, 80 of them experts, and 60 outside; tokens have two choices and states of 4.

@@ -12,8 +12,7 @@ from PIL import Image
 
 from tests.helpers.training import ROOT
 from verl.cli.data_check import main
-from verl.cli.data_report.answer_tokens import answer_lines
-from verl.cli.data_report.report import evenly
+from verl.cli.data_report.report import answer_lines, evenly
 
 TILE, LABEL, GAP = 192, 16, 4
 

@@ -9,12 +9,19 @@ import subprocess
 import sys
 
 import pytest
-from packaging.requirements import Requirement
 
 from tests.helpers.training import ROOT
-from verl.cli.checks.gpus import check_compiler, check_fabric, check_gpus, is_built_for
-from verl.cli.checks.machine import Level, check_disk, check_ray, check_shared_memory
-from verl.cli.doctor import check_imports, check_plain_transformers, main, run_checks, unmet
+from verl.cli.checks import (
+    Level,
+    check_compiler,
+    check_disk,
+    check_fabric,
+    check_gpus,
+    check_ray,
+    check_shared_memory,
+    is_built_for,
+)
+from verl.cli.doctor import check_imports, check_plain_transformers, check_requirements, main, run_checks
 from verl.distributed.gpus import QUERY, Gpu, old_driver, read_gpus
 
 
@@ -69,10 +76,14 @@ def test_a_cluster_that_listens_is_found(monkeypatch):
     assert check_ray().level is Level.FAIL
 
 
-def test_requirements_are_compared_with_what_is_installed():
-    needed = [Requirement(text) for text in ("numpy>=2", "numpy>=99", "no-such-package-here")]
+def test_requirements_are_compared_with_what_is_installed(monkeypatch):
+    needed = ["numpy>=2", "numpy>=99", "no-such-package-here", 'an-extra; extra == "gpu"']
+    monkeypatch.setattr("verl.cli.doctor.requires", lambda name: needed)
 
-    assert unmet(needed) == needed[1:]
+    finding = check_requirements()
+
+    assert (finding.level, finding.remedy) == (Level.FAIL, "pip install 'numpy>=99' 'no-such-package-here'")
+    assert finding.found.endswith(", no-such-package-here is missing")
 
 
 def test_free_space_is_measured_for_a_folder_that_does_not_exist_yet(tmp_path):

@@ -4,11 +4,11 @@ import logging
 import pytest
 
 from tests.helpers.optimizers import needs_torchao
-from verl.utils.quiet import no_weight_bars, quiet_torchao, quiet_vllm
+from verl.utils.quiet import no_weight_bars, quiet_packages
 
 
 def test_torch_still_warns_of_everything_else(caplog):
-    quiet_torchao()
+    quiet_packages()
     logger = logging.getLogger("torch.utils._pytree")
 
     logger.warning("%s is an Enum subclass and is now natively supported", "Kind")
@@ -29,7 +29,7 @@ def test_a_process_that_imports_torchao_says_nothing():
 
 
 def test_vllm_still_warns_of_everything_but_the_lack_of_triton_on_cpus(caplog):
-    quiet_vllm()
+    quiet_packages()
     logger = logging.getLogger("vllm.triton_utils.importing")
 
     logger.warning("Triton is installed, but doesn't include CPU backend. Disabling Triton.")

@@ -7,7 +7,7 @@ import pytest
 
 from tests.virtual.planned import CASES, planned
 from tests.virtual.traffic import exchanged, received
-from verl.planning.speed import operations, traffic
+from verl.planning.speed import operations
 from verl.planning.speed.workload import pass_work
 
 QUICK = ("7b on 8",)  # the others are slow
@@ -49,7 +49,7 @@ def _check_work(case, phases, plan):
         phase, updates = phases[each.phase], 2 if each.is_update else 1
         work = pass_work(plan.run, model, each, plan.lengths, shape)
         work = replace(work, micro_batches=2)  # the rows fill theirs to the last token
-        moved = traffic.collectives(shape, setup, work, is_update=each.is_update, copies=copies)
+        moved = operations.collectives(shape, setup, work, is_update=each.is_update, copies=copies)
         weights = moved.sharding + moved.expert_sharding + moved.replicas
         assert weights == pytest.approx(received(phase) / updates, rel=0.01, abs=1e4)
         assert moved.experts == pytest.approx(exchanged(phase) / updates, rel=0.01, abs=1e6)

@@ -18,8 +18,7 @@ Exit status: 0; 2 for bad input; 1 for an unsuitable machine; 130 after Ctrl-C.
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,7 +27,7 @@ from verl.config.model import DTYPES
 from verl.distributed.backends import BACKENDS
 from verl.trainer.command import at_least
 from verl.trainer.evaluation.model_folder import loadable
-from verl.trainer.run.exit_status import BAD_INPUT, FAILED, FOR_THE_USER, INTERRUPTED, raised_by_us
+from verl.trainer.run.exit_status import BAD_INPUT, FOR_THE_USER, INTERRUPTED, told
 from verl.utils.cuda_builds import repair_cuda_builds
 from verl.utils.standard_streams import outlive_readers
 from verl.utils.typed_command import command_parser
@@ -56,14 +55,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     outlive_readers()
     repair_cuda_builds()
     try:
-        with ExitStack() as stack:
-            return _talk(options, stack)
+        return _talk(options)
     except FOR_THE_USER as error:
-        if not raised_by_us(error):
-            raise  # our own mistake, which needs its traceback
-        sys.stderr.write(f"{error}\n")
-        is_machine = isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError)
-        return FAILED if is_machine else BAD_INPUT
+        return told(error)
     except KeyboardInterrupt:
         sys.stderr.write("\n")
         return INTERRUPTED
@@ -106,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _talk(options: argparse.Namespace, stack: ExitStack) -> int:
+def _talk(options: argparse.Namespace) -> int:
     try:
         model_source(options.model)  # a misspelled folder is told before torch loads
     except (ValueError, OSError) as error:
@@ -123,11 +117,11 @@ def _talk(options: argparse.Namespace, stack: ExitStack) -> int:
         sys.stderr.write("loading the model ...\n")
     from verl.cli.chat_session import open_conversation  # noqa: PLC0415 - torch loads after the options
 
-    model = stack.enter_context(loadable(options.model, trust_remote_code=options.trust_remote_code))
-    conversation = stack.enter_context(open_conversation(model.path, options))
-    if is_terminal:
-        sys.stderr.write(f"{model.name}; /help lists commands, Ctrl-D ends\n")
-    return answer(conversation, typed_lines() if is_terminal else sys.stdin, is_terminal=is_terminal)
+    loaded = loadable(options.model, trust_remote_code=options.trust_remote_code)
+    with loaded as model, open_conversation(model.path, options) as conversation:
+        if is_terminal:
+            sys.stderr.write(f"{model.name}; /help lists commands, Ctrl-D ends\n")
+        return answer(conversation, typed_lines() if is_terminal else sys.stdin, is_terminal=is_terminal)
 
 
 def typed_lines() -> Iterator[str]:
@@ -163,16 +157,14 @@ def run_command(conversation: "Conversation", line: str) -> None:
     """Run a line that begins with a slash; raise `ValueError` for an unknown one."""
     name, _, argument = line.partition(" ")
     argument = argument.strip()
-    plain: dict[str, Callable[[], object]] = {
-        "/reset": conversation.reset,
-        "/help": lambda: sys.stderr.write(COMMANDS),
-    }
     if name in MEDIA:
         if not argument:
             raise ValueError(f"{name} needs the path of a file")
         conversation.add_media(MEDIA[name], argument)
-    elif name in plain:
-        plain[name]()
+    elif name == "/reset":
+        conversation.reset()
+    elif name == "/help":
+        sys.stderr.write(COMMANDS)
     else:
         raise ValueError(f"{name} is no command; /help lists them")
 

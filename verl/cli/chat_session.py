@@ -4,6 +4,7 @@
 import argparse
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 from transformers.utils.logging import disable_progress_bar
@@ -26,31 +27,22 @@ LONGEST = 8192  # tokens of a conversation, if the model allows as many
 UNFINISHED = "\ufffd"  # end of a text whose last character still lacks tokens
 
 
+@dataclass
 class Conversation:
-    """Messages and media so far, and the engine that continues them.
+    """Messages and media so far, and the engine that continues them."""
 
-    Args:
-        media: None for a model that reads only text.
-        prompt_format: Rewrites each message of the user, as `data.format_prompt` does in training.
-        system: First message; None leaves the model's own default.
-    """
+    engine: RolloutEngine
+    tokenizer: Any
+    chat_template: ChatTemplate
+    media: MediaLoader | None  # None for a model that reads only text
+    prompt_format: PromptFormat  # rewrites each message of the user, as `data.format_prompt` in training
+    sampling: SamplingOptions
+    system: str | None = None  # first message; None leaves the model's own default
+    messages: list[Message] = field(init=False)
+    references: dict[str, list[Any]] = field(init=False)
+    waiting: list[Kind] = field(init=False)  # media of the next message
 
-    def __init__(
-        self,
-        engine: RolloutEngine,
-        tokenizer: Any,
-        chat_template: ChatTemplate,
-        media: MediaLoader | None,
-        prompt_format: PromptFormat,
-        sampling: SamplingOptions,
-        system: str | None = None,
-    ) -> None:
-        self.engine, self.tokenizer, self.media = engine, tokenizer, media
-        self.chat_template, self.prompt_format = chat_template, prompt_format
-        self.sampling, self.system = sampling, system
-        self.messages: list[Message] = []
-        self.references: dict[str, list[Any]] = {}
-        self.waiting: list[Kind] = []  # media of the next message
+    def __post_init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:

@@ -39,9 +39,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def completion_script() -> str:
     """Return the script: the options of each kind of config, and a function for each command."""
     parts = [SCRIPT.read_text(encoding="utf-8")]
-    for config in dict.fromkeys(COMMANDS.values()):
+    names = {config: f"_verl_{config.__name__.lower()}" for config in COMMANDS.values()}
+    for config, name in names.items():
         options = list_options(config)
-        name = _name_of(config)
         keys = " ".join(["config", *(entry.key for entry in options)])
         cases = "".join(
             f"        {entry.key}) echo '{words}' ;;\n" for entry in options if (words := _words(entry))
@@ -52,14 +52,9 @@ def completion_script() -> str:
     for command, config in COMMANDS.items():
         switches = " ".join((*SWITCHES, *VALUE_SWITCHES)) if command in TRAINING else "--help --version"
         function = f"_{command.replace('-', '_')}"
-        name = _name_of(config)
-        call = f"_verl_complete \"${name}_options\" '{switches}' {name}_values"
+        call = f"_verl_complete \"${names[config]}_options\" '{switches}' {names[config]}_values"
         parts.append(f"{function}() {{ {call}; }}\ncomplete -F {function} {command}\n")
     return "".join(parts)
-
-
-def _name_of(config: type) -> str:
-    return f"_verl_{config.__name__.lower()}"
 
 
 def _words(entry: OptionEntry) -> str:

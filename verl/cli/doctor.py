@@ -25,22 +25,8 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from verl.cli.checks.gpus import check_attention_packages, check_compiler, check_fabric, check_gpus
-from verl.cli.checks.machine import (
-    Finding,
-    Level,
-    check_disk,
-    check_host_name,
-    check_loopback,
-    check_memory,
-    check_open_files,
-    check_ray,
-    check_sandbox,
-    check_shared_memory,
-    check_temporary_folder,
-    check_threads,
-    judge,
-)
+from verl.cli import checks
+from verl.cli.checks import Finding, Level, judge
 from verl.config.hints.renamed_keys import VERL_KEYS
 from verl.config.ppo import PPOConfig
 from verl.config.schema import ConfigError
@@ -50,7 +36,7 @@ from verl.planning.device_defaults import load_run_config
 from verl.trainer.command import make_parser
 from verl.trainer.run.exit_status import BAD_INPUT, FAILED
 from verl.utils.cuda_builds import REMEDY, is_broken, repair_cuda_builds, repair_environment
-from verl.utils.version_check import NAME, VLLM_PACKAGES, check_versions, find_version, name_clash
+from verl.utils.version_check import NAME, VLLM_PACKAGES, check_versions, find_version, matches, name_clash
 
 IMPORTS = ("torch", "transformers", "ray", "vllm")
 IMPORT_TIMEOUT_S = 300
@@ -106,21 +92,21 @@ def run_checks(engine: str, trainer: RunConfig | None, *, tries_imports: bool) -
         yield check_plain_transformers()
     device, num_gpus = ("auto", 0) if trainer is None else (trainer.device, trainer.n_gpus_per_node)
     gpus = list_gpus()
-    yield from check_gpus(gpus, device, num_gpus)
+    yield from checks.check_gpus(gpus, device, num_gpus)
     if gpus and device != "cpu":
-        yield check_fabric()
-        yield check_compiler()
-        yield check_attention_packages()
-    yield check_threads()
-    yield check_memory()
-    yield check_shared_memory()
-    yield check_disk(Path("checkpoints" if trainer is None else trainer.checkpoint_folder))
-    yield check_temporary_folder()
-    yield check_open_files()
-    yield check_loopback()
-    yield check_host_name(1 if trainer is None else trainer.nnodes)
-    yield check_ray()
-    yield check_sandbox()
+        yield checks.check_fabric()
+        yield checks.check_compiler()
+        yield checks.check_attention_packages()
+    yield checks.check_threads()
+    yield checks.check_memory()
+    yield checks.check_shared_memory()
+    yield checks.check_disk(Path("checkpoints" if trainer is None else trainer.checkpoint_folder))
+    yield checks.check_temporary_folder()
+    yield checks.check_open_files()
+    yield checks.check_loopback()
+    yield checks.check_host_name(1 if trainer is None else trainer.nnodes)
+    yield checks.check_ray()
+    yield checks.check_sandbox()
 
 
 def check_supported(engine: str) -> Finding:
@@ -143,7 +129,7 @@ def check_requirements() -> Finding:
         remedy = "pip install -e '.[cpu]' or '.[gpu]' in the folder of the repository"
         return Finding("packages", Level.WARN, f"{NAME} is not installed", remedy)
     needed = [need for need in needed if need.marker is None]  # requirements of extras have one
-    wrong = unmet(needed)
+    wrong = [need for need in needed if not matches(find_version(need.name), str(need.specifier))]
     names = " ".join(f"'{need.name}{need.specifier}'" for need in wrong)
     missing = ", ".join(f"{need.name} {find_version(need.name) or 'is missing'}" for need in wrong)
     found = missing or f"{len(needed)} requirements are met"
@@ -154,16 +140,6 @@ def check_name() -> Finding:
     """Check that no other distribution is imported as `verl`."""
     found, _, remedy = (name_clash() or f"{NAME} alone provides `verl`").partition(": ")
     return judge("package name", found, remedy, warns=remedy)
-
-
-def unmet(needed: Sequence[Requirement]) -> list[Requirement]:
-    """Return the requirements that no installed package meets."""
-
-    def is_met(need: Requirement) -> bool:
-        found = find_version(need.name)
-        return found is not None and need.specifier.contains(found, prereleases=True)
-
-    return [need for need in needed if not is_met(need)]
 
 
 def check_vllm() -> Finding:
@@ -200,7 +176,6 @@ def check_plain_transformers() -> Finding:
         return Finding(name, Level.OK, "torch and torchvision were built for the same devices")
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     tried = subprocess.run([sys.executable, "-c", PLAIN_CODE], env=environment, capture_output=True)
-    found = "torchvision was built for CUDA and torch for CPUs"
-    return judge(
-        name, f"{found}: {'broken' if tried.returncode else 'repaired'}", REMEDY, warns=tried.returncode
-    )
+    state = "broken" if tried.returncode else "repaired"
+    found = f"torchvision was built for CUDA and torch for CPUs: {state}"
+    return judge(name, found, REMEDY, warns=tried.returncode)

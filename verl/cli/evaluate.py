@@ -24,11 +24,10 @@ from verl.api import CATEGORY_KEYS, EVALUATION_OPTIONS, MODEL_PATH, evaluate_mod
 from verl.config.hints.renamed_keys import VERL_KEYS
 from verl.config.ppo import PPOConfig
 from verl.config.python_values import as_arguments
-from verl.config.schema import ConfigError
 from verl.planning.device_defaults import load_run_config
 from verl.trainer.command import at_least, load_with_notes, make_parser
 from verl.trainer.evaluation.report import Question
-from verl.trainer.run.exit_status import BAD_INPUT, FOR_THE_USER, INTERRUPTED, told
+from verl.trainer.run.exit_status import FOR_THE_USER, INTERRUPTED, told
 from verl.utils.standard_streams import outlive_readers
 
 
@@ -86,19 +85,13 @@ def _evaluate(switches: argparse.Namespace) -> int:
             PPOConfig, [*switches.options, *as_arguments(PPOConfig, own | {**replaced})], VERL_KEYS
         )
 
-    config: PPOConfig | None = None
     try:
         arguments = [*switches.options, *as_arguments(PPOConfig, own | EVALUATION_OPTIONS)]
-        config = load_with_notes(PPOConfig, arguments, VERL_KEYS)
+        load_with_notes(PPOConfig, arguments, VERL_KEYS)
         question = Question(switches.k, switches.correct_key, switches.correct_at, switches.keep)
         evaluation = evaluate_model(read, question, switches.out)
-    except ConfigError as error:
-        sys.stderr.write(f"{error}\n")
-        return BAD_INPUT
     except FOR_THE_USER as error:
-        if config is None:
-            raise
-        return told(error, config.trainer)
+        return told(error)
     text = json.dumps(evaluation.as_dict(), indent=2) + "\n" if switches.json else evaluation.table()
     sys.stdout.write(text)
     sys.stderr.write(

@@ -22,14 +22,16 @@ LEFT_OUT = shutil.ignore_patterns("__pycache__", "docs_site.py")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Copy them; return 2 if the folder is in use."""
+    """Copy those of this clone, or of the installation; return 2 if the folder is in use."""
     parser = command_parser("verl-examples", __doc__)
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="a new or an empty folder")
     folder = parser.parse_args(arguments).folder
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         sys.stderr.write(f"{folder} is not empty: name a new folder\n")
         return BAD_INPUT
-    copy_examples(folder)
+    source = CLONE if (CLONE / "pyproject.toml").is_file() else INSTALLED
+    for part in PARTS:
+        shutil.copytree(source / part, folder / part, ignore=LEFT_OUT, dirs_exist_ok=True)
     sys.stdout.write(
         f"written to {folder}\n"
         f"  every option with its help    {folder}/examples/config.yaml\n"
@@ -37,10 +39,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"  data sets                     python3 {folder}/scripts/convert_data.py --list\n"
     )
     return 0
-
-
-def copy_examples(folder: Path) -> None:
-    """Copy the examples of this installation, or of the clone that it runs from."""
-    source = CLONE if (CLONE / "pyproject.toml").is_file() else INSTALLED
-    for part in PARTS:
-        shutil.copytree(source / part, folder / part, ignore=LEFT_OUT, dirs_exist_ok=True)

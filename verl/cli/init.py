@@ -93,11 +93,9 @@ def write_folder(folder: Path, kind: Kind, model: str | None) -> None:
         "marker": f"<{kind.name}>" if kind.media else "",
         "commands": commands_of(kind),
     }
-    names = (
-        "run.yaml.jinja",
-        "README.md.jinja",
-        *(() if kind.name == "sft" else ("prompt.jinja", "reward.py.jinja")),
-    )
+    names = ["run.yaml.jinja", "README.md.jinja"]
+    if kind.name != "sft":
+        names += ["prompt.jinja", "reward.py.jinja"]
     for name in names:
         text = (INIT_FILES / name).read_text(encoding="utf-8")
         target = name if name == "prompt.jinja" else name.removesuffix(".jinja")

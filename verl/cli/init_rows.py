@@ -31,23 +31,25 @@ def write_rows(path: Path, rows: list[Row]) -> None:
 
 def image_rows(folder: Path, name: str, count: int, seed: int) -> list[Row]:
     rng, rows = random.Random(seed), []
+    (folder / "images").mkdir(exist_ok=True)
     for number, colour in enumerate(_colours(rng, count)):
         file, shape, size = f"{name}_{number:02d}.png", rng.choice(SHAPES), rng.randint(40, 52)
         corner = rng.randint(0, PIXELS - size), rng.randint(0, PIXELS - size)
-        draw(colour, shape, size, corner).save(_made(folder / "images") / file)
+        draw(colour, shape, size, corner).save(folder / "images" / file)
         rows.append({"image": file, "question": f"What colour is the {shape}?", "answer": colour})
     return rows
 
 
 def video_rows(folder: Path, name: str, count: int, seed: int) -> list[Row]:
     rng, rows = random.Random(seed), []
+    (folder / "videos").mkdir(exist_ok=True)
     for number, colour in enumerate(_colours(rng, count)):
         file, shape = f"{name}_{number:02d}.mp4", rng.choice(SHAPES)
         top, steps = rng.randint(0, PIXELS - 32), [3 * frame for frame in range(FRAMES)]
         frames = [
             draw(colour, shape, 32, (left, top)) for left in (steps if rng.random() < 0.5 else steps[::-1])
         ]
-        write_video(_made(folder / "videos") / file, frames)
+        write_video(folder / "videos" / file, frames)
         rows.append({"video": file, "question": f"What colour is the {shape}?", "answer": colour})
     return rows
 
@@ -109,8 +111,3 @@ def _colours(rng: random.Random, count: int) -> list[str]:
     colours = [list(COLOURS)[number % len(COLOURS)] for number in range(count)]
     rng.shuffle(colours)
     return colours
-
-
-def _made(folder: Path) -> Path:
-    folder.mkdir(exist_ok=True)
-    return folder

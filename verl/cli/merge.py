@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from verl.checkpoint.manifest import check_role_folder
-from verl.config.files.extensions import extension_in_file
+from verl.config.files.paths import extension_in_file
 from verl.config.model import DTYPES
 from verl.utils.cuda_builds import repair_cuda_builds
 from verl.utils.typed_command import command_parser

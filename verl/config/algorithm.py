@@ -4,7 +4,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from verl.config.files.extensions import declared_needs, is_extension
+from verl.config.files.paths import declared_needs, is_extension
 from verl.config.rollout_correction import parse_bounds, parse_rejections
 from verl.config.schema import option
 
@@ -43,10 +43,8 @@ WITHIN_GROUPS = (
     *("tir_optimal_token_baseline", "turn_grpo"),
 )
 KL_NAMES = ("kl", "abs", "mse", "low_var_kl", "kl+", "abs+", "mse+", "low_var_kl+", "full", "flow_grpo")
-EXACT_KL = (
-    "full",
-    "flow_grpo",
-)  # computed with both models: over the vocabulary, or of a sampler's Gaussians
+# Computed with both models: over the vocabulary, or of a sampler's Gaussians.
+EXACT_KL = ("full", "flow_grpo")
 
 
 @dataclass(frozen=True)
@@ -108,11 +106,6 @@ class RolloutCorrectionConfig:
         "Loss with `bypass_mode`: the loss of `worker.actor.loss_type`, or weighted REINFORCE.",
         choices=("ppo_clip", "reinforce"),
     )
-
-    @property
-    def needs_whole_batch(self) -> bool:
-        """True if the log-probs of the whole batch must be known before the update."""
-        return self.rollout_rs is not None or self.rollout_is_batch_normalize
 
     def problems(self, path: str) -> Iterator[str]:
         try:
@@ -199,17 +192,6 @@ class AlgorithmConfig:
     @property
     def use_reference(self) -> bool:
         return not self.disable_kl
-
-    @property
-    def needs_ref_log_probs(self) -> bool:
-        # The KL over the whole vocabulary runs both models and reads no log-probs of the reference.
-        return self.use_reference and self.kl_penalty not in EXACT_KL
-
-    @property
-    def reads_old_log_probs(self) -> bool:
-        """True if the advantages depend on the old log-probs; an estimator of a file may read them."""
-        has_penalty = not self.disable_kl and not self.use_kl_loss
-        return has_penalty or "sum_squared_probs" in self.needs or is_extension(self.adv_estimator)
 
     @property
     def needs(self) -> frozenset[str]:

@@ -17,7 +17,6 @@ from verl.config.rules.algorithm_rules import algorithm_problems, group_problems
 from verl.config.rules.diffusion_rules import diffusion_problems
 from verl.config.rules.distillation_rules import distillation_problems, served_teacher_problems
 from verl.config.rules.engine_rules import FOR_ROLLOUT, engine_problems, length_problems
-from verl.config.rules.quantization_rules import quantization_problems
 from verl.config.schema import option
 from verl.config.trainer import WORLD, RunTree, TrainerConfig, divisible
 from verl.config.worker import WorkerConfig
@@ -110,7 +109,6 @@ class PPOConfig(RunTree):
         )
         yield from diffusion_problems(self.data, self.worker, self.algorithm, self.trainer)
         yield from algorithm_problems(self.data, self.worker, self.algorithm, self.trainer)
-        yield from quantization_problems(self.worker.rollout, self.algorithm, self.trainer)
         yield from server_problems(self.reward_servers, self.worker, self.algorithm, self.trainer)
         yield from engine_problems(self.worker, self.algorithm, self.trainer)
         yield from (size for size in sizes if not groups or "`worker.rollout.n`" not in size)
@@ -147,14 +145,11 @@ class PPOConfig(RunTree):
         # A filter takes what it needs from each call and carries the rest over.
         if not self.algorithm.online_filtering and not self.trainer.rejection_sample:
             yield from divisible("`data.rollout_batch_size`", prompts, "`data.mini_rollout_batch_size`", size)
+        batch, sequences = "`data.rollout_batch_size` x `worker.rollout.n`", prompts * self.worker.rollout.n
+        key = "`worker.actor.micro_batch_size_per_device_for_experience`"
         micro_batch = self.worker.actor.micro_batch_size_per_device_for_experience
         if micro_batch != AUTO:
-            yield from divisible(
-                "`data.rollout_batch_size` x `worker.rollout.n`",
-                prompts * self.worker.rollout.n,
-                "`worker.actor.micro_batch_size_per_device_for_experience`",
-                micro_batch,
-            )
+            yield from divisible(batch, sequences, key, micro_batch)
 
     def _mini_batches(self, role: str, config: TrainedModelConfig) -> Iterator[str]:
         key, size = f"`worker.{role}.global_batch_size`", config.global_batch_size
@@ -163,9 +158,5 @@ class PPOConfig(RunTree):
         yield from self.dp_problems(batch, sequences)
         micro_batch = config.micro_batch_size_per_device_for_update
         if self.dp_size and sequences % self.dp_size == 0 and micro_batch != AUTO:
-            yield from divisible(
-                f"{batch} / {WORLD}",
-                sequences // self.dp_size,
-                f"`worker.{role}.micro_batch_size_per_device_for_update`",
-                micro_batch,
-            )
+            key = f"`worker.{role}.micro_batch_size_per_device_for_update`"
+            yield from divisible(f"{batch} / {WORLD}", sequences // self.dp_size, key, micro_batch)

@@ -7,7 +7,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from verl.config.algorithm import AlgorithmConfig
-from verl.config.files.model_files import folder_problem, length_limit, read_model_config, weights_problem
+from verl.config.files.model_files import context_problem, folder_problem, read_model_config, weights_problem
 from verl.config.files.paths import model_source, writable_folder
 from verl.config.model import TINY, dtype_option
 from verl.config.schema import option
@@ -152,12 +152,9 @@ class RewardServerConfig:
                 f"`{path}.tensor_parallel_size` ({self.tensor_parallel_size}) must divide the model's {heads}"
                 f" attention heads ({model})"
             )
-        limit = None if config is None else length_limit(config, {})
-        if limit is not None and self.max_model_len is not None and self.max_model_len > limit.tokens:
-            yield (
-                f"`{path}.max_model_len` ({self.max_model_len}) must be at most {limit.tokens}, the model's"
-                f" `{limit.key}` in its config.json ({model})"
-            )
+        if self.max_model_len is not None:
+            key = f"`{path}.max_model_len` ({self.max_model_len})"
+            yield from context_problem(key, self.max_model_len, model, {})
 
 
 def without_teachers(servers: Mapping[str, RewardServerConfig]) -> dict[str, RewardServerConfig]:
@@ -205,9 +202,5 @@ def _colocation_problems(
             f"`{path}.n_gpus` ({server.num_devices}) must be at most the {trainer.world_size} GPUs that"
             f" train, which it shares: lower it, or set `{path}.colocate=false`"
         )
-    yield from divisible(
-        "`trainer.n_gpus_per_node`",
-        trainer.n_gpus_per_node,
-        f"`{path}.tensor_parallel_size`",
-        server.tensor_parallel_size,
-    )
+    key, size = f"`{path}.tensor_parallel_size`", server.tensor_parallel_size
+    yield from divisible("`trainer.n_gpus_per_node`", trainer.n_gpus_per_node, key, size)

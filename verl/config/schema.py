@@ -17,7 +17,7 @@ from functools import cache, reduce
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
-from verl.config.files.extensions import extension_in_file, is_extension
+from verl.config.files.paths import extension_in_file, is_extension
 from verl.config.hints.arguments import quoted, spelling, whole_arguments
 from verl.config.hints.renamed_keys import RenamedKeys
 from verl.config.hints.unknown_keys import MAX_KEY, Suggestion, suggest
@@ -271,7 +271,6 @@ class _Builder:
             return entry.default
 
     def _named(self, kind: type, name: Any, values: Any, path: str) -> Any:
-        """Build a section that the user named."""
         key = _join(path, str(name))
         if SECTION_NAME.fullmatch(str(name)) is None:
             self._complain(key, f"`{path}`: a name must have letters, digits, - or _, got {show(name)}")
@@ -294,9 +293,8 @@ class _Builder:
             found = self._suggestion(key)
             self.broken.add((found and found.option) or key)
             section = key.rpartition(".")[0]
-            listed = (
-                f" {section}" if section in self.options and is_section(self.options[section].hint) else ""
-            )
+            is_known = section in self.options and is_section(self.options[section].hint)
+            listed = f" {section}" if is_known else ""
             remedy = found.text if found else f"`--help{listed}` lists the options"
             self._complain(key, f"`{key[:MAX_KEY]}` is not an option; {remedy}")
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from verl.config.data import RowsConfig
-from verl.config.distillation import DistillationConfig
+from verl.config.distillation import TEACHERS, DistillationConfig
 from verl.config.model import MicroBatchSize, PolicyConfig, micro_batch_option
 from verl.config.schema import option
 from verl.config.trainer import RunConfig, RunTree
@@ -84,10 +84,6 @@ class SFTConfig(RunTree):
     trainer: SFTRunConfig = option(SFTRunConfig, "Duration, devices, logging and checkpoints.")
     distillation: DistillationConfig = option(DistillationConfig, "Teachers of the model.")
 
-    @property
-    def has_validation(self) -> bool:
-        return bool(self.data.val_files)
-
     def problems(self, path: str) -> Iterator[str]:
         actor, loss = self.worker.actor, self.distillation.distillation_loss
         if self.distillation.reads_teacher_log_probs:
@@ -99,14 +95,11 @@ class SFTConfig(RunTree):
         for name, teacher in self.distillation.teachers.items():
             if teacher.num_video_frames is not None:
                 yield (
-                    f"`distillation.teacher_models.{name}.num_video_frames` must be null in fine-tuning: set"
+                    f"`{TEACHERS}.{name}.num_video_frames` must be null in fine-tuning: set"
                     " `data.num_video_frames`, which holds for model and teacher"
                 )
             if teacher.server is not None:
-                yield (
-                    f"`distillation.teacher_models.{name}.server` must be null in fine-tuning: set"
-                    " `model_path`"
-                )
+                yield f"`{TEACHERS}.{name}.server` must be null in fine-tuning: set `model_path`"
         yield from self.input_problems()
         yield from self.kernel_problems()
         yield from self.rank_problems({"worker.actor": actor.fsdp} | self.distillation.sharding)

@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 
 import yaml
 
-from verl.config.async_training import AsyncConfig
 from verl.config.data import RowsConfig
 from verl.config.files.paths import (
     checkpoint_or_run_folder,
@@ -21,6 +20,7 @@ from verl.config.files.paths import (
 from verl.config.model import FSDPConfig
 from verl.config.schema import option
 
+PARTIAL, STREAM, ONE_STEP_OFF = "partial", "stream", "one_step_off"  # of `trainer.async_training.mode`
 NEVER = (-1, 0)  # values of `*_freq` and of limits that turn them off
 FLASH_MODULES = ("flash_attn", "flash_attn_interface")  # of FlashAttention 2 and 4, and of 3
 WORLD = "`trainer.nnodes` x `trainer.n_gpus_per_node`"
@@ -117,22 +117,17 @@ class RunConfig:
         total = self.num_processes + num_serving
         if self.nnodes > 1 or self.elastic or total <= cores:
             return None
-        if total > self.world_size:
-            sizes = {
-                "trainer.n_gpus_per_node": self.n_gpus_per_node,
-                "trainer.n_gpus_for_rollout": self.num_processes - self.world_size,
-                "reward_servers.NAME.n_gpus": num_serving,
-            }
-            named = " and ".join(f"`{key}` ({size})" for key, size in sizes.items() if size)
-            return (
-                f"{named} are numbers of processes on CPU, and this machine"
-                f" has {cores} cores: lower them to {cores} in total"
-            )
-        return (
-            f"`trainer.n_gpus_per_node` ({self.n_gpus_per_node}) is the number of processes on CPU, and this"
-            f" machine has {'1 core' if cores == 1 else f'{cores} cores'}: set"
-            f" `trainer.n_gpus_per_node={cores}`"
-        )
+        sizes = {
+            "trainer.n_gpus_per_node": self.n_gpus_per_node,
+            "trainer.n_gpus_for_rollout": self.num_processes - self.world_size,
+            "reward_servers.NAME.n_gpus": num_serving,
+        }
+        named = " and ".join(f"`{key}` ({size})" for key, size in sizes.items() if size)
+        are, remedy = "are numbers", f"lower them to {cores} in total"
+        if total == self.world_size:
+            are, remedy = "is the number", f"set `trainer.n_gpus_per_node={cores}`"
+        has = "1 core" if cores == 1 else f"{cores} cores"
+        return f"{named} {are} of processes on CPU, and this machine has {has}: {remedy}"
 
     def problems(self, path: str) -> Iterator[str]:
         for name in ("project_name", "experiment_name"):
@@ -149,6 +144,61 @@ class RunConfig:
     def notes(self, path: str) -> Iterator[str]:
         if os.environ.get("NVTX_PROFILER", "0") != "0":
             yield f"the environment variable `NVTX_PROFILER` has no effect: set `{path}.profile_steps`"
+
+
+@dataclass(frozen=True)
+class AsyncConfig:
+    """Sampling next to training, with `worker.hybrid_engine=false`, or in turn with partial rollouts."""
+
+    mode: str = option(
+        "off",
+        "off: sampling and training take turns; partial: they do, but a step ends sampling once it has its"
+        " prompts, and unfinished responses continue in the next (`worker.hybrid_engine=true`); one_step_off:"
+        " each step trains on what was sampled during the one before, with weights that are one step old;"
+        " stream: sampling never stops, and each step trains on the oldest groups that are finished.",
+        choices=("off", PARTIAL, ONE_STEP_OFF, STREAM),
+    )
+    staleness_threshold: int = option(
+        1,
+        "With mode=partial and stream: the largest number of updates between the weights that begin a"
+        " prompt's responses and those of the start of its step; sampling waits rather than exceed it. 0"
+        " samples each step with its own weights.",
+        minimum=0,
+    )
+    max_inflight_prompts: int | None = option(
+        None,
+        "With mode=partial and stream: prompts that an engine samples at once, as far as their responses fit"
+        " `worker.rollout.max_num_seqs`; null shares `data.rollout_batch_size` x (`staleness_threshold` + 1)"
+        " evenly.",
+        minimum=1,
+    )
+    max_engine_restarts: int = option(
+        3,
+        "With `worker.hybrid_engine=false`: rollout engines that are started again in a run where others were"
+        " lost; after these the run continues with the engines that are left, and ends with the last one.",
+        minimum=0,
+    )
+    max_gpus_for_rollout: int | None = option(
+        None,
+        "With mode=stream: GPUs that may sample at most; while the run continues, engines are started on GPUs"
+        " that are free. null is `trainer.n_gpus_for_rollout`, the number at the start.",
+        minimum=1,
+    )
+    deterministic: bool = option(
+        False,
+        "With mode=partial and stream: change weights at points that do not depend on time, each engine with"
+        " its own share of every step, so that runs repeat and resume exactly. Slower; for tests.",
+    )
+
+    @property
+    def continues_responses(self) -> bool:
+        """True if a response may take several steps."""
+        return self.mode in (PARTIAL, STREAM)
+
+    @property
+    def samples_ahead(self) -> bool:
+        """True if sampling and training run at the same time."""
+        return self.mode in (ONE_STEP_OFF, STREAM)
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from verl.config.files.extensions import is_extension
-from verl.config.files.paths import function_in_file
+from verl.config.files.paths import function_in_file, is_extension
 from verl.config.model import (
     TINY,
     FSDPConfig,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from verl.distributed.backends import on_gpu
 
+NUMBER_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 NORM_BYTES = 4  # norms compute in float32 and keep their input that way
 CHUNK_BYTES = {False: 256 << 20, True: 1 << 30}  # of logits, by `on_gpu`, see `models/head/logit_chunks.py`
 BLOCK_BYTES = {False: 4 * (2 << 20), True: 0}  # four float32 tensors of a softmax; kernels need none

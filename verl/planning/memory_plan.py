@@ -15,7 +15,7 @@ from verl.config.rollout import COLLECTIVE
 from verl.distributed.backends import on_gpu
 from verl.planning import memory_model
 from verl.planning.machine import GIB, Machine, MemoryPlan, Parts, Phase
-from verl.planning.memory_model import ModelSetup, ModelShape
+from verl.planning.memory_model import NUMBER_BYTES, ModelSetup, ModelShape
 from verl.planning.planned_model import PlannedModel, PlannedPass
 from verl.planning.planned_run import PlannedRun, PlannedServer
 from verl.utils.imports import deferred
@@ -27,7 +27,6 @@ ReadShape = Callable[..., ModelShape]  # `verl.planning.model_sizes.read_shape`
 plan_pictures = deferred("verl.planning.diffusion.memory", "plan_pictures")  # which imports this module
 read_pictures = deferred("verl.planning.diffusion.shapes", "read_pictures")  # imports diffusers
 
-NUMBER_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 PROCESS_BYTES = int(0.85 * GIB)  # of a worker without models; on CPU with a tiny one it took 0.8 GiB
 VLLM_BYTES = GIB // 4  # of its code in a worker's process; an estimate
 NODE_BYTES = 2 * GIB  # of the controller, Ray's own processes and those of the reward function
@@ -88,11 +87,8 @@ def plan_memory(run: PlannedRun, read_shape: ReadShape, machine: Machine) -> Mem
     models = [held_model(model, run.trainer.world_size, machine.device, read_shape) for model in run.models]
     phases = [_load(models, machine)]
     if run.shared_engine is not None:
-        policy = models[0]
-        sends_adapters = run.serves_adapters(machine.device)
-        sampling = run.shared_engine.sampling(
-            policy.shape, policy.setup, machine, sends_adapters=sends_adapters
-        )
+        policy, sends = models[0], run.serves_adapters(machine.device)
+        sampling = run.shared_engine.sampling(policy.shape, policy.setup, machine, sends_adapters=sends)
         phases.append(Phase("gen", {"models": _resting(models)} | sampling))
     phases += [_phase(run, models, model, each) for model in models for each in model.planned.passes]
     phases.append(Phase("save_checkpoint", {"models": _resting(models)}, {"copy": _snapshot(models)}))
@@ -100,16 +96,18 @@ def plan_memory(run: PlannedRun, read_shape: ReadShape, machine: Machine) -> Mem
     for phase in phases:
         if phase.name not in ("load", "gen"):
             phase.device.update(_sleeping_engine(run, machine))
-    shapes = {server: read_shape(server.model, FSDPConfig(), **of_server(server)) for server in run.servers}
+    shapes = {
+        server: read_shape(server.model, FSDPConfig(), option=server.option, is_trained=False, head="causal")
+        for server in run.servers
+    }
     phases += _awake_servers(run, models, shapes, machine)
+    node |= _server_processes(shapes, machine)
     for phase in phases:
         if phase.name != REWARD:
             phase.device.update(_sleeping_servers(shapes, machine))
-    node |= _server_processes(shapes, machine)
-    phases = [
-        replace(phase, device=phase.device | device, host=phase.host | host, node=phase.node | node)
-        for phase in phases
-    ]
+        phase.device.update(device)
+        phase.host.update(host)
+        phase.node.update(node)
     phases += _servers_of_own(shapes, machine)
     trained = [f"{model.planned.role}: {model.shape.trained_text}" for model in models if model.is_trained]
     served = [f"{server.option}: {shape.params:,} parameters are served" for server, shape in shapes.items()]
@@ -177,7 +175,6 @@ def _load(models: Sequence[HeldModel], machine: Machine) -> Phase:
 
 
 def _phase(run: PlannedRun, models: Sequence[HeldModel], model: HeldModel, each: PlannedPass) -> Phase:
-    """The phase of one pass of a model."""
     lengths, prompt = run.lengths, model.planned.prompt
     if prompt is not None:
         lengths = replace(lengths, prompt=prompt, media=prompt)
@@ -227,11 +224,6 @@ def _sleeping_engine(run: PlannedRun, machine: Machine) -> Parts:
     return {"sleeping engine": ASLEEP_BYTES[engine.options.enforce_eager]}
 
 
-def of_server(server: PlannedServer) -> dict[str, Any]:
-    """Return the arguments of `read_shape` for a model that is only served."""
-    return {"option": server.option, "is_trained": False, "head": "causal"}
-
-
 def _awake_servers(
     run: PlannedRun, models: Sequence[HeldModel], shapes: Shapes, machine: Machine
 ) -> list[Phase]:
@@ -239,12 +231,7 @@ def _awake_servers(
     shared = [server for server in shapes if server.options.colocate]
     if machine.device == "cpu" or not shared:
         return []
-    engines = {
-        server.option: max(
-            int(server.options.gpu_memory_utilization * machine.device_bytes), server.weights(shapes[server])
-        )
-        for server in shared
-    }
+    engines = {server.option: server.awake(shapes[server], machine) for server in shared}
     return [Phase(REWARD, {"models": _resting(models)} | _sleeping_engine(run, machine) | engines)]
 
 
@@ -278,15 +265,7 @@ def _servers_of_own(shapes: Shapes, machine: Machine) -> list[Phase]:
     if machine.device == "cpu":
         return []
     return [
-        Phase(
-            server.option,
-            {
-                "engine": max(
-                    int(server.options.gpu_memory_utilization * machine.device_bytes), server.weights(shape)
-                ),
-                "context": CONTEXT_BYTES,
-            },
-        )
+        Phase(server.option, {"engine": server.awake(shape, machine), "context": CONTEXT_BYTES})
         for server, shape in shapes.items()
         if server.options.takes_devices
     ]

@@ -37,6 +37,7 @@ from verl.models.trainable import select_trainable
 from verl.optim.build import parameter_groups
 from verl.planning.memory_model import LayerCache, ModelShape, Stack
 from verl.planning.planned_model import PlannedModel
+from verl.planning.stored_shape import tower_stack
 from verl.workers.model_builder import load_model_config, trainable_options, weights_dtype
 
 
@@ -166,8 +167,6 @@ def count(params: Iterable[nn.Parameter]) -> int:
 
 
 class _Tower(NamedTuple):
-    """An encoder's blocks and their sizes."""
-
     blocks: list[nn.Module]
     stack: Stack | None
     patches_per_token: int
@@ -190,7 +189,9 @@ def _towers(model: PreTrainedModel, blocks: list[nn.Module]) -> list[_Tower]:
     for sense, parts in family.encoders.items():
         own = _most_common([block for block in blocks if is_part(names[block], parts)])
         if own:
-            stack = _tower_stack(getattr(config, f"{sense}_config"), own)
+            largest = max(count(block.parameters()) for block in own)
+            own_config, is_tiled = getattr(config, f"{sense}_config"), all(map(has_tiles, own))
+            stack = tower_stack(own_config, len(own), largest, is_tiled=is_tiled)
             towers.append(_Tower(own, stack, family.patches_per_token(config, sense)))
     return towers
 
@@ -252,19 +253,3 @@ def _layer_cache(text: Any, kind: str, heads: LayerHeads) -> LayerCache:
     windows = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
     window = getattr(text, windows[kind]) if kind in windows else math.inf
     return LayerCache(2 * heads.keys * heads.dim, heads.keys, window)
-
-
-def _tower_stack(config: Any, blocks: list[nn.Module]) -> Stack:
-    # Some call the width `embed_dim`, and give the MLP's as a ratio.
-    hidden = getattr(config, "embed_dim", None) or config.hidden_size
-    heads = getattr(config, "num_heads", None) or config.num_attention_heads
-    return Stack(
-        layers=len(blocks),
-        hidden=hidden,
-        intermediate=getattr(config, "intermediate_size", None) or int(hidden * config.mlp_ratio),
-        heads=heads,
-        kv_heads=heads,
-        head_dim=hidden // heads,
-        params=max(count(block.parameters()) for block in blocks),
-        is_tiled=all(map(has_tiles, blocks)),
-    )

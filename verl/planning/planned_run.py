@@ -18,7 +18,7 @@ from verl.config.worker import WorkerConfig
 from verl.distributed.backends import on_gpu
 from verl.planning.diffusion.planned import PlannedPictures, planned_pictures
 from verl.planning.machine import Machine, Parts
-from verl.planning.memory_model import ModelSetup, ModelShape
+from verl.planning.memory_model import NUMBER_BYTES, ModelSetup, ModelShape
 from verl.planning.planned_model import PlannedModel, PlannedPass, RowLengths
 from verl.planning.step_needs import StepNeeds
 
@@ -42,13 +42,9 @@ class PlannedEngine:
     samples_ahead: bool = False  # while the models train
 
     @property
-    def own_devices(self) -> int:
-        return self.own * self.options.tensor_parallel_size
-
-    @property
     def number(self) -> int:
         """Bytes of a weight, and of a number in the cache."""
-        return {"fp32": 4}.get(self.options.dtype, 2)
+        return NUMBER_BYTES[self.options.dtype]
 
     @property
     def is_quantized(self) -> bool:
@@ -60,11 +56,6 @@ class PlannedEngine:
         if self.is_quantized:
             size = self.number * policy.root + QUANTIZED_BYTES * (policy.params - policy.root)
         return size // self.options.tensor_parallel_size
-
-    def layer_to_quantize(self, policy: ModelShape, largest: int) -> int:
-        """Bytes of what waits until all of a layer is there, and of the layer before it is quantized."""
-        weights = policy.experts // policy.text.layers or JOINED_WEIGHTS * largest
-        return self.number * (weights + weights // self.options.tensor_parallel_size)
 
     def cpu_cache(self, policy: ModelShape) -> int:
         """Keys and values on CPU: vLLM's cache, or those of the prompts that `hf` runs together."""
@@ -86,8 +77,9 @@ class PlannedEngine:
         if setup.expert_ranks > 1:  # the part of one rank's experts comes first
             copies += 1 / setup.expert_ranks
         parts = {"a gathered weight": int(copies * self.number * largest)}
-        if self.is_quantized:
-            parts["a layer to quantize"] = self.layer_to_quantize(policy, largest)
+        if self.is_quantized:  # what waits until all of a layer is there, and the layer until it is quantized
+            layer = policy.experts // policy.text.layers or JOINED_WEIGHTS * largest
+            parts["a layer to quantize"] = self.number * (layer + layer // self.options.tensor_parallel_size)
         if on_gpu(machine.device):
             parts["engine"] = int(self.options.gpu_memory_utilization * machine.device_bytes)
             if self.options.name == "vllm":  # float32, made after vLLM measured what is left for its cache
@@ -101,12 +93,8 @@ class PlannedEngine:
 class PlannedServer:
     """A model that the run serves for the reward function."""
 
-    name: str
+    option: str  # its section
     options: RewardServerConfig
-
-    @property
-    def option(self) -> str:
-        return f"reward_servers.{self.name}"
 
     @property
     def model(self) -> ModelConfig:
@@ -114,8 +102,11 @@ class PlannedServer:
 
     def weights(self, shape: ModelShape) -> int:
         """Bytes of the weights on each of its devices."""
-        number = {"fp32": 4}.get(self.options.dtype, 2)
-        return number * shape.params // self.options.tensor_parallel_size
+        return NUMBER_BYTES[self.options.dtype] * shape.params // self.options.tensor_parallel_size
+
+    def awake(self, shape: ModelShape, machine: Machine) -> int:
+        """Bytes of its engine on each GPU while it answers."""
+        return max(int(self.options.gpu_memory_utilization * machine.device_bytes), self.weights(shape))
 
 
 @dataclass(frozen=True)
@@ -180,10 +171,7 @@ class PlannedRun:
 def planned_ppo(config: PPOConfig) -> PlannedRun:
     data, rollout, length = config.data, config.worker.rollout, config.max_sequence_length
     prompt, response = data.max_prompt_length, data.max_response_length
-    sequences, engine_prompts = (
-        data.rollout_batch_size * rollout.n,
-        config.loader_batch_size // config.num_engines,
-    )
+    sequences = data.rollout_batch_size * rollout.n
     # Three tensors of int64 over sequences, eight of float32 over responses.
     batch_bytes = sequences * (8 * 3 * length + 4 * 8 * response)
     roles, use_reference = config.trained_roles, config.algorithm.use_reference
@@ -192,17 +180,19 @@ def planned_ppo(config: PPOConfig) -> PlannedRun:
     distillation, actor, rows = config.distillation, config.worker.actor, sequences // config.dp_size
     mini_batch = actor.global_batch_size * rollout.n // config.dp_size
     teachers = planned_teachers(distillation, actor, rows, mini_batch, shares=actor.share_prompt)
-    models = (*models, *teachers)
+    served = ((name, server) for name, server in config.reward_servers.items() if server.is_served)
+    servers = (PlannedServer(f"reward_servers.{name}", server) for name, server in served)
+    pictures = None
     if config.trainer.diffusion:
-        models = ()  # formulas are of language models
+        pictures = planned_pictures(data, config.worker, config.dp_size, reference=use_reference)
     return PlannedRun(
         config.trainer,
         RowLengths(prompt, response, media=prompt, group=rollout.n, ranks=config.sp_size),
-        tuple(models),
+        () if pictures else (*models, *teachers),  # formulas are of language models
         batch_bytes,
         PlannedEngine(
             rollout,
-            engine_prompts,
+            config.loader_batch_size // config.num_engines,
             prompt,
             length,
             config.max_model_len,
@@ -213,10 +203,8 @@ def planned_ppo(config: PPOConfig) -> PlannedRun:
         {role: getattr(section, "ppo_epochs", 1) for role, section in roles.items()},
         config.worker.actor.ring_size,
         use_reference,
-        tuple(PlannedServer(*item) for item in config.reward_servers.items() if item[1].is_served),
-        planned_pictures(data, config.worker, config.dp_size, reference=use_reference)
-        if config.trainer.diffusion
-        else None,
+        tuple(servers),
+        pictures,
         batch_tokens=sequences * length,
         compares_teachers=distillation.compares_in_update,
     )
@@ -230,18 +218,14 @@ def planned_teachers(
     `rows` are those of a rank in a step, `mini_batch` those in an update.
     """
     for name, teacher in distillation.loaded.items():
-        if distillation.reads_teacher_log_probs:
-            each = _pass(TEACHER, "actor", actor, rows, shares)
-        else:
-            each = replace(
-                _pass(TEACHER, "actor", actor, mini_batch, shares, is_update=True), is_update=False
-            )
+        is_before = distillation.reads_teacher_log_probs
+        each = _pass(TEACHER, "actor", actor, rows if is_before else mini_batch, shares, not is_before)
         yield PlannedModel(
             name,
             teacher.model,
             teacher.fsdp,
             teacher.offload,
-            (each,),
+            (replace(each, is_update=False),),
             is_teacher=True,
             prompt=teacher.max_prompt_length,
             share=1 / len(distillation.teachers),  # each row has one
@@ -254,7 +238,7 @@ def planned_sft(config: SFTConfig) -> PlannedRun:
     rows = actor.global_batch_size // config.dp_size
     passes = (_pass("update_actor", "actor", actor, rows, is_update=True),)
     teachers = planned_teachers(config.distillation, actor, rows, rows)
-    if config.has_validation:
+    if config.data.val_files:
         passes = (_pass("validation", "actor", actor, rows), *passes)
     return PlannedRun(
         config.trainer,

@@ -4,20 +4,21 @@
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from verl.config.files.model_files import local_folder
 from verl.config.files.paths import MODEL_CONFIGS
-from verl.config.schema import value_at
+from verl.config.schema import ConfigError, check_config, value_at
 from verl.config.trainer import RunTree
 from verl.distributed.backends import on_gpu
 from verl.planning.machine import GIB, Machine, MemoryPlan, Phase, find_machine
 from verl.planning.memory_plan import REWARD, Planner, expert_sizes, read_pictures
 from verl.planning.planned_run import PlannedRun
-from verl.planning.step_plan import PlanLine, table
+from verl.planning.step_plan import PlanLine
 from verl.planning.stored_shape import stored_shape
 from verl.utils.imports import deferred
 from verl.utils.rank_logger import get_logger
+from verl.utils.text_table import table
 
 logger = get_logger(__name__)
 
@@ -118,7 +119,7 @@ def memory_text(config: C, planner: Planner[C]) -> str:
     misfits = [misfit_text(config, phase, plan, planner) for phase in plan.misfits()]
     return (
         "".join(f"  {line}\n" for line in plan.models)
-        + table(lines)
+        + table(lines, has_remarks=True)
         + "".join(f"  does not fit: {text}\n" for text in misfits)
     )
 
@@ -138,13 +139,12 @@ def _gib(size: int) -> str:
 
 def _missing_configs(run: PlannedRun) -> Iterator[tuple[str, str]]:
     """Yield the option and path of models whose config is neither in a folder nor in the hub's cache."""
-    in_cache = deferred("huggingface_hub", "try_to_load_from_cache")
     named = [(f"{model.option}.model_path", model.model.model_path) for model in run.planned_models]
     named += [(f"{server.option}.model_path", server.options.model_path) for server in run.servers]
     for option, path in named:
-        if path is None or any((Path(path) / name).is_file() for name in MODEL_CONFIGS):
-            continue
-        if Path(path).is_dir() or not any(isinstance(in_cache(path, name), str) for name in MODEL_CONFIGS):
+        folder = local_folder(path)
+        has_config = folder is not None and any((folder / name).is_file() for name in MODEL_CONFIGS)
+        if path is not None and not has_config:
             yield option, path
 
 
@@ -162,6 +162,15 @@ def _with_option(section: Any, key: str, value: Any) -> Any:
         return with_options(section, {key: value})
     name, _, rest = key.partition(".")  # of a section that the user named
     return section | {name: with_options(section[name], {rest: value})}
+
+
+def problems_of(config: RunTree) -> set[str]:
+    """Return the rules that a config breaks."""
+    try:
+        check_config(config)
+    except ConfigError as error:
+        return set(error.problems)
+    return set()
 
 
 def with_largest_sizes(config: C, planner: Planner[C]) -> C:
@@ -194,9 +203,14 @@ def misfit_text(config: C, phase: Phase, plan: MemoryPlan, planner: Planner[C]) 
     else:
         taken, usable, place = plan.node_bytes(phase), machine.usable_host, "the host memory of a node"
     changes = remedy(config, phase, planner)
-    settings = " ".join(f"{key}={str(value).lower()}" for key, value in changes.items())
-    advice = f"set {settings}" if changes else "use more devices (`trainer.nnodes`) or a smaller model"
+    advice = (
+        f"set {text_of(changes)}" if changes else "use more devices (`trainer.nnodes`) or a smaller model"
+    )
     return f"{phase.name} takes {_gib(taken)} GiB of {place}, {_gib(usable)} are usable: {advice}"
+
+
+def text_of(changes: Changes) -> str:
+    return " ".join(f"{key}={str(value).lower()}" for key, value in changes.items())
 
 
 def remedy(config: C, phase: Phase, planner: Planner[C]) -> Changes:

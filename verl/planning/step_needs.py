@@ -4,6 +4,8 @@
 from dataclasses import dataclass
 from typing import Self
 
+from verl.config.algorithm import EXACT_KL
+from verl.config.files.paths import is_extension
 from verl.config.ppo import PPOConfig
 
 
@@ -23,7 +25,8 @@ class StepNeeds:
     def of(cls, config: PPOConfig) -> Self:
         """Derive the passes from the algorithm and from what reads old log-probs before the update."""
         actor, algorithm = config.worker.actor, config.algorithm
-        sampled = algorithm.rollout_correction.bypass_mode or config.trainer.diffusion
+        correction, has_reference = algorithm.rollout_correction, algorithm.use_reference
+        sampled = correction.bypass_mode or config.trainer.diffusion
         reads_old = (
             config.data.rollout_batch_size != actor.global_batch_size
             or actor.ppo_epochs > 1
@@ -31,8 +34,13 @@ class StepNeeds:
             or actor.selects_tokens
             or bool(actor.observers)  # terms of the loss may read their columns
             or actor.adaptive_entropy.enabled
-            or algorithm.reads_old_log_probs
+            or (has_reference and not algorithm.use_kl_loss)  # a penalty in the rewards
+            or "sum_squared_probs" in algorithm.needs
+            or is_extension(algorithm.adv_estimator)  # it may read them
             or config.distillation.rewards_tokens
-            or algorithm.rollout_correction.needs_whole_batch
+            or correction.rollout_rs is not None  # criteria and means of a whole batch
+            or correction.rollout_is_batch_normalize
         )
-        return cls(sampled, not sampled and reads_old, algorithm.needs_ref_log_probs)
+        # An exact KL runs both models and reads no log-probs of the reference.
+        ref_pass = has_reference and algorithm.kl_penalty not in EXACT_KL
+        return cls(sampled, not sampled and reads_old, ref_pass)

@@ -4,7 +4,6 @@
 Everything follows from the config and the number of ranks; `--dry-run` prints it. Needs no torch.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from verl.config.model import AUTO, MicroBatchSize, PolicyConfig, as_number
@@ -15,6 +14,7 @@ from verl.config.sft import SFTConfig
 from verl.config.trainer import RunConfig, TrainerConfig
 from verl.planning.device_defaults import runs_on_gpu
 from verl.planning.step_needs import StepNeeds
+from verl.utils.text_table import table
 
 
 class PlanLine(NamedTuple):
@@ -35,16 +35,6 @@ class StepPlan(NamedTuple):
 
     text: str
     training_steps: int | None  # None until the number of rows is known
-
-
-def table(lines: Sequence[PlanLine]) -> str:
-    """Align lines; the first one is the heading."""
-    widths = [max(len(line[column]) for line in lines) for column in range(3)]
-    text = ""
-    for name, total, per_rank, remark in lines:
-        cells = (name.ljust(widths[0]), total.rjust(widths[1]), per_rank.rjust(widths[2]), remark)
-        text += f"  {'  '.join(cells)}".rstrip() + "\n"
-    return text
 
 
 def make_plan(config: PPOConfig, dataset_size: int | None = None, done: tuple[int, int] = (0, 0)) -> StepPlan:
@@ -87,7 +77,7 @@ def make_plan(config: PPOConfig, dataset_size: int | None = None, done: tuple[in
         PlanLine("optimizer steps", str(optimizer_steps), "", f"{actor.ppo_epochs} PPO epochs"),
         _steps_line(steps, config.trainer, prompts, f"{(steps or 0) * optimizer_steps} optimizer steps"),
     )
-    return StepPlan(table(lines), steps)
+    return StepPlan(table(lines, has_remarks=True), steps)
 
 
 def make_sft_plan(
@@ -107,7 +97,7 @@ def make_sft_plan(
         PlanLine("optimizer steps", "1"),
         _steps_line(steps, config.trainer, actor.global_batch_size, ""),
     )
-    return StepPlan(table(lines), steps)
+    return StepPlan(table(lines, has_remarks=True), steps)
 
 
 def _count_steps(

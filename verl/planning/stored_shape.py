@@ -5,17 +5,16 @@ Takes milliseconds, where building an empty model imports torch and transformers
 common dense models, trained whole; for the others `verl.planning.model_sizes` builds an empty one.
 """
 
-import json
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from verl.config.files.model_files import stored_sizes
+from verl.config.files.model_files import CONFIG, read_json, stored_sizes
 from verl.config.model import FSDPConfig, ModelConfig
-from verl.planning.memory_model import LayerCache, ModelShape, Stack
+from verl.planning.memory_model import NUMBER_BYTES, LayerCache, ModelShape, Stack
 
-BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 TOWER_BLOCK = re.compile(r"visual\.blocks\.(\d+)\.")
 TEXT_BLOCK = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 # The weights of a dense model whose layers are all alike; any other name is left to torch.
@@ -32,33 +31,22 @@ Sizes = dict[str, tuple[int, ...]]  # shapes of tensors by name
 def stored_shape(model: ModelConfig, fsdp: FSDPConfig, *, is_trained: bool, head: str) -> ModelShape | None:
     """Return what `read_shape` does, or None for a model that only it knows."""
     folder = Path(model.model_path or "")
-    changes = (
-        *(model.override_config, model.train_modules, model.freeze_modules, model.family),
-        *(
-            model.lora.is_used,
-            model.freeze_vision_tower,
-            model.freeze_audio_tower,
-            model.freeze_router,
-            model.router_aux_loss_coef,
-            fsdp.expert_parallel_size > 1,
-        ),
-    )
-    number = BYTES.get(fsdp.torch_dtype or ("fp32" if is_trained else "bf16"))
-    if any(changes) or head != "causal" or number is None or not (folder / "config.json").is_file():
+    changes: list[Any] = [model.override_config, model.train_modules, model.freeze_modules, model.family]
+    changes += [model.freeze_vision_tower, model.freeze_audio_tower, model.freeze_router, model.lora.is_used]
+    changes += [model.router_aux_loss_coef, fsdp.expert_parallel_size > 1]
+    number = NUMBER_BYTES.get(fsdp.torch_dtype or ("fp32" if is_trained else "bf16"))
+    config = read_json(folder / CONFIG)
+    if any(changes) or head != "causal" or number is None or config is None:
         return None
     try:
-        config = json.loads((folder / "config.json").read_text())
         sizes = dict(stored_sizes(folder))
-        if not all(map(KNOWN.search, sizes)) or _has_windows(config.get("text_config", config)):
+        text = config.get("text_config", config)
+        has_windows = text.get("sliding_window") and text.get("use_sliding_window", True)  # as Qwen's do not
+        if has_windows or not all(map(KNOWN.search, sizes)):
             return None
         return _shape(config, sizes, number, is_trained, model.runs_tiles(is_trained=is_trained))
-    except (OSError, ValueError, KeyError, TypeError):  # what is wrong with it, `read_shape` says better
-        return None
-
-
-def _has_windows(text: dict[str, Any]) -> bool:
-    # Qwen's configs have one that they do not use.
-    return bool(text.get("sliding_window")) and text.get("use_sliding_window", True)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None  # what is wrong with it, `read_shape` says better
 
 
 def _shape(config: dict[str, Any], sizes: Sizes, number: int, is_trained: bool, is_tiled: bool) -> ModelShape:
@@ -75,7 +63,8 @@ def _shape(config: dict[str, Any], sizes: Sizes, number: int, is_trained: bool, 
     has_norms = any(name.endswith("q_norm.weight") for name in sizes)
     tower = None
     if tower_blocks:
-        tower = _tower_stack(config["vision_config"], max(tower_blocks.values()), is_tiled)
+        vision = SimpleNamespace(**config["vision_config"])
+        tower = tower_stack(vision, len(tower_blocks), max(tower_blocks.values()), is_tiled=is_tiled)
     return ModelShape(
         params=params,
         stored=number * params,
@@ -116,14 +105,15 @@ def _text_stack(text: dict[str, Any], keys: int, params: int, has_head_norms: bo
     )
 
 
-def _tower_stack(vision: dict[str, Any], params: int, is_tiled: bool) -> Stack:
-    hidden = vision["embed_dim"] if "embed_dim" in vision else vision["hidden_size"]
-    own = vision["intermediate_size"] if "intermediate_size" in vision else hidden * vision["mlp_ratio"]
-    heads = vision["num_heads"]
+def tower_stack(config: Any, layers: int, params: int, *, is_tiled: bool) -> Stack:
+    """Return the layers of a tower by its config, `params` weights in the largest one."""
+    # Some call the width `embed_dim`, and give the MLP's as a ratio.
+    hidden = getattr(config, "embed_dim", None) or config.hidden_size
+    heads = getattr(config, "num_heads", None) or config.num_attention_heads
     return Stack(
-        layers=vision["depth"],
+        layers=layers,
         hidden=hidden,
-        intermediate=int(own),
+        intermediate=getattr(config, "intermediate_size", None) or int(hidden * config.mlp_ratio),
         heads=heads,
         kv_heads=heads,
         head_dim=hidden // heads,

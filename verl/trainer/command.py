@@ -118,7 +118,7 @@ class TrainingCommand(Generic[C]):
             notes = self.look(config)
             check_weights(self.describe(config))
         except FOR_THE_USER as error:
-            return told(error, config.trainer)
+            return told(error)
         if planned.machine is None and (problem := core_problem(config.trainer, config.num_serving)):
             notes.append(problem)
         sys.stderr.write("".join(f"note: {note}\n" for note in notes))
@@ -239,7 +239,7 @@ def run_with_config(
     try:
         return run(switches, config)
     except FOR_THE_USER as error:
-        return told(error, config.trainer)
+        return told(error)
     except KeyboardInterrupt:
         return INTERRUPTED
 

@@ -10,7 +10,7 @@ from verl.checkpoint.merger import merge_checkpoint
 from verl.checkpoint.sharded import HUGGINGFACE
 from verl.config.files.model_files import has_weights
 from verl.config.model import ModelConfig
-from verl.config.rules.quantization_rules import cpu_problem
+from verl.config.rules.engine_rules import cpu_problem
 from verl.distributed.device import is_gpu
 from verl.planning.model_sizes import check_experts, check_trained
 from verl.planning.planned_run import PlannedRun

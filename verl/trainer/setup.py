@@ -17,12 +17,11 @@ from verl.algorithms.controllers import get_entropy_controller, get_kl_controlle
 from verl.algorithms.kl import KLLoss
 from verl.checkpoint.tracker import checkpoint_step
 from verl.config.algorithm import EXACT_KL, AlgorithmConfig
-from verl.config.async_training import PARTIAL, STREAM, AsyncConfig
 from verl.config.data import DataConfig, RowsConfig
 from verl.config.distillation import DistillationConfig
 from verl.config.ppo import PPOConfig
 from verl.config.sft import SFTConfig
-from verl.config.trainer import RunTree, TrainerConfig
+from verl.config.trainer import PARTIAL, STREAM, AsyncConfig, RunTree, TrainerConfig
 from verl.config.worker import RewardConfig, WorkerConfig
 from verl.data.loader import Loaders, PromptLoader, make_loaders, make_sft_loaders, show_to_teachers
 from verl.data.media.cache import MediaCache

@@ -127,9 +127,6 @@ class OperatorsFirstLoader:
     def __init__(self, loader: Any) -> None:
         self.loader = loader
 
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self.loader.create_module(spec)
-
     def exec_module(self, module: ModuleType) -> None:
         declare_torchvision_operators()
         assert module.__spec__ is not None, "a module that is imported has a spec"
@@ -137,7 +134,7 @@ class OperatorsFirstLoader:
         self.loader.exec_module(module)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.loader, name)
+        return getattr(self.loader, name)  # create_module
 
 
 @lru_cache(maxsize=1)

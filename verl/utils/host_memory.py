@@ -23,11 +23,8 @@ def machine_bytes(name: str, meminfo: Path = MEMINFO) -> int:
 
 def container_limit(cgroup: Path = CGROUP) -> int | None:
     """Bytes that the container of this process may use; None is unlimited or unknown."""
-    for name, _ in LIMITS:
-        text = _read(cgroup / name)
-        if text.isdigit():
-            return int(text)
-    return None
+    limits = (_read(cgroup / name) for name, _ in LIMITS)
+    return next((int(text) for text in limits if text.isdigit()), None)
 
 
 def _used_by_container(cgroup: Path) -> int:

@@ -25,11 +25,7 @@ AS_TEXT: dict[type, tuple[Callable[[Any], str], Callable[[str], Any]]] = {
 
 def objects(values: Iterable[Any]) -> np.ndarray:
     """Return an object array (B,) of `values`."""
-    values = list(values)
-    array = np.empty(len(values), dtype=object)  # `np.array` would unpack nested lists
-    for row, value in enumerate(values):
-        array[row] = value
-    return array
+    return np.fromiter(values, dtype=object)  # `np.array` would unpack nested lists
 
 
 def same(a: Any, b: Any) -> bool:

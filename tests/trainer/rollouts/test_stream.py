@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.trainer.rollouts.sampling import make_collector, make_config, numbered_prompts, numbers_of
-from verl.config.async_training import AsyncConfig
+from verl.config.trainer import AsyncConfig
 from verl.protocol import DataProto
 from verl.single_controller.ray.failure import WorkerError
 from verl.single_controller.ray.resource_pool import ClusterError

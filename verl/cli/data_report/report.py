@@ -5,9 +5,10 @@
 """
 
 import os
+import re
 import sys
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import groupby
@@ -18,9 +19,7 @@ from typing import Any, Generic, TypeVar
 from PIL import Image, ImageDraw, ImageOps
 from torch import Tensor
 
-from verl.cli.data_report.answer_tokens import answer_lines
 from verl.cli.data_report.opened import opened_conversations, opened_data
-from verl.cli.text_charts import histogram, quantile
 from verl.config.data import DataConfig
 from verl.config.ppo import PPOConfig
 from verl.config.sft import SFTConfig, SFTDataConfig
@@ -31,11 +30,12 @@ from verl.data.loader import Loaders, PromptLoader
 from verl.data.media.decoded import DecodedMedia
 from verl.data.media.references import shown_name
 from verl.data.media.waveform import draw_waveform
+from verl.data.readers import count_tokens
 from verl.data.rl_dataset import RLHFDataset
 from verl.data.sft_dataset import SFTDataset
 from verl.planning.step_plan import StepPlan, make_plan, make_sft_plan
 from verl.trainer.run.exit_status import BAD_INPUT
-from verl.utils.text_table import table
+from verl.utils.text_table import histogram, quantile, table
 
 MAX_LISTED = 10
 MAX_FRAMES = 64  # of a video on a contact sheet
@@ -43,6 +43,10 @@ CONTEXT, TRAINED = "|", "+"  # first character of a line of text
 TILE, LABEL, GAP = 192, 16, 4  # pixels: side of a picture, height of its label, margin
 COLUMNS = 8
 PAPER, INK = (255, 255, 255), (0, 0, 0)
+MAX_ANSWERS = 2000  # that are counted, spread over all rows
+TINY_VOCABULARY = 10_000  # tokens; a larger one has the common words
+MANY_PIECES, MAX_WORDS = 4, 3  # tokens of a word, and such words, that are shown
+WORD = re.compile(r"[^\W\d_]+")
 
 C = TypeVar("C", PPOConfig, SFTConfig)
 Tile = tuple[Image.Image, str]  # a picture and the label below it
@@ -77,6 +81,51 @@ def conversation_lines(dataset: SFTDataset, position: int, sheet: Path) -> list[
         text = dataset.tokenizer.decode([token for _, token in part], clean_up_tokenization_spaces=False)
         lines += _marked(text.removeprefix("\n"), TRAINED if is_trained else CONTEXT)
     return lines
+
+
+def answer_lines(option: str, dataset: RLHFDataset) -> list[str]:
+    """Count the tokens of the answers, and warn of any that no response can hold.
+
+    Answers that are neither text nor numbers are not counted: a reward function takes them apart.
+    """
+    texts = _answers(dataset)
+    if not texts:
+        return []
+    lengths = [count_tokens(dataset.tokenizer, text) for text in texts]
+    single = lengths.count(1)
+    lines = [
+        f"  tokens of an answer: shortest {min(lengths)}, half up to {quantile(lengths, 0.5)}, longest"
+        f" {max(lengths)}; {single} of {len(lengths)} answers are one token",
+    ]
+    if len(dataset.tokenizer) < TINY_VOCABULARY:
+        lines += split_words(dataset.tokenizer, texts)
+    limit = dataset.config.max_response_length
+    too_long = [text for text, length in zip(texts, lengths, strict=True) if length > limit]
+    if too_long:
+        lines.append(
+            f"warning: `{option}`: answers take up to {max(lengths)} tokens; `data.max_response_length` is"
+            f" {limit}: no response can hold {len(too_long)} of {len(texts)} of them, such as"
+            f" {too_long[0]!r:.80}"
+        )
+    return lines
+
+
+def split_words(tokenizer: Any, texts: Iterable[str]) -> list[str]:
+    """Name the words that the tokenizer splits most; a model learns these letter by letter."""
+    words = dict.fromkeys(word for text in texts for word in WORD.findall(text))
+    pieces = {word: count_tokens(tokenizer, word) for word in words}
+    most = sorted((word for word in words if pieces[word] >= MANY_PIECES), key=lambda word: -pieces[word])
+    if not most:
+        return []
+    shown = ", ".join(f"{word!r:.40} into {pieces[word]}" for word in most[:MAX_WORDS])
+    more = f" and {len(most) - MAX_WORDS} words more" if len(most) > MAX_WORDS else ""
+    return [f"  words that the tokenizer splits into {MANY_PIECES} tokens or more: {shown}{more}"]
+
+
+def _answers(dataset: RLHFDataset) -> list[str]:
+    step = -(-len(dataset.indices) // MAX_ANSWERS)
+    values = [dataset.rows[index].get(dataset.config.answer_key) for index in dataset.indices[::step]]
+    return [str(value) for value in values if isinstance(value, str | int | float) and str(value)]
 
 
 @dataclass(frozen=True)
@@ -232,7 +281,6 @@ def _marked(text: str, mark: str) -> list[str]:
 
 
 def _token_counts(ids: Tensor, dataset: RowDataset) -> str:
-    """Count the tokens of text and of each kind of media."""
     counts = {"text": len(ids)}
     kinds = {} if dataset.media is None else dataset.media.family.placeholders(dataset.processor)
     for token, kind in kinds.items():
@@ -277,7 +325,6 @@ def _tiles(decoded: DecodedMedia) -> Iterator[Tile]:
 
 
 def _seconds(meta: dict[str, Any], position: int) -> float:
-    """Time of a sampled frame in its video."""
     return meta["frames_indices"][position] / meta["fps"]
 
 

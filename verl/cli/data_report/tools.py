@@ -78,9 +78,8 @@ def _example(rules: ConversationRules) -> Iterator[str]:
     answer = renderer.messages([call], seen)
     prompt = renderer.template(question, True, "a question")
     whole = renderer.template([*question, turn, *answer], True, "an example of a call")
-    end = renderer.tokens(rules.tokenizer.encode("a")[-1], [call], seen)[
-        0
-    ]  # of a turn: the policy samples it
+    last = rules.tokenizer.encode("a")[-1]
+    end = renderer.tokens(last, [call], seen)[0]  # of a turn: the policy samples it
     read = rules.tokenizer.decode(renderer.tokens(end, [call], seen), clean_up_tokenization_spaces=False)
     written = whole.removeprefix(prompt).removesuffix(read)
     found = rules.format.parse(written, rules.schemas)
@@ -89,11 +88,8 @@ def _example(rules: ConversationRules) -> Iterator[str]:
             f"`worker.rollout.multi_turn.format={rules.options.format}` does not read the call that the chat"
             f" template writes: expected {json.dumps(function)}, got {found}; set the format of the template"
         )
-    for mark, text in (
-        (READ, prompt),
-        (WRITTEN, written),
-        (READ, whole.removeprefix(prompt)[len(written) :]),
-    ):
+    rest = whole.removeprefix(prompt)[len(written) :]
+    for mark, text in ((READ, prompt), (WRITTEN, written), (READ, rest)):
         yield from (f"{mark} {line}" for line in text.strip("\n").split("\n"))
 
 

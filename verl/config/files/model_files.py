@@ -39,14 +39,22 @@ class LengthLimit(NamedTuple):
 
 def read_model_config(model: str) -> dict[str, Any] | None:
     """Return the config of a folder, or of a hub name that was downloaded before; None without one."""
-    folder = Path(model) if os.path.isabs(model) else downloaded(model)
+    folder = local_folder(model)
     return None if folder is None else read_json(folder / CONFIG)
+
+
+def local_folder(model: str | None) -> Path | None:
+    """Return a folder, or where a hub name was downloaded to; None for what is not on this machine."""
+    if not model:
+        return None
+    return Path(model) if os.path.isdir(model) else downloaded(model)
 
 
 def downloaded(name: str) -> Path | None:
     """Return the folder of a hub name in the cache of huggingface_hub, without network access."""
-    home = os.environ.get("HF_HOME") or os.path.join("~", ".cache", "huggingface")
-    cache = os.environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")
+    environ = os.environ
+    home = environ.get("HF_HOME") or os.path.join(environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    cache = environ.get("HF_HUB_CACHE") or environ.get("HUGGINGFACE_HUB_CACHE") or os.path.join(home, "hub")
     folder = Path(os.path.expanduser(cache), "models--" + name.replace("/", "--"))
     try:
         return folder / "snapshots" / (folder / "refs" / "main").read_text(encoding="utf-8").strip()
@@ -70,6 +78,14 @@ def length_limit(config: dict[str, Any], overrides: dict[str, Any]) -> LengthLim
     return LengthLimit(int(found[key] * _rope_factor(text)), key)
 
 
+def context_problem(key: str, tokens: int, model: str, overrides: dict[str, Any]) -> Iterator[str]:
+    """Yield that a length, the value of `key`, is beyond the model's: vLLM refuses to start with it."""
+    config = read_model_config(model)
+    limit = None if config is None else length_limit(config, overrides)
+    if limit is not None and tokens > limit.tokens:
+        yield f"{key} must be at most {limit.tokens}, the model's `{limit.key}` in its config.json ({model})"
+
+
 def _rope_factor(text: dict[str, Any]) -> float:
     ropes = [text.get("rope_scaling"), text.get("rope_parameters")]
     ropes += [each for rope in ropes if isinstance(rope, dict) for each in rope.values()]
@@ -83,15 +99,8 @@ def _rope_factor(text: dict[str, Any]) -> float:
 
 def pipeline_folder(model: str | None) -> Path | None:
     """Return the folder of a diffusion model, local or downloaded from the hub; None for other models."""
-    folder = Path(model or "")
-    if model and not folder.is_dir():
-        from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415 - for hub names only
-        from huggingface_hub.errors import HFValidationError  # noqa: PLC0415
-
-        with suppress(HFValidationError):
-            found = try_to_load_from_cache(model, PIPELINE)
-            folder = Path(found).parent if isinstance(found, str) else folder
-    return folder if (folder / PIPELINE).is_file() else None
+    folder = local_folder(model)
+    return folder if folder is not None and (folder / PIPELINE).is_file() else None
 
 
 def tokenizer_of(model: str | None) -> str | None:
@@ -199,7 +208,7 @@ def stored_sizes(folder: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 def hub_problem(model: str) -> str | None:
     """Say that a model is not a folder and cannot be downloaded: the hub's client tries for a minute."""
-    if os.path.isdir(model) or downloaded(model) is not None:
+    if local_folder(model) is not None:
         return None
     hub = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
     reason = f"{hub.hostname} cannot be reached"

@@ -2,14 +2,18 @@
 """Kinds of paths in a config. Each function returns the absolute path, or raises with rule and remedy.
 
 Use one as `option(..., resolve=existing_file)`. To add a kind of path, add a function of one text. Hub names
-(`Qwen/Qwen2.5-7B-Instruct`, `hiyouga/math12k`) are returned as they are, without network access.
+(`Qwen/Qwen2.5-7B-Instruct`, `hiyouga/math12k`) are returned as they are, without network access. A reward
+function and extensions, `path/to/file.py:NAME`, are in files of the user's, which are parsed and never run.
 """
 
 import ast
+import difflib
 import json
 import os
 import re
 import tempfile
+from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 
 from verl.config.files.model_files import downloaded
@@ -19,6 +23,7 @@ DATA_SUFFIXES = (".parquet", ".json", ".jsonl", ".arrow", ".csv", ".pkl")
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 HUB_SUBSET = re.compile(r"\w[\w.-]*/\w[\w.-]*/\w[\w.+-]*")
 DEFAULT_FUNCTION = "main"  # of a file given without a function
+NEEDS = "needs"  # a decorator, with the inputs that an extension needs as plain text
 CHECKPOINT_NAME = re.compile(r"global_step_\d+")
 RUN_TRACKER = "checkpoint_tracker.json"  # in the folder of a run
 POLICY, EXPORTED = "actor", "huggingface"  # folders in a checkpoint: a role, and its exported weights
@@ -42,19 +47,78 @@ def existing_folder(text: str) -> str:
 
 
 def function_in_file(text: str) -> str:
-    """Resolve `file.py[:function]`; the file is parsed, not run."""
-    file, _, function = text.rpartition(":") if text.rpartition(":")[0].endswith(".py") else (text, "", "")
-    if not file.endswith(".py"):
-        raise ValueError(f"must be `file.py` or `file.py:function`, got {text!r}")
-    path = existing_file(file)
-    body = parse_file(Path(path))
+    """Resolve `file.py[:function]`."""
+    path, function, body = _parsed(text, "`file.py` or `file.py:function`")
     names, name = names_in(body), function or DEFAULT_FUNCTION
     if names is not None and name not in names:
         functions = [node.name for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
         raise ValueError(
             f"{path} has no function {name!r}: write `{text.partition(':')[0]}:NAME` with one of {functions}"
         )
-    return path + text.removeprefix(file)
+    return f"{path}:{function}" if function else path
+
+
+def is_extension(text: object) -> bool:
+    """Return whether a value is meant as a function or class of a file."""
+    return isinstance(text, str) and (text.endswith(".py") or ".py:" in text)
+
+
+def extension_in_file(text: str) -> str:
+    """Return `/absolute/file.py:NAME`; raise if there is no such file, or if it does not define the name."""
+    path, name, body = _parsed(text, "`file.py:NAME`")
+    file, names = text.removesuffix(f":{name}"), names_in(body)
+    defined = [
+        node.name
+        for node in body
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_")
+    ]
+    if not name:
+        raise ValueError(f"must name a function or class of {path}: `{file}:NAME` with one of {defined}")
+    if names is not None and name not in names:
+        near = difflib.get_close_matches(name, sorted(names), n=1)
+        remedy = f"; did you mean `{file}:{near[0]}`?" if near else ""
+        raise ValueError(f"{path} defines no {name!r}; it defines {defined}{remedy}")
+    spec = f"{path}:{name}"
+    declared_needs(spec)  # raises if they cannot be read
+    return spec
+
+
+@lru_cache
+def declared_needs(spec: str) -> frozenset[str]:
+    """Return the arguments of `@needs(...)` at a function of a file; none without the decorator.
+
+    Raises:
+        ValueError: An argument is not plain text, so that only running the file would show it.
+    """
+    file, _, name = spec.rpartition(":")
+    found: set[str] = set()
+    for node in parse_file(Path(file)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name:
+            for call in node.decorator_list:
+                if isinstance(call, ast.Call) and ast.unparse(call.func).split(".")[-1] == NEEDS:
+                    found |= set(_texts(call, f"{file}, line {call.lineno}"))
+    return frozenset(found)
+
+
+def _texts(call: ast.Call, where: str) -> Iterator[str]:
+    for argument in [*call.args, *(keyword.value for keyword in call.keywords)]:
+        if not isinstance(argument, ast.Constant) or not isinstance(argument.value, str):
+            raise ValueError(
+                f"{where}: `@{NEEDS}` takes plain text, because the file is not run when a config is"
+                f" read; got {ast.unparse(argument)}"
+            )
+        yield argument.value
+
+
+def _parsed(text: str, forms: str) -> tuple[str, str, list[ast.stmt]]:
+    """Return file and name of `file.py[:name]`, the name empty without one, and the file's statements."""
+    file, _, name = text.rpartition(":")
+    if not file.endswith(".py"):
+        file, name = text, ""
+    if not file.endswith(".py"):
+        raise ValueError(f"must be {forms}, got {text!r}")
+    path = existing_file(file)
+    return path, name, parse_file(Path(path))
 
 
 def data_source(text: str) -> str:

@@ -75,12 +75,8 @@ def as_mapping(text: str) -> str | None:
 
 
 def _json(text: str) -> str:
-    return text if _is_number(text) else json.dumps(text)
-
-
-def _is_number(text: str) -> bool:
     try:
         float(text)
     except ValueError:
-        return False
-    return True
+        return json.dumps(text)
+    return text

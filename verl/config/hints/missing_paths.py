@@ -21,9 +21,8 @@ def missing(kind: str, path: Path) -> FileNotFoundError:
         return FileNotFoundError(f"no {kind} {path}: {reason}")
     nearest = nearest_sibling(path, MIN_SIMILARITY)
     if nearest is None:
-        parent = next(
-            folder for folder in path.parents if os.path.exists(folder)
-        )  # false for a name too long
+        # Unlike `Path.exists`, false for a name that is too long.
+        parent = next(folder for folder in path.parents if os.path.exists(folder))
         note = "" if parent == path.parent else f" ({parent} has no {path.relative_to(parent).parts[0]})"
         return FileNotFoundError(f"no {kind} {path}{note}")
     return FileNotFoundError(f"no {kind} {path}; did you mean {shown(nearest)}?")

@@ -2,7 +2,6 @@
 """Errors of the YAML parser in words that a person would use."""
 
 import re
-from typing import NamedTuple
 
 import yaml
 
@@ -10,25 +9,20 @@ OPENED = re.compile(r"[\[{]")
 ENTRY = re.compile(r"\s*(?:- )?([\w.]+): +(\S.*)")  # `key: value`
 MAX_SHOWN = 80  # characters of a line in a message
 
-
-class YamlProblem(NamedTuple):
-    """A mistake in YAML."""
-
-    line: int | None  # from 1
-    text: str
+YamlProblem = tuple[int | None, str]  # a line, from 1, and what is wrong with it
 
 
 def explain(error: yaml.YAMLError, text: str) -> YamlProblem:
     """Return what is wrong with a text that the parser refused."""
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
     if not isinstance(error, yaml.MarkedYAMLError) or mark is None:
-        return YamlProblem(None, " ".join(str(error).split()))
+        return None, " ".join(str(error).split())
     lines, problem = text.splitlines() or [""], error.problem or "it cannot be read"
     here = lines[min(mark.line, len(lines) - 1)]
     if "\t" in here[: len(here) - len(here.lstrip())]:
-        return YamlProblem(mark.line + 1, "it starts with a tab; YAML indents by spaces")
+        return mark.line + 1, "it starts with a tab; YAML indents by spaces"
     if problem.startswith("found duplicate key"):
-        return YamlProblem(mark.line + 1, _repeated(lines, mark.line))
+        return mark.line + 1, _repeated(lines, mark.line)
     if "mapping values are not allowed" in problem:
         return _second_value(lines, mark)
     opened = error.context_mark if OPENED.search(problem) or "quoted" in (error.context or "") else None
@@ -36,8 +30,8 @@ def explain(error: yaml.YAMLError, text: str) -> YamlProblem:
         opened = error.context_mark
     if opened is not None and opened.line < len(lines) and "unhashable" not in problem:
         sign = lines[opened.line][opened.column : opened.column + 1]
-        return YamlProblem(opened.line + 1, f"the {sign} in column {opened.column + 1} is not closed")
-    return YamlProblem(mark.line + 1, _at_one_place(problem, lines, mark))
+        return opened.line + 1, f"the {sign} in column {opened.column + 1} is not closed"
+    return mark.line + 1, _at_one_place(problem, lines, mark)
 
 
 def _at_one_place(problem: str, lines: list[str], mark: yaml.Mark) -> str:
@@ -53,7 +47,8 @@ def _at_one_place(problem: str, lines: list[str], mark: yaml.Mark) -> str:
         indent = _indent(here)
         above = _open_indents(lines[: mark.line])
         if indent not in above:
-            return f"it is indented by {_spaces(indent)}, the sections above by {_either(above)}"
+            spaces = "1 space" if indent == 1 else f"{indent} spaces"
+            return f"it is indented by {spaces}, the sections above by {' or '.join(map(str, above))}"
         return f"it does not continue the lines above: `{_short(here)}`"
     return problem
 
@@ -70,16 +65,15 @@ def _open_indents(lines: list[str]) -> list[int]:
 def _second_value(lines: list[str], mark: yaml.Mark) -> YamlProblem:
     here = lines[mark.line]
     if ":" in here[: mark.column]:
-        return YamlProblem(mark.line + 1, f"a value with a colon needs quotes: {_quoted_entry(here)}")
+        return mark.line + 1, f"a value with a colon needs quotes: {_quoted_entry(here)}"
     number = next((line for line in range(mark.line - 1, -1, -1) if lines[line].strip()), None)
     if number is None:
-        return YamlProblem(mark.line + 1, f"`{_short(here)}` has a colon too many")
+        return mark.line + 1, f"`{_short(here)}` has a colon too many"
     above = lines[number]
     if not ENTRY.fullmatch(above):
-        return YamlProblem(number + 1, f"`{_short(above)}` needs `: ` (a colon and a space) after its name")
-    return YamlProblem(
-        mark.line + 1, f"it is indented further than line {number + 1}, `{_short(above)}`, which has a value"
-    )
+        return number + 1, f"`{_short(above)}` needs `: ` (a colon and a space) after its name"
+    text = f"it is indented further than line {number + 1}, `{_short(above)}`, which has a value"
+    return mark.line + 1, text
 
 
 def _repeated(lines: list[str], line: int) -> str:
@@ -109,11 +103,3 @@ def _short(line: str) -> str:
 
 def _indent(line: str) -> int:
     return len(line) - len(line.lstrip(" "))
-
-
-def _spaces(count: int) -> str:
-    return "1 space" if count == 1 else f"{count} spaces"
-
-
-def _either(counts: list[int]) -> str:
-    return " or ".join(map(str, counts))

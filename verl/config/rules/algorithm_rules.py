@@ -6,7 +6,7 @@ from dataclasses import fields
 
 from verl.config.algorithm import WITHIN_GROUPS, AlgorithmConfig
 from verl.config.data import DataConfig
-from verl.config.files.extensions import is_extension
+from verl.config.files.paths import is_extension
 from verl.config.model import ModelConfig
 from verl.config.rollout import RolloutConfig
 from verl.config.trainer import TrainerConfig

@@ -1,26 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules of the rollout engines: where and when they sample, and the lengths they accept."""
+"""Rules of the rollout engines: where, when and by which weights they sample, and the lengths they accept."""
 
 import os
 from collections.abc import Iterator
 
 from verl.config.algorithm import AlgorithmConfig
-from verl.config.async_training import ONE_STEP_OFF, PARTIAL, STREAM, AsyncConfig
 from verl.config.data import DataConfig
-from verl.config.files.model_files import length_limit, read_model_config
+from verl.config.files.model_files import context_problem
 from verl.config.rollout import RolloutConfig
-from verl.config.trainer import TrainerConfig, divisible
+from verl.config.trainer import ONE_STEP_OFF, PARTIAL, STREAM, AsyncConfig, TrainerConfig, divisible
 from verl.config.worker import WorkerConfig
 
 FOR_ROLLOUT = "`trainer.n_gpus_for_rollout`"
 MAX_FOR_ROLLOUT = "`trainer.async_training.max_gpus_for_rollout`"
+QUANTIZED = "`worker.rollout.quantization`"
 LONG_CONTEXTS = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"  # set to 1, vLLM accepts lengths beyond the model's
 
 
 def engine_problems(
     worker: WorkerConfig, algorithm: AlgorithmConfig, trainer: TrainerConfig
 ) -> Iterator[str]:
-    """Yield problems of where and when the engines sample."""
+    """Yield problems of where, when and by which weights the engines sample."""
+    yield from quantization_problems(worker.rollout, algorithm, trainer)
     count, training = trainer.n_gpus_for_rollout, trainer.async_training
     if training.continues_responses:
         yield from _continued(worker, algorithm, training)
@@ -91,6 +92,33 @@ def _separate(count: int, training: AsyncConfig) -> Iterator[str]:
         )
 
 
+def quantization_problems(
+    rollout: RolloutConfig, algorithm: AlgorithmConfig, trainer: TrainerConfig
+) -> Iterator[str]:
+    """Yield why the policy that samples may not be quantized."""
+    value, correction = rollout.quantization, algorithm.rollout_correction
+    if value is None:
+        return
+    if trainer.diffusion:
+        yield f"{QUANTIZED} must be null with `trainer.diffusion=true`, got {value!r}: text engines have it"
+        return
+    if trainer.device == "cpu":
+        yield cpu_problem(value)
+    if correction.rollout_is is None and not correction.bypass_mode:
+        yield (
+            f"{QUANTIZED}={value} samples from another policy than the one that is trained, so"
+            " `algorithm.rollout_correction.rollout_is` must be token or sequence, got null; or set"
+            " `algorithm.rollout_correction.bypass_mode=true`, whose ratio is trainer to engine"
+        )
+
+
+def cpu_problem(value: str) -> str:
+    return (
+        f"{QUANTIZED} must be null on CPU (`trainer.device`), got {value!r}: its matrix products exist on"
+        " GPUs only; set it to null, or `trainer.device` to a kind of GPU"
+    )
+
+
 def length_problems(data: DataConfig, worker: WorkerConfig) -> Iterator[str]:
     """Yield lengths of sequences that the rollout engine would refuse."""
     rollout, prompt, response = worker.rollout, data.max_prompt_length, data.max_response_length
@@ -116,17 +144,10 @@ def length_problems(data: DataConfig, worker: WorkerConfig) -> Iterator[str]:
 
 
 def _context_length(longest: int, lengths: str, worker: WorkerConfig) -> Iterator[str]:
-    """The engine refuses to start with sequences that are longer than the model's context."""
     model, rollout = worker.actor.model, worker.rollout
     if model.model_path is None or rollout.name != "vllm" or os.environ.get(LONG_CONTEXTS) == "1":
         return
-    config = read_model_config(model.model_path)
-    limit = None if config is None else length_limit(config, model.override_config)
-    if limit is not None and longest > limit.tokens:
-        key = lengths
-        if rollout.max_model_len is not None:
-            key = f"`worker.rollout.max_model_len` ({rollout.max_model_len})"
-        yield (
-            f"{key} must be at most {limit.tokens}, the model's `{limit.key}` in its config.json"
-            f" ({model.model_path})"
-        )
+    key = lengths
+    if rollout.max_model_len is not None:
+        key = f"`worker.rollout.max_model_len` ({rollout.max_model_len})"
+    yield from context_problem(key, longest, model.model_path, model.override_config)

@@ -8,13 +8,11 @@ from verl.planning.memory_plan import HeldModel
 from verl.planning.planned_run import PlannedRun
 from verl.planning.speed.cluster import Cluster
 from verl.planning.speed.step_time import (
-    HIDDEN_SHARE,
     OPTIMIZER_PASSES,
     PhaseTime,
     StepTime,
+    beside_kernels,
     copied_bytes,
-    launch_seconds,
-    moving_seconds,
     rest_of_step,
 )
 from verl.planning.speed.workload import PassWork
@@ -104,16 +102,12 @@ def _transformer(
         "attention": work.attention / cluster.attention,
         "elementwise": work.moved / cluster.memory,
     }
-    kernels = max(sum(parts.values()), calls * launch_seconds(model, passes, is_update=is_update))
-    parts["launching kernels"] = kernels - sum(parts.values())
-    moved = moving_seconds(run, model, passes, cluster, is_update=is_update)
-    parts["collectives"] = moved - HIDDEN_SHARE * min(moved, kernels)
+    parts |= beside_kernels(run, model, passes, sum(parts.values()), cluster, is_update=is_update)
     parts["offloading"] = copied_bytes(model, is_update=is_update) / cluster.pcie
     return parts
 
 
 def _calls(pictures: PlannedPictures) -> int:
-    """Count the calls of the sampler."""
     return -(-pictures.pictures // pictures.pictures_at_once)
 
 

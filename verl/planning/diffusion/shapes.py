@@ -1,19 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sizes and work of a diffusers pipeline, from its configs alone: it is built and run on the meta device.
 
-To add a family, add what its transformer reads of a prompt to `READS`.
+Layers of diffusion models differ too much for formulas: a model is run once in seconds, where tensors have
+shapes and no values. To add a family, add what its transformer reads of a prompt to `READS`.
 """
 
 import importlib
 import json
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import diffusers
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
 
 from verl.config.files.model_files import PIPELINE
 from verl.config.model import FSDPConfig, ModelConfig
@@ -25,7 +32,6 @@ from verl.diffusion.options import size_of
 from verl.distributed.fsdp import fsdp_blocks, torch_dtype
 from verl.models.trainable import select_trainable
 from verl.planning.diffusion.planned import PictureShape, Work
-from verl.planning.diffusion.trace import traced, traced_update
 from verl.planning.memory_model import ModelShape, Stack
 from verl.planning.model_sizes import count, weight_counts
 from verl.workers.model_builder import weights_dtype
@@ -33,6 +39,8 @@ from verl.workers.model_builder import weights_dtype
 VAE_BYTES = 4  # of a number of the VAE, which stays in float32
 CONFIG = "config.json"
 TRANSFORMER, VAE = "transformer", "vae"
+ATTENTION = "scaled_dot_product"  # in the names of its kernels
+_aten: Any = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -46,13 +54,12 @@ class Reads:
 
     def conditions(self, config: Any, rows: int, tokens: int, dtype: torch.dtype) -> Conditions:
         """Return what it reads of as many prompts, on the meta device."""
-        sizes: dict[str, tuple[int, ...]] = {}
-        sizes["encoder_hidden_states"] = tokens + self.more_tokens, getattr(config, self.states)
+        length = tokens + self.more_tokens
+        found = {"encoder_hidden_states": _empty(rows, length, getattr(config, self.states), dtype=dtype)}
         if self.pooled is not None:
-            sizes["pooled_projections"] = (getattr(config, self.pooled),)
-        found = {name: _empty(rows, *size, dtype=dtype) for name, size in sizes.items()}
+            found["pooled_projections"] = _empty(rows, getattr(config, self.pooled), dtype=dtype)
         if self.masks:
-            found["encoder_hidden_states_mask"] = _empty(rows, tokens + self.more_tokens, dtype=torch.bool)
+            found["encoder_hidden_states_mask"] = _empty(rows, length, dtype=torch.bool)
         return found
 
 
@@ -101,7 +108,7 @@ def read_pictures(
         latents = torch.cat([latent] * rows).to(computes_in)
         return family.predict(transformer, latents, _empty(rows), conditions)
 
-    encoders = [parts[name] for name in parts if name.startswith("text_encoder")]
+    encoders = [part for name, part in parts.items() if name.startswith("text_encoder")]
     return PictureShape(
         transformer=shape,
         blocks=blocks,
@@ -177,3 +184,98 @@ def num_bytes(module: nn.Module, number: int) -> int:
 def index_of(folder: Path) -> dict[str, Any]:
     """Read the classes of a pipeline's parts."""
     return json.loads((folder / PIPELINE).read_text(encoding="utf-8"))
+
+
+def traced(function: Callable[[], Any]) -> Work:
+    """Run a function without gradients."""
+    with torch.no_grad(), _Trace() as trace, _gpu_attention():
+        function()
+    return trace.work()
+
+
+def traced_update(function: Callable[[], Tensor], model: nn.Module) -> Work:
+    """Run a function and its backward pass; gradients of weights are not counted as memory."""
+    hooks = [
+        param.register_post_accumulate_grad_hook(_drop_gradient)
+        for param in model.parameters()
+        if param.requires_grad
+    ]
+    try:
+        # In another thread the mode would not be active.
+        with torch.autograd.set_multithreading_enabled(False), _Trace() as trace, _gpu_attention():
+            loss = function().sum()
+            kept = trace.live
+            loss.backward()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return trace.work(kept)
+
+
+def _drop_gradient(param: Tensor) -> None:
+    param.grad = None
+
+
+class _Trace(TorchDispatchMode):
+    """Counts operations, and the bytes of tensors that are made inside the block and still held."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self.products = self.attention = self.moved = 0.0
+        self._held: set[int] = set()
+
+    def work(self, kept: int = 0) -> Work:
+        return Work(self.products, self.attention, self.moved, self.peak, kept)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        read, made = _tensors((args, kwargs)), _tensors(out)
+        formula = flop_registry.get(func.overloadpacket)
+        if formula is not None:
+            count = formula(*args, **(kwargs or {}), out_val=out)
+            if ATTENTION in func.__name__:
+                self.attention += count
+            else:
+                self.products += count
+        elif not func.is_view:
+            self.moved += sum(tensor.nbytes for tensor in (*read, *made))
+        given = {id(tensor.untyped_storage()) for tensor in read}
+        for tensor in made:
+            if id(tensor.untyped_storage()) not in given:  # else a view, also of weights
+                self._hold(tensor.untyped_storage())
+        return out
+
+    def _hold(self, storage: torch.UntypedStorage) -> None:
+        key = id(storage)
+        if key in self._held:
+            return
+        size = storage.nbytes()
+        self._held.add(key)
+        weakref.finalize(storage, self._free, key, size).atexit = False
+        self.live += size
+        self.peak = max(self.peak, self.live)
+
+    def _free(self, key: int, size: int) -> None:
+        self._held.discard(key)
+        self.live -= size
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+@contextmanager
+def _gpu_attention() -> Iterator[None]:
+    """Take the kernel of GPUs, which keeps no scores, instead of the one that other devices have."""
+    # A `TorchFunctionMode` would be off where checkpointing computes a block again.
+    original = F.scaled_dot_product_attention
+    F.scaled_dot_product_attention = _flash
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = original
+
+
+def _flash(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+    return _aten._scaled_dot_product_flash_attention(query, key, value)[0]

@@ -12,10 +12,9 @@ from verl.config.trainer import TrainerConfig
 from verl.distributed.backends import USUAL_GPU
 from verl.planning.memory_plan import Planner, held_model
 from verl.planning.planned_run import PlannedEngine
-from verl.planning.report import Changes, with_options
-from verl.planning.speed.advice import problems_of
+from verl.planning.report import Changes, problems_of, with_options
 from verl.planning.speed.cluster import Cluster
-from verl.planning.speed.rollout_time import decoding_step, sampling_time, sequences_at_once
+from verl.planning.speed.rollout_time import EngineSpeed
 from verl.planning.speed.simulation import ORDERS, Costs, SimulatedRun, SimulatedWork, simulate
 from verl.planning.speed.step_time import Predictor
 from verl.planning.speed.workload import Responses
@@ -134,30 +133,24 @@ def _simulated(config: C, predict: Predictor[C]) -> tuple[SimulatedRun, float]:
 
 def predicted_costs(config: C, predict: Predictor[C], engine: PlannedEngine) -> Costs:
     """Predict what a simulation needs from the phases of a step."""
-    step, run, cluster, lengths = (
-        predict(config),
-        predict.describe(config),
-        predict.cluster,
-        predict.lengths(config),
-    )
+    step, run = predict(config), predict.describe(config)
+    cluster, lengths = predict.cluster, predict.lengths(config)
     policy = held_model(run.models[0], cluster.world_size, USUAL_GPU, predict.read_shape).shape
-    has_adapters = run.serves_adapters(USUAL_GPU)
-    sampled = sampling_time(engine, policy, lengths, cluster, has_adapters=has_adapters)
+    speed = EngineSpeed(engine, policy, cluster, has_adapters=run.serves_adapters(USUAL_GPU))
     context = lengths.prompt + lengths.responses.mean_square / 2 / lengths.responses.mean
 
     @cache
     def decoding(running: int) -> float:
-        parts = decoding_step(engine, policy, cluster, running, context, has_adapters=has_adapters)
-        return sum(parts.values())
+        return sum(speed.step_seconds(running, context).values())
 
     sync = step.phase("sync_weights").seconds
     total = sum(phase.seconds for phase in step.phases) - step.phase("gen").seconds
     return Costs(
         decoding,
-        sampled.prompts / max(1.0, engine.prompts * lengths.prompt),
+        speed.call_seconds(lengths)["prompts"] / max(1.0, engine.prompts * lengths.prompt),
         total - sync if config.worker.hybrid_engine else total,  # else it sends the weights
         sync,
-        sequences_at_once(engine, policy, lengths, cluster),
+        speed.sequences_at_once(lengths),
     )
 
 

@@ -5,6 +5,7 @@ A decoding step reads all weights and the keys and values of the running sequenc
 until many run; a batch is as slow as its longest responses.
 """
 
+from collections import defaultdict
 from dataclasses import dataclass
 
 from verl.planning.memory_model import ModelShape
@@ -26,109 +27,83 @@ SEGMENTS = 48
 
 
 @dataclass(frozen=True)
-class SamplingTime:
-    """Seconds of a rollout by cause."""
+class EngineSpeed:
+    """Predicts how long a rollout engine on a cluster takes to sample with a policy."""
 
-    prompts: float
-    weights: float  # reading them
-    cache: float  # reading keys and values
-    products: float  # beyond the time that reading the weights takes
-    reduces: float  # between the ranks of an engine
-    engine: float  # its own code, sampling, processing of images
+    engine: PlannedEngine
+    policy: ModelShape
+    cluster: Cluster
+    has_adapters: bool  # that the engine applies
 
     @property
-    def seconds(self) -> float:
-        return self.prompts + self.weights + self.cache + self.products + self.reduces + self.engine
+    def ranks(self) -> int:
+        return self.engine.options.tensor_parallel_size
 
+    def call_seconds(self, lengths: ExpectedLengths) -> dict[str, float]:
+        """Predict one call of the engine, by cause: `prompts`, and those of `step_seconds`."""
+        sequences = self.engine.prompts * self.engine.options.n
+        at_once = min(sequences, self.sequences_at_once(lengths))
+        prompts, images = self._prompts(lengths)
+        totals: dict[str, float] = defaultdict(float, prompts=prompts)
+        for steps, running, context in _schedule(sequences, at_once, lengths):
+            for name, seconds in self.step_seconds(running, context).items():
+                totals[name] += steps * seconds
+        totals["engine"] += images
+        return totals
 
-def sampling_time(
-    engine: PlannedEngine,
-    policy: ModelShape,
-    lengths: ExpectedLengths,
-    cluster: Cluster,
-    *,
-    has_adapters: bool = False,  # that the engine applies
-) -> SamplingTime:
-    """Predict one call of an engine."""
-    sequences = engine.prompts * engine.options.n
-    at_once = min(sequences, sequences_at_once(engine, policy, lengths, cluster))
-    totals: dict[str, float] = dict.fromkeys(("weights", "cache", "products", "reduces", "engine"), 0.0)
-    for steps, running, context in _schedule(sequences, at_once, lengths):
-        parts = decoding_step(engine, policy, cluster, running, context, has_adapters=has_adapters)
-        for name, seconds in parts.items():
-            totals[name] += steps * seconds
-    prompts, images = _prompts(engine, policy, lengths, cluster)
-    totals["engine"] += images
-    return SamplingTime(prompts, **totals)
+    def sequences_at_once(self, lengths: ExpectedLengths) -> int:
+        """Return how many sequences the engine samples at once, as far as its cache holds them."""
+        options, tokens = self.engine.options, lengths.prompt / self.engine.options.n + lengths.responses.mean
+        sequence = self.engine.number * self.policy.text.cached(tokens, self.ranks)
+        used = options.gpu_memory_utilization * self.cluster.gpu.memory_bytes
+        in_cache = int((used - self.engine.weights(self.policy) - ACTIVATION_GIB * 2**30) / sequence)
+        return max(1, min(in_cache, options.sequences_at_once(on_gpu=True)))
 
+    def step_seconds(self, running: float, context: float) -> dict[str, float]:
+        """Predict one token of all running sequences, with a mean context, by cause.
 
-def sequences_at_once(
-    engine: PlannedEngine, policy: ModelShape, lengths: ExpectedLengths, cluster: Cluster
-) -> int:
-    """Return how many sequences an engine samples at once, as far as its cache holds them."""
-    options, tokens = engine.options, lengths.prompt / engine.options.n + lengths.responses.mean
-    sequence = engine.number * policy.text.cached(tokens, options.tensor_parallel_size)
-    used = options.gpu_memory_utilization * cluster.gpu.memory_bytes
-    in_cache = int((used - engine.weights(policy) - ACTIVATION_GIB * 2**30) / sequence)
-    return max(1, min(in_cache, options.sequences_at_once(on_gpu=True)))
+        `weights` and `cache` are reading; `products` what goes beyond reading weights; `reduces` between
+        ranks; `engine` its own code and sampling, and in a whole call also the processing of images.
+        """
+        text, number, cluster, ranks = self.policy.text, self.engine.number, self.cluster, self.ranks
+        dense = (self.policy.params - text.layers * (text.params - layer_weights(text))) / ranks
+        # In a mixture the running tokens spread over the experts.
+        held = self.engine.weights(self.policy)
+        touched = min(held, held * ranks / self.policy.params * dense * _spread(self.policy, running))
+        weights = touched / cluster.memory
+        flops = 2 * self._active() * running / cluster.products
+        sampler = running * SAMPLER_BYTES * self.policy.vocab / ranks / cluster.memory
+        is_eager = self.engine.options.enforce_eager
+        layer = EAGER_LAYER_SECONDS + ADAPTER_LAYER_SECONDS * self.has_adapters if is_eager else 0.0
+        reduces = 0.0
+        if ranks > 1:
+            moved = 2 * running * text.hidden * number * (ranks - 1) / ranks / cluster.link(ranks)
+            reduces = 2 * text.layers * (REDUCE_SECONDS + moved)
+        return {
+            "weights": weights,
+            "cache": running * number * text.cached(context, ranks) / cluster.memory,
+            "products": max(0.0, flops - weights),
+            "reduces": reduces,
+            "engine": STEP_SECONDS + SEQUENCE_SECONDS * running + sampler + layer * text.layers,
+        }
 
+    def _active(self) -> float:
+        """Weights of a rank that one token is multiplied by."""
+        text = self.policy.text
+        return (text.layers * layer_weights(text) + self.policy.head) / self.ranks
 
-def decoding_step(
-    engine: PlannedEngine,
-    policy: ModelShape,
-    cluster: Cluster,
-    running: float,
-    context: float,
-    *,
-    has_adapters: bool = False,
-) -> dict[str, float]:
-    """Predict the seconds of one token of all running sequences, with a mean context, by cause."""
-    options, text, number = engine.options, policy.text, engine.number
-    ranks = options.tensor_parallel_size
-    dense = (policy.params - text.layers * (text.params - layer_weights(text))) / ranks
-    # In a mixture the running tokens spread over the experts.
-    held = engine.weights(policy)
-    touched = min(held, held * ranks / policy.params * dense * _spread(policy, running))
-    weights = touched / cluster.memory
-    flops = 2 * _active(engine, policy) * running / cluster.products
-    sampler = running * SAMPLER_BYTES * policy.vocab / ranks / cluster.memory
-    layer = EAGER_LAYER_SECONDS + ADAPTER_LAYER_SECONDS * has_adapters if options.enforce_eager else 0.0
-    reduces = 0.0
-    if ranks > 1:
-        moved = 2 * running * text.hidden * number * (ranks - 1) / ranks / cluster.link(ranks)
-        reduces = 2 * text.layers * (REDUCE_SECONDS + moved)
-    return {
-        "weights": weights,
-        "cache": running * number * text.cached(context, ranks) / cluster.memory,
-        "products": max(0.0, flops - weights),
-        "reduces": reduces,
-        "engine": STEP_SECONDS + SEQUENCE_SECONDS * running + sampler + layer * text.layers,
-    }
-
-
-def _active(engine: PlannedEngine, policy: ModelShape) -> float:
-    """Weights of a rank that one token is multiplied by."""
-    text = policy.text
-    return (text.layers * layer_weights(text) + policy.head) / engine.options.tensor_parallel_size
-
-
-def _prompts(
-    engine: PlannedEngine, policy: ModelShape, lengths: ExpectedLengths, cluster: Cluster
-) -> tuple[float, float]:
-    """Seconds of the prompts' products, each prompt once, and of processing their images."""
-    tokens, ranks = engine.prompts * lengths.prompt, engine.options.tensor_parallel_size
-    pairs = engine.prompts * lengths.prompt**2 / 2
-    flops = (
-        2 * _active(engine, policy) * tokens
-        + 4 * policy.text.layers * policy.text.heads * policy.text.head_dim * pairs
-    )
-    images = 0.0
-    if policy.tower is not None:
-        media = MEDIA_SHARE * tokens
-        patches = media * policy.patches_per_token / ranks
-        flops += 2 * policy.tower.layers * layer_weights(policy.tower) * patches
-        images = IMAGE_SECONDS * media / MEDIA_TOKENS
-    return flops / (PREFILL_SHARE * cluster.products), images
+    def _prompts(self, lengths: ExpectedLengths) -> tuple[float, float]:
+        """Seconds of the prompts' products, each prompt once, and of processing their images."""
+        tokens, text, tower = self.engine.prompts * lengths.prompt, self.policy.text, self.policy.tower
+        pairs = self.engine.prompts * lengths.prompt**2 / 2
+        flops = 2 * self._active() * tokens + 4 * text.layers * text.heads * text.head_dim * pairs
+        images = 0.0
+        if tower is not None:
+            media = MEDIA_SHARE * tokens
+            patches = media * self.policy.patches_per_token / self.ranks
+            flops += 2 * tower.layers * layer_weights(tower) * patches
+            images = IMAGE_SECONDS * media / MEDIA_TOKENS
+        return flops / (PREFILL_SHARE * self.cluster.products), images
 
 
 def _schedule(sequences: int, at_once: int, lengths: ExpectedLengths) -> list[tuple[float, float, float]]:

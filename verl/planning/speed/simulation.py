@@ -10,7 +10,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from typing import NamedTuple
 
 from verl.planning.stream_plan import GroupId, StreamPlan, fitting_groups
 
@@ -20,17 +19,11 @@ DONE = 1e-6  # tokens that a finished response may lack by rounding
 
 @dataclass(frozen=True)
 class Order:
-    """When a mode samples.
+    """When a mode samples."""
 
-    Attributes:
-        in_turn: Engines stop while the model trains.
-        in_batches: An engine begins the prompts of a step at once, and takes new weights between them.
-        staleness: Of groups, in updates; None is `trainer.async_training.staleness_threshold`.
-    """
-
-    in_turn: bool = False
-    in_batches: bool = False
-    staleness: int | None = None
+    in_turn: bool = False  # engines stop while the model trains
+    in_batches: bool = False  # an engine begins a step's prompts at once, and takes new weights between them
+    staleness: int | None = None  # of groups, in updates; None is that of `trainer.async_training`
 
 
 ORDERS: Mapping[str, Order] = {
@@ -43,21 +36,13 @@ ORDERS: Mapping[str, Order] = {
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs of the parts of a run, measured or predicted.
+    """Costs of the parts of a run in seconds, measured or predicted."""
 
-    Attributes:
-        decoding: Seconds of a step of an engine, by the number of responses that it samples.
-        at_once: Responses that an engine samples at once; others wait.
-        prompt_token: Seconds of reading a token of a prompt, or again of a response that continues.
-        training: Seconds of a step, from its scores to its new weights.
-        loading: Seconds of taking new weights, in which an engine samples nothing.
-    """
-
-    decoding: Callable[[int], float]
-    prompt_token: float
-    training: float
-    loading: float
-    at_once: int = UNLIMITED
+    decoding: Callable[[int], float]  # a step of an engine, by the number of responses that it samples
+    prompt_token: float  # reading a token of a prompt, or again of a response that continues
+    training: float  # a step, from its scores to its new weights
+    loading: float  # taking new weights, in which an engine samples nothing
+    at_once: int = UNLIMITED  # responses that an engine samples; others wait
 
 
 @dataclass(frozen=True)
@@ -140,19 +125,6 @@ class _Engine:
             heappush(self.running, (self.position + length, self.position, group))
 
 
-class _Figures(NamedTuple):
-    """Totals of a run so far: seconds, tokens, idle seconds of both sides."""
-
-    seconds: float
-    tokens: float
-    idle_sampling: float
-    idle_training: float
-
-    def since(self, before: "_Figures") -> SimulatedRun:
-        seconds, tokens, *idle = (now - then for now, then in zip(self, before, strict=True))
-        return SimulatedRun(seconds, tokens, *(each / seconds for each in idle))
-
-
 def simulate(
     mode: str,
     work: SimulatedWork,
@@ -179,16 +151,15 @@ def simulate(
     plan = StreamPlan(work.groups_per_step, bound, last + warm_up, engines, max_in_flight)
     # in batches, a step's prompts wait in the engine
     run = _Run(order, work, costs, plan, UNLIMITED if order.in_batches else at_once)
-    before = _Figures(0.0, 0.0, 0.0, 0.0)
+    before: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
     while plan.version < last:
         if run.advance() and plan.version == warm_up:
-            before = run.figures()
-    return run.figures().since(before)
+            before = run.totals()
+    seconds, tokens, *idle = (now - then for now, then in zip(run.totals(), before, strict=True))
+    return SimulatedRun(seconds, tokens, *(each / seconds for each in idle))
 
 
 class _Run:
-    """A simulated run, led from one event to the next."""
-
     def __init__(
         self, order: Order, work: SimulatedWork, costs: Costs, plan: StreamPlan, at_once: int
     ) -> None:
@@ -209,9 +180,10 @@ class _Run:
     def is_sampling(self) -> bool:
         return not (self.order.in_turn and self.is_training)
 
-    def figures(self) -> _Figures:
+    def totals(self) -> tuple[float, ...]:
+        """Return seconds, tokens and the idle seconds of both sides so far."""
         idle = sum(engine.idle for engine in self.engines) / len(self.engines)
-        return _Figures(self.now, self.tokens, idle, self.idle_training)
+        return (self.now, self.tokens, idle, self.idle_training)
 
     def advance(self) -> bool:
         """Go to the next completed response, or step; return whether new weights were published."""
@@ -260,7 +232,6 @@ class _Run:
         self.may_be_ready = False
 
     def _finish(self, at: int, engine: _Engine, responses: list[GroupId]) -> None:
-        """Note the groups of an engine's completed responses."""
         for group in responses:
             self.unfinished[group] -= 1
             if engine.is_full or self.unfinished[group] == 0:
@@ -271,13 +242,10 @@ class _Run:
 
 
 def _room(plan: StreamPlan, at: int, order: Order) -> int:
-    """Return the number of groups that an engine begins now."""
     room = plan.room(at)
     if not order.in_batches:
         return room
     # its share of the next step, once it has finished that of the one before and the step has begun
-    share = (
-        plan.groups_per_step * (at + 1) // plan.num_engines - plan.groups_per_step * at // plan.num_engines
-    )
+    first, stop = (plan.groups_per_step * engine // plan.num_engines for engine in (at, at + 1))
     is_due = plan.num_begun < (plan.steps + 1) * plan.groups_per_step and plan.num_sampling(at) == 0
-    return min(room, share) if is_due else 0
+    return min(room, stop - first) if is_due else 0

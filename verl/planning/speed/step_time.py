@@ -13,16 +13,15 @@ from verl.distributed.backends import USUAL_GPU
 from verl.planning.memory_plan import HeldModel, ReadShape, held_model, read_pictures
 from verl.planning.planned_model import PlannedPass
 from verl.planning.planned_run import PlannedRun
-from verl.planning.speed import operations, traffic
+from verl.planning.speed import operations
 from verl.planning.speed.cluster import Cluster
-from verl.planning.speed.rollout_time import IMAGE_SECONDS, sampling_time
+from verl.planning.speed.rollout_time import IMAGE_SECONDS, EngineSpeed
 from verl.planning.speed.workload import ExpectedLengths, PassWork, encoding_work, expected_lengths, pass_work
 from verl.utils.imports import deferred
 
 C = TypeVar("C")  # a config tree
-predict_pictures = deferred(
-    "verl.planning.diffusion.picture_step_time", "predict_pictures"
-)  # which imports this module
+# Its module imports this one.
+predict_pictures = deferred("verl.planning.diffusion.picture_step_time", "predict_pictures")
 
 HIDDEN_SHARE = 0.9  # of a collective that overlaps products when they take as long
 # Of launching a layer's kernels and FSDP's hooks, forward and backward.
@@ -115,7 +114,8 @@ class Predictor(Generic[C]):
         gpus, engine = self.cluster.world_size, run.engine
         if engine is None:
             return StepTime(tuple(phases), tokens, mfu, gpus)
-        return StepTime(tuple(phases), tokens, mfu, gpus + engine.own_devices, engine.samples_ahead)
+        gpus += engine.own * engine.options.tensor_parallel_size
+        return StepTime(tuple(phases), tokens, mfu, gpus, engine.samples_ahead)
 
 
 def _passes(run: PlannedRun, model: HeldModel) -> list[PlannedPass]:
@@ -140,10 +140,7 @@ def _pass_time(
     shape, setup, update = model.shape, model.setup, each.is_update
     done = operations.update(shape, setup, work) if update else operations.forward(shape, work)
     parts = _kernels(done, cluster)
-    kernels = max(sum(parts.values()), work.micro_batches * launch_seconds(model, work, is_update=update))
-    parts["launching kernels"] = kernels - sum(parts.values())
-    moved = moving_seconds(run, model, work, cluster, is_update=update)
-    parts["collectives"] = moved - HIDDEN_SHARE * min(moved, kernels)
+    parts |= beside_kernels(run, model, work, sum(parts.values()), cluster, is_update=update)
     # The experts wait for their tokens.
     sent = _collectives(run, model, work, cluster, is_update=update).experts
     parts["sending tokens"] = sent / cluster.exchange(setup.expert_ranks)
@@ -178,7 +175,19 @@ def _encoding(
     return [PhaseTime("encode", sum(parts.values()), parts)]
 
 
-def launch_seconds(model: HeldModel, work: PassWork, *, is_update: bool) -> float:
+def beside_kernels(
+    run: PlannedRun, model: HeldModel, work: PassWork, seconds: float, cluster: Cluster, *, is_update: bool
+) -> dict[str, float]:
+    """Return what launching kernels that take `seconds`, and collectives next to them, add."""
+    kernels = max(seconds, work.micro_batches * _launch_seconds(model, work, is_update=is_update))
+    moved = _moving_seconds(run, model, work, cluster, is_update=is_update)
+    return {
+        "launching kernels": kernels - seconds,
+        "collectives": moved - HIDDEN_SHARE * min(moved, kernels),
+    }
+
+
+def _launch_seconds(model: HeldModel, work: PassWork, *, is_update: bool) -> float:
     """Seconds of the host for a micro batch."""
     shape = model.shape
     layers = shape.text.layers + (shape.tower.layers if shape.tower and work.patches else 0)
@@ -186,7 +195,7 @@ def launch_seconds(model: HeldModel, work: PassWork, *, is_update: bool) -> floa
     return layers * (LAYER_SECONDS[0] * forwards + LAYER_SECONDS[1] * is_update) + MICRO_BATCH_SECONDS
 
 
-def moving_seconds(
+def _moving_seconds(
     run: PlannedRun, model: HeldModel, work: PassWork, cluster: Cluster, *, is_update: bool
 ) -> float:
     """Seconds of a pass in collectives that products may hide, and in copies of weights in host memory."""
@@ -203,9 +212,9 @@ def moving_seconds(
 
 def _collectives(
     run: PlannedRun, model: HeldModel, work: PassWork, cluster: Cluster, *, is_update: bool
-) -> traffic.Collectives:
+) -> operations.Collectives:
     copies, ulysses = _copies(model, cluster), run.lengths.ranks // run.ring
-    return traffic.collectives(
+    return operations.collectives(
         model.shape, model.setup, work, is_update=is_update, copies=copies, ulysses=ulysses, ring=run.ring
     )
 
@@ -216,10 +225,14 @@ def _copies(model: HeldModel, cluster: Cluster) -> int:
 
 
 def copied_bytes(model: HeldModel, *, is_update: bool) -> float:
+    """Bytes that a pass of an offloaded model copies in both directions.
+
+    Copies in host memory are kept: weights return there only after an update, which alone needs the state.
+    """
     if model.is_streamed:
         return 0.0
     weights, state = model.weights - model.resting_weights, model.state - model.resting_state
-    return traffic.offloaded_bytes(weights, state, is_update=is_update)
+    return 2.0 * (weights + state) if is_update else float(weights)
 
 
 def _rollout(
@@ -231,12 +244,13 @@ def _rollout(
     calls = max(1, round(calls / engines / run.engine.prompts))
     shape = policy.shape
     as_adapter = run.serves_adapters(USUAL_GPU)
-    sampled = sampling_time(run.engine, shape, lengths, cluster, has_adapters=as_adapter)
-    parts = {name: calls * value for name, value in vars(sampled).items()}
-    gathered = traffic.gathered_bytes(shape, replace(policy.setup, c=run.engine.number))
+    sampled = EngineSpeed(run.engine, shape, cluster, has_adapters=as_adapter).call_seconds(lengths)
+    parts = {name: calls * value for name, value in sampled.items()}
+    ranks = policy.setup.ranks
+    gathered = run.engine.number * shape.params * (ranks - 1) / ranks
     sent = shape.trained / shape.params if as_adapter else 1.0
     sync = {
-        "gathering weights": sent * gathered / cluster.link(policy.setup.ranks),
+        "gathering weights": sent * gathered / cluster.link(ranks),
         "starting gathers": GATHER_SECONDS * LAYER_TENSORS * shape.text.layers,
         "waking the engine": 0.0 if run.engine.own else WAKE_SECONDS,
         "offloading": (policy.weights - policy.resting_weights) / cluster.pcie,

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from verl.config.files.extensions import is_extension
+from verl.config.files.paths import is_extension
 from verl.config.schema import list_options, value_at
 from verl.config.trainer import RunTree
 from verl.utils.user_file import digest_of

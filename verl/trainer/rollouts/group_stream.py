@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from verl.config.async_training import AsyncConfig
+from verl.config.trainer import AsyncConfig
 from verl.planning.stream_plan import NO_WEIGHTS, StreamPlan, fitting_groups
 from verl.protocol import DataProto
 from verl.single_controller.ray.published_weights import PublishedWeights

@@ -47,20 +47,23 @@ def exit_status_of(
     Without `can_resume` the error is that of resuming: the same command would raise it again.
     """
     if step is None:
-        is_machine = isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError)
-        return ExitStatus(FAILED if is_machine else BAD_INPUT, str(error), retryable=retryable)
+        return ExitStatus(_status_before_a_run(error), str(error), retryable=retryable)
     message = f"the run failed in step {step}: {error}"
     hint = f"\n\n{resume_hint(trainer)}" if can_resume else ""
     return ExitStatus(FAILED, message + hint, step, retryable)
 
 
-def told(error: Exception, trainer: RunConfig) -> int:
+def _status_before_a_run(error: BaseException) -> int:
+    is_machine = isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError)
+    return FAILED if is_machine else BAD_INPUT
+
+
+def told(error: Exception) -> int:
     """Tell an error of ours before a run and return its exit status; raise others, which need a traceback."""
     if not raised_by_us(error):
         raise error
-    end = exit_status_of(error, trainer)
-    sys.stderr.write(f"{end.message}\n")
-    return end.status
+    sys.stderr.write(f"{error}\n")
+    return _status_before_a_run(error)
 
 
 def raised_by_us(error: BaseException) -> bool:

@@ -57,14 +57,12 @@ def end_with_parent(parent_pid: int, number: signal.Signals = signal.SIGKILL) ->
 
 
 def signal_when_parent_dies(number: signal.Signals) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number)
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number)
 
 
 def name_process(name: str) -> None:
     """Give this process a name of at most 15 characters, as `top` shows it."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode())
+    ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode())
 
 
 def limit_memory(num_bytes: int) -> None:
@@ -78,9 +76,8 @@ def limit_memory(num_bytes: int) -> None:
 
 def offer_to_kill() -> None:
     """Have the kernel kill this process before all others when memory runs out."""
-    if sys.platform == "linux":
-        with suppress(OSError):  # some containers have no such file
-            Path("/proc/self/oom_score_adj").write_text(FIRST_TO_KILL)
+    with suppress(OSError):  # some containers have no such file
+        Path("/proc/self/oom_score_adj").write_text(FIRST_TO_KILL)
 
 
 def has_ended(pid: int) -> bool:
@@ -107,8 +104,8 @@ class ChildEndedError(ChildProcessError):
 class ChildProcess:
     """A process that runs `serve(connection)`, as its parent sees it.
 
-    On Linux it dies with the *thread* that started it, which must live as long as the process should. With a
-    fresh interpreter dies all that it started, in whatever session, see `_guard`.
+    It dies with the *thread* that started it, which must live as long as the process should. With a fresh
+    interpreter dies all that it started, in whatever session, see `_guard`.
     """
 
     def __init__(
@@ -119,7 +116,7 @@ class ChildProcess:
         report: IO[bytes] | None = None,
         word: str = "",
     ) -> None:
-        self.pid, self.connection = pid, connection  # on Linux a fresh interpreter's guardian
+        self.pid, self.connection = pid, connection  # a fresh interpreter's guardian
         self.parent_pid = os.getpid()
         self.exit_code: int | None = None
         self._reap, self._report, self._word = reap, report, word
@@ -169,7 +166,10 @@ class ChildProcess:
         before = os.fstat(self._report.fileno()).st_size
         with suppress(ProcessLookupError):
             os.kill(self.pid, STACK_SIGNAL)
-        return await whole_stacks(lambda: self._read_report(before))
+        end = time.monotonic() + STACK_WAIT_S
+        while STACKS_END.search(stacks := self._read_report(before)) is None and time.monotonic() < end:
+            await asyncio.sleep(STACK_POLL_S)
+        return stacks
 
     def crash_report(self) -> str:
         """Return what Python wrote when a guarded process crashed; also after `kill`."""
@@ -244,7 +244,6 @@ def _family(word: str) -> set[int]:
 
 
 def _below(pid: int) -> set[int]:
-    """Return the living processes below one; none without `/proc`."""
     children = defaultdict(list)
     for child, parent in _living_processes():
         children[parent].append(child)
@@ -264,14 +263,6 @@ def _living_processes() -> Iterator[tuple[int, int]]:
             state, parent = stat.read_text().rpartition(")")[2].split()[:2]
             if state != "Z":
                 yield int(stat.parent.name), int(parent)
-
-
-async def whole_stacks(read: Callable[[], str]) -> str:
-    """Return the stacks that a process is writing, once they are complete or time is up."""
-    end = time.monotonic() + STACK_WAIT_S
-    while STACKS_END.search(stacks := read()) is None and time.monotonic() < end:
-        await asyncio.sleep(STACK_POLL_S)
-    return stacks
 
 
 def frames_of(stacks: str) -> list[tuple[str, str, str]]:
@@ -305,10 +296,7 @@ def become_child(connection_fd: int, report_fd: int, parent_pid: int) -> Connect
     """Guard this process, just started or forked by `parent_pid`; return its connection."""
     for fd in (connection_fd, report_fd):
         os.set_inheritable(fd, False)  # programs that the function starts need neither
-    if sys.platform == "linux":
-        _guard(parent_pid, connection_fd)
-    else:
-        end_with_parent(parent_pid)
+    _guard(parent_pid, connection_fd)
     outlive_readers()
     faulthandler.enable(report_fd, all_threads=True)
     faulthandler.register(STACK_SIGNAL, report_fd, all_threads=True, chain=False)

@@ -10,7 +10,6 @@ import io
 import os
 import pickle
 import signal
-import sys
 import tempfile
 import threading
 from collections.abc import Callable
@@ -49,13 +48,11 @@ def fork(serve: Serve) -> ChildProcess:
 
 def num_threads() -> int:
     """Count the threads of this process, with those of native libraries that do not know about forks."""
-    if sys.platform == "linux":
-        names = []
-        for path in Path("/proc/self/task").glob("*/comm"):
-            with suppress(OSError):  # it has ended
-                names.append(path.read_text())
-        return len(names) - names.count(JEMALLOC)
-    return threading.active_count()
+    names = []
+    for path in Path("/proc/self/task").glob("*/comm"):
+        with suppress(OSError):  # it has ended
+            names.append(path.read_text())
+    return len(names) - names.count(JEMALLOC)
 
 
 @cache

@@ -92,7 +92,7 @@ class ServingThread:
         finally:
             with self._lock:
                 self.ended = ended
-            self._loop.run_until_complete(_cancel_others())
+            self._loop.run_until_complete(_cancel(asyncio.all_tasks(self._loop)))
             self._loop.close()
             self._at_end(ended)
 
@@ -215,7 +215,3 @@ async def _cancel(tasks: Collection[asyncio.Task[Any]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _cancel_others() -> None:
-    await _cancel(asyncio.all_tasks() - {asyncio.current_task()})

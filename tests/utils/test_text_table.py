@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tables and histograms of text, compared with ones drawn by hand."""
 
-from verl.cli.text_charts import histogram, quantile
-from verl.utils.text_table import table
+from verl.utils.text_table import histogram, quantile, table
 
 
 def test_a_table_aligns_its_first_column_left_and_the_others_right():
