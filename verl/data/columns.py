@@ -9,10 +9,11 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 
 from verl.data.bad_rows import BadRowError
+from verl.data.plain_files import Source
 
 SAMPLED_ROWS = 64  # of a file, to see what its columns hold
 MAX_PATH = 4096  # characters; a longer text is not a path
@@ -72,15 +73,7 @@ USUAL_NAMES = {
 }  # fmt: skip
 
 
-class FileColumns(Protocol):
-    """A file or data set: its name, columns and rows, of which some may be missing here."""
-
-    name: str
-    columns: list[str]
-    rows: Any
-
-
-def check_prompt_columns(option: str, sources: Iterable[FileColumns], config: Any) -> None:
+def check_prompt_columns(option: str, sources: Iterable[Source], config: Any) -> None:
     """Raise a ValueError unless each file has the columns of prompts and answers."""
     for source in sources:
         missing = [] if config.prompt_key in source.columns else ["prompt_key"]
@@ -112,7 +105,7 @@ def answer_of(row: Mapping[str, Any], key: str) -> Any:
     return value
 
 
-def check_category_columns(sources: Sequence[FileColumns], config: Any) -> None:
+def check_category_columns(sources: Sequence[Source], config: Any) -> None:
     """Raise a ValueError unless each column of `data.category_keys` is in a file of `data.val_files`."""
     not_kept = {config.prompt_key, config.image_key, config.video_key, config.audio_key}
     known = sorted({column for source in sources for column in source.columns} - not_kept)
@@ -124,7 +117,7 @@ def check_category_columns(sources: Sequence[FileColumns], config: Any) -> None:
         )
 
 
-def check_conversation_columns(option: str, sources: Sequence[FileColumns], config: Any) -> None:
+def check_conversation_columns(option: str, sources: Sequence[Source], config: Any) -> None:
     """Raise a ValueError unless each file has conversations, or prompts and responses."""
     for source in sources:
         alternatives = [{config.messages_key}, {config.prompt_key, config.response_key}]
@@ -167,7 +160,7 @@ def likely_columns(keys: Iterable[str], columns: Collection[str], config: Any) -
 
 def notes_on_columns(
     option: str,
-    sources: Iterable[FileColumns],
+    sources: Iterable[Source],
     config: Any,
     template_names: Collection[str],
     kinds: Collection[str] | None,
@@ -191,7 +184,7 @@ def notes_on_columns(
 
 
 def _unread_media(
-    option: str, source: FileColumns, config: Any, read: Collection[str], kinds: Collection[str] | None
+    option: str, source: Source, config: Any, read: Collection[str], kinds: Collection[str] | None
 ) -> Iterator[tuple[str, bool]]:
     """Yield sentences on such columns, and whether the rows cannot have been meant so."""
     rows = [dict(source.rows[index]) for index in range(min(SAMPLED_ROWS, len(source.rows)))]

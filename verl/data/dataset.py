@@ -28,13 +28,13 @@ from torch.utils.data import Dataset
 from verl.batch_keys import TEACHER_IDS
 from verl.data.bad_rows import BAD_ROW_REMEDY, MAX_LISTED, BadRow, BadRowError, BadRowReport, describe_rows
 from verl.data.chat_template import ChatTemplate
-from verl.data.columns import FileColumns, notes_on_columns
+from verl.data.columns import notes_on_columns
 from verl.data.files import Rows, load_rows
 from verl.data.media.isolated_reader import ROW_TIMEOUT_S, MediaReader
 from verl.data.media.loader import MediaLoader
 from verl.data.media.references import MediaData
 from verl.data.messages import Message, media_columns
-from verl.data.plain_files import Row
+from verl.data.plain_files import Row, Source
 from verl.data.prompt_template import PromptFormat
 from verl.data.readers import PositionIds
 from verl.data.teachers import TeacherColumn, TeacherPrompts
@@ -198,7 +198,7 @@ class RowDataset(Dataset, ABC):
 
     @staticmethod
     @abstractmethod
-    def check_columns(option: str, sources: Sequence[FileColumns], config: Any) -> None:
+    def check_columns(option: str, sources: Sequence[Source], config: Any) -> None:
         """Raise a ValueError unless each file has the columns that a row needs."""
 
     def _check_columns(self, option: str) -> list[str]:

@@ -17,7 +17,6 @@ from verl.config.files.model_files import processor_files, read_json
 from verl.config.model import ModelConfig
 from verl.data.bad_rows import BadRow, bad_rows_error
 from verl.data.columns import (
-    FileColumns,
     check_category_columns,
     check_conversation_columns,
     check_prompt_columns,
@@ -28,6 +27,7 @@ from verl.data.plain_files import (
     FIRST_READERS,
     FirstRows,
     Row,
+    Source,
     files_of_split,
     first_rows,
     no_rows,
@@ -44,7 +44,7 @@ OPTIONS = ("train_files", "val_files")
 class RowKind:
     """Needs of a run in its rows."""
 
-    check_columns: Callable[[str, Sequence[FileColumns], Any], None]
+    check_columns: Callable[[str, Sequence[Source], Any], None]
     messages: str  # the function of `messages.py` that reads a row
 
 
