@@ -129,6 +129,8 @@ class RowDataset(Dataset, ABC):
         )
         self.rows = self.open_rows(files, option)
         self.notes = self._check_columns(option)  # on columns that nothing reads
+        for note in self.notes:
+            logger.warning(note)
         # Of a mapped file those of a sample, until all its rows are read.
         self.columns = dict.fromkeys(column for source in self.rows.sources for column in source.columns)
         self.bad_rows: list[BadRow] = []
@@ -194,7 +196,7 @@ class RowDataset(Dataset, ABC):
     def _read(self, row_index: int) -> tuple[Row, Rendered, MediaShape | None]:
         row = self.rows[row_index]
         rendered = self.render(row)
-        return row, rendered, self._media_reader.read(rendered.media, decode=True) if rendered.media else None
+        return row, rendered, self._media.read(rendered.media, decode=True) if rendered.media else None
 
     @staticmethod
     @abstractmethod
@@ -218,17 +220,12 @@ class RowDataset(Dataset, ABC):
                 self.teachers.number(row)
             ids = rendered.raw_ids
             if rendered.media and self.config.filter_overlong_prompts:
-                shape = self._media_reader.read(rendered.media, decode=False)
+                shape = self._media.read(rendered.media, decode=False)
                 ids = self._expand(ids, shape)
             late = tuple(row.keys() - self.columns)
             return RowCheck(None, len(ids), sum(rendered.is_trained), row_digest(row), late)
         except ValueError as error:
             return RowCheck(str(error))
-
-    @property
-    def _media_reader(self) -> MediaReader:
-        assert self._reader is not None, "a dataset with a processor has a media loader"
-        return self._reader
 
     def _check_length(self, length: int, text: str) -> None:
         if length > self.limit:
@@ -239,15 +236,15 @@ class RowDataset(Dataset, ABC):
         return torch.arange(len(ids)) if positions is None else positions  # (L,) or (4, L)
 
     def _with_order(self, media: MediaData, prompt_ids: Sequence[int]) -> MediaData:
-        return media and self._media.with_order(media, prompt_ids)
+        return media and self._media.loader.with_order(media, prompt_ids)
 
     def _expand(self, ids: list[int], shape: MediaShape) -> list[int]:
-        return self._media.expand(ids, shape)
+        return self._media.loader.expand(ids, shape)
 
     @property
-    def _media(self) -> MediaLoader:
-        assert self.media is not None, "a dataset with a processor has a media loader"
-        return self.media
+    def _media(self) -> MediaReader:
+        assert self._reader is not None, "a dataset with a processor has a media loader"
+        return self._reader
 
     def _is_overlong(self, rendered: Rendered, shape: MediaShape | None) -> bool:
         ids = rendered.raw_ids if shape is None else self._expand(rendered.raw_ids, shape)
@@ -259,8 +256,6 @@ class RowDataset(Dataset, ABC):
         sample = sorted({place * (total - 1) // (DIGESTED_ROWS - 1) for place in range(DIGESTED_ROWS)})
         digests = b"".join(self._digest_of(index) for index in sample)
         self.digest = hashlib.blake2b(b"%d %s" % (total, digests), digest_size=16).hexdigest()
-        for note in self.notes:
-            logger.warning(note)
         logger.info("data opened as a stream: rows=%d", total)
         return range(total)
 
@@ -273,7 +268,7 @@ class RowDataset(Dataset, ABC):
     def _usable_rows(self, option: str) -> list[int]:
         workers = self.config.filter_overlong_prompts_workers
         rows_for_one = TEXT_ROWS_FOR_ONE_PROCESS if self.processor is None else MEDIA_ROWS_FOR_ONE_PROCESS
-        checks = scan_rows(self._inspect_part, len(self.rows), workers, rows_for_one)
+        checks = scan_rows(self.inspect, len(self.rows), workers, rows_for_one)
         # Forked loader processes start their own template and media processes.
         self.prompt_format.close()
         self.chat_template.close()
@@ -294,8 +289,6 @@ class RowDataset(Dataset, ABC):
         digests = b"".join(checks[index].digest for index in usable)
         self.digest = hashlib.blake2b(digests, digest_size=16).hexdigest()
         self._report_bad_rows(option)
-        for note in self.notes:
-            logger.warning(note)
         logger.info(
             "data opened: option=%s rows=%d overlong=%d bad=%d used=%d",
             option, len(self.rows), self.num_overlong, len(self.bad_rows), len(usable),
@@ -306,9 +299,6 @@ class RowDataset(Dataset, ABC):
                 f" {self.too_long} ({self.limit}), {len(self.bad_rows)} rows are bad"
             )
         return usable
-
-    def _inspect_part(self, part: range) -> list[RowCheck]:
-        return [self.inspect(index) for index in part]
 
     def _report_bad_rows(self, option: str) -> None:
         if not self.bad_rows:
@@ -339,14 +329,14 @@ def _as_text(value: Any) -> str:
     return str(value) if isinstance(value, SIMPLE_TYPES) else type(value).__name__
 
 
-def scan_rows(inspect: Callable[[range], list[Any]], rows: int, workers: int, rows_for_one: int) -> list[Any]:
-    """Call `inspect` on consecutive ranges of rows and join its lists of results in order.
+def scan_rows(inspect: Callable[[int], Any], rows: int, workers: int, rows_for_one: int) -> list[Any]:
+    """Call `inspect` with the number of each row; return its results in order.
 
     Fewer than `rows_for_one` rows, or a single worker (at most one for each core), stay in this process.
     """
     workers = min(workers, os.cpu_count() or 1)
     if workers < 2 or rows < rows_for_one:
-        return inspect(range(rows))
+        return [inspect(row) for row in range(rows)]
     size = -(-rows // (workers * PARTS_PER_PROCESS))
     parts = [range(start, min(start + size, rows)) for start in range(0, rows, size)]
     idle: SimpleQueue[IsolatedCalls[range, tuple[list[Any], Exception | None]]] = SimpleQueue()
@@ -392,9 +382,9 @@ def start_with(data: object, calls: IsolatedCalls[Any, Any], option: str, number
         ) from error
 
 
-def _catch(function: Callable[[range], list[Any]], part: range) -> tuple[list[Any], Exception | None]:
+def _catch(inspect: Callable[[int], Any], part: range) -> tuple[list[Any], Exception | None]:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     try:
-        return function(part), None
+        return [inspect(row) for row in part], None
     except Exception as error:  # noqa: BLE001 (raised again by the caller, of the same type)
         return [], error

@@ -69,7 +69,7 @@ class SFTDataset(RowDataset):
         text, ids, is_trained = self._tokenize(messages, tools_of(row, self.config.tools_key))
         if self.processor is not None:
             learned = set(compress(ids, is_trained))
-            if learned & self._media.family.placeholders(self.processor).keys():
+            if learned & self._media.loader.family.placeholders(self.processor).keys():
                 raise BadRowError(
                     "an assistant turn contains an image or a video, which cannot be trained on"
                 )

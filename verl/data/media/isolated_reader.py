@@ -27,7 +27,7 @@ class MediaReader:
     """
 
     def __init__(self, loader: MediaLoader, timeout_s: float | None, columns: Mapping[str, str]) -> None:
-        self._loader, self._columns = loader, columns
+        self.loader, self._columns = loader, columns
         self._calls = IsolatedCalls(partial(_read, loader), timeout_s, partial(_enter, loader), retry=True)
 
     def read(self, media: MediaData, *, decode: bool) -> MediaShape:
@@ -41,7 +41,7 @@ class MediaReader:
             names += [f"the {kind.removesuffix('s')} {shown_name(ref)}" for ref in refs]
             try:
                 for ref in refs:
-                    self._loader.on_disk(ref)
+                    self.loader.on_disk(ref)
             except ValueError as error:
                 raise ValueError(f"column `{self._columns[kind]}`: {error}") from error
         try:
