@@ -12,7 +12,8 @@ import re
 import secrets
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -237,14 +238,10 @@ class _Views:
     async def write_notes(self, request: Request) -> Response:
         self._guard.check(request)
         run = self._run(request)
-        try:
+        with _answered(400, ValueError):
             notes = Notes.from_json(await limited_body(request, MAX_BYTES))
-        except ValueError as error:
-            raise HTTPException(400, str(error)) from error
-        try:
+        with _answered(409, OSError):
             await run_in_threadpool(write_notes, run.folder, notes)
-        except OSError as error:
-            raise HTTPException(409, str(error)) from error
         return JSONResponse({})
 
     def group(self, request: Request) -> Response:
@@ -259,10 +256,8 @@ class _Views:
         return FileResponse(path, media_type=MEDIA_TYPES[path.suffix.lower()])
 
     def prompt(self, request: Request) -> Response:
-        try:
+        with _answered(404, KeyError):
             table = self._run(request).rollouts.same_prompt(*_path_group(request))
-        except KeyError as error:
-            raise HTTPException(404, str(error.args[0])) from error
         return JSONResponse(prompt_history(table))
 
     def neighbors(self, request: Request) -> Response:
@@ -300,10 +295,8 @@ class _Views:
         return FileResponse(path, media_type=SERVED[path.suffix])
 
     def _group(self, request: Request) -> list[dict[str, Any]]:
-        try:
+        with _answered(404, KeyError):
             return self._run(request).rollouts.group(*_path_group(request))
-        except KeyError as error:
-            raise HTTPException(404, str(error.args[0])) from error
 
     def _run(self, request: Request) -> RunFolder:
         return self._runs[_path_number(request, "run", len(self._runs))]
@@ -315,10 +308,18 @@ class _Views:
 
     def _query(self, request: Request, params: Sequence[tuple[str, str]] | None = None) -> RolloutQuery:
         given = request.query_params.multi_items() if params is None else params
-        try:
+        with _answered(400, ValueError):
             return RolloutQuery.from_params(given, len(self._runs))
-        except ValueError as error:
-            raise HTTPException(400, str(error)) from error
+
+
+@contextmanager
+def _answered(status: int, kind: type[Exception]) -> Iterator[None]:
+    """Answer an error of this kind with its text."""
+    try:
+        yield
+    except kind as error:
+        text = error.args[0] if isinstance(error, KeyError) else error  # its own text is quoted
+        raise HTTPException(status, str(text)) from error
 
 
 def _path_number(request: Request, name: str, end: int) -> int:
