@@ -51,8 +51,8 @@ class RolloutIndex:
         """Read new and changed files; return the columns of `TABLE_SCHEMA` of all rollouts, unsorted."""
         with self._lock:
             files = self._files()
-            found = {file: signature for file, path in files.items() if (signature := _signature(path))}
-            changed = [file for file, signature in found.items() if self._known.get(file) != signature]
+            found = {file: seen for file, path in files.items() if (seen := signature(path))}
+            changed = [file for file, seen in found.items() if self._known.get(file) != seen]
             stale = [file for file in self._known if found.get(file) != self._known[file]]
             for kind in FILE_PREFIXES:
                 if steps := [step for one, step in stale if one == kind]:
@@ -129,7 +129,7 @@ class RolloutIndex:
         return {file: path for file, path in self._files().items() if path.name not in self.problems}
 
     def _prompts_of(self, path: Path) -> dict[str, PromptView]:
-        key = (path, _signature(path))
+        key = (path, signature(path))
         with self._search_lock:
             if key in self._prompts:
                 self._prompts.move_to_end(key)
@@ -206,7 +206,8 @@ def _contents(media: Any) -> list[tuple[Any, ...]]:
     return [(one["kind"], *(one["files"] or [one["source"]])) for one in media or [] if one]
 
 
-def _signature(path: Path) -> Signature | None:
+def signature(path: Path) -> Signature | None:
+    """Return what changes with the content of a file; None if it is missing."""
     try:
         status = path.stat()
     except OSError:  # removed since it was listed
