@@ -35,7 +35,7 @@ from starlette.responses import (
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from verl.viewer.export import FORMATS, exported, metrics_csv, metrics_jsonl
+from verl.viewer.export import FORMATS, exported, exported_metrics
 from verl.viewer.notes import MAX_BYTES, Notes, write_notes
 from verl.viewer.overview import compare_configs, overview
 from verl.viewer.queries import (
@@ -119,8 +119,7 @@ def make_app(
         Route("/api/runs/{run}/notes", views.write_notes, methods=["POST"]),
         Route("/api/overview", views.overview),  # a line for each run: progress, results, notes
         Route("/api/configs", views.configs),  # options of `?run=0&run=1` that differ; `&all=yes`
-        Route("/api/metrics.csv", views.metrics_csv),  # metrics of `?run=0&run=1`, to keep
-        Route("/api/metrics.jsonl", views.metrics_jsonl),
+        Route("/api/metrics.{format}", views.export_metrics),  # metrics of `?run=0&run=1`, to keep
         Route("/api/session", views.session),  # what the page needs to write notes
         Route("/api/runs/{run}/groups/{kind}/{step}/{group:path}", views.group),  # responses to a prompt
         Route("/api/runs/{run}/prompts/{kind}/{step}/{group:path}", views.prompt),  # the same at all steps
@@ -197,9 +196,8 @@ class WriteGuard:
         headers = request.headers
         if self._key is None:
             raise HTTPException(403, OFF)
-        if headers.get("origin") != f"http://{headers['host']}":
-            raise HTTPException(403, "only the viewer's own page may change notes")
-        if headers.get("sec-fetch-site", "same-origin") != "same-origin":
+        is_own_site = headers.get("sec-fetch-site", "same-origin") == "same-origin"
+        if headers.get("origin") != f"http://{headers['host']}" or not is_own_site:
             raise HTTPException(403, "only the viewer's own page may change notes")
         if not secrets.compare_digest(headers.get(KEY_HEADER, "").encode(), self._key.encode()):
             raise HTTPException(403, "the page is older than this viewer: reload it")
@@ -226,11 +224,9 @@ class _Views:
         with_equal = request.query_params.get("all") == "yes"
         return JSONResponse(compare_configs(self._chosen(request), with_equal=with_equal))
 
-    def metrics_csv(self, request: Request) -> Response:
-        return _download(metrics_csv(self._chosen(request)), "metrics.csv", "text/csv")
-
-    def metrics_jsonl(self, request: Request) -> Response:
-        return _download(metrics_jsonl(self._chosen(request)), "metrics.jsonl", "application/jsonl")
+    def export_metrics(self, request: Request) -> Response:
+        name = _format(request.path_params["format"])
+        return _download(exported_metrics(self._chosen(request), name), "metrics", name)
 
     def session(self, request: Request) -> Response:
         return JSONResponse(self._guard.session())
@@ -274,13 +270,9 @@ class _Views:
 
     def export(self, request: Request) -> Response:
         params = request.query_params.multi_items()
-        name = dict(params).get("format", "")
-        if name not in FORMATS:
-            raise HTTPException(400, f"`format` must be one of {sorted(FORMATS)}, got {name[:40]!r}")
+        name = _format(dict(params).get("format", ""))
         query = self._query(request, [(key, text) for key, text in params if key != "format"])
-        lines = exported(self._runs, select(self._runs, query), name)
-        disposition = {"Content-Disposition": f'attachment; filename="rollouts.{name}"'}
-        return StreamingResponse(lines, media_type=FORMATS[name], headers=disposition)
+        return _download(exported(self._runs, select(self._runs, query), name), "rollouts", name)
 
     def distributions(self, request: Request) -> Response:
         query = self._query(request)
@@ -339,10 +331,15 @@ def _path_group(request: Request) -> tuple[str, int, str]:
     return kind, _path_number(request, "step", 10**9), request.path_params["group"]
 
 
-def _download(text: str, name: str, media_type: str) -> Response:
-    return Response(
-        text, media_type=media_type, headers={"Content-Disposition": f'attachment; filename="{name}"'}
-    )
+def _format(name: str) -> str:
+    if name not in FORMATS:
+        raise HTTPException(400, f"`format` must be one of {sorted(FORMATS)}, got {name[:40]!r}")
+    return name
+
+
+def _download(parts: Iterator[str], stem: str, name: str) -> Response:
+    headers = {"Content-Disposition": f'attachment; filename="{stem}.{name}"'}
+    return StreamingResponse(parts, media_type=FORMATS[name], headers=headers)
 
 
 async def limited_body(request: Request, max_bytes: int) -> bytes:
