@@ -3,8 +3,8 @@
 
 import math
 import threading
-from collections import OrderedDict
 from collections.abc import Collection, Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,6 @@ class RolloutIndex:
         self._known: dict[File, Signature] = {}
         self._lock, self._search_lock = threading.Lock(), threading.Lock()
         self._searched = ("", self._table, self._table)  # last text, searched table, result
-        self._prompts: OrderedDict[tuple[Path, Signature | None], dict[str, PromptView]] = OrderedDict()
 
     def refresh(self) -> pa.Table:
         """Read new and changed files; return the columns of `TABLE_SCHEMA` of all rollouts, unsorted."""
@@ -92,7 +91,7 @@ class RolloutIndex:
         views: dict[tuple[str, int, str], PromptView] = {}
         files = self._files()
         for kind, step in sorted({(kind, step) for kind, step, _ in groups if (kind, step) in files}):
-            found = self._prompts_of(files[kind, step])
+            found = _prompts_of(files[kind, step], signature(files[kind, step]))
             views |= {(kind, step, group): view for group, view in found.items()}
         return {group: views[group] for group in groups if group in views}
 
@@ -127,24 +126,6 @@ class RolloutIndex:
 
     def _readable_files(self) -> dict[File, Path]:
         return {file: path for file, path in self._files().items() if path.name not in self.problems}
-
-    def _prompts_of(self, path: Path) -> dict[str, PromptView]:
-        key = (path, signature(path))
-        with self._search_lock:
-            if key in self._prompts:
-                self._prompts.move_to_end(key)
-                return self._prompts[key]
-        try:
-            rows = pq.read_table(path, columns=PROMPT_COLUMNS, schema=SCHEMA).to_pylist()
-        except UNREADABLE:
-            rows = []
-        first = {row["group"]: row for row in reversed(rows)}  # the responses share their prompt
-        views = {group: prompt_view(row) for group, row in first.items()}
-        with self._search_lock:
-            self._prompts[key] = views
-            while len(self._prompts) > CACHED_FILES:
-                self._prompts.popitem(last=False)
-        return views
 
     def _search(self, text: str) -> pa.Table:
         contains = pc.match_substring  # pyright: ignore[reportAttributeAccessIssue] - made at import
@@ -181,6 +162,16 @@ class RolloutIndex:
                 return
             for path in paths:  # one of them is damaged: find it
                 yield from self._read_files([path], rows, columns)
+
+
+@lru_cache(CACHED_FILES)
+def _prompts_of(path: Path, version: Signature | None) -> dict[str, PromptView]:  # version: of its content
+    try:
+        rows = pq.read_table(path, columns=PROMPT_COLUMNS, schema=SCHEMA).to_pylist()
+    except UNREADABLE:
+        return {}
+    first = {row["group"]: row for row in reversed(rows)}  # the responses share their prompt
+    return {group: prompt_view(row) for group, row in first.items()}
 
 
 def json_row(row: dict[str, Any]) -> dict[str, Any]:
