@@ -18,12 +18,12 @@ from tests.helpers.nightly import by_day
 from verl.config.ppo import DataConfig
 from verl.config.sft import SFTDataConfig
 from verl.data.bad_rows import BadRow, BadRowError
-from verl.data.dataset import scan_rows
 from verl.data.media.loader import MediaLoader
 from verl.data.media.sizes import MediaOptions
 from verl.data.messages import references
 from verl.data.readers import load_processor, load_tokenizer
 from verl.data.rl_dataset import RLHFDataset, collate_fn
+from verl.data.row_readers import scan_rows
 from verl.data.sft_dataset import SFTDataset
 from verl.models.families.registry import family_of
 from verl.models.tiny import save_tiny_model

@@ -8,16 +8,10 @@ workers. Subclasses turn a row into a prompt (`rl_dataset.py`) or a conversation
 
 import hashlib
 import json
-import os
-import pickle
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from collections.abc import Mapping, Sequence
 from datetime import date, time, timedelta
 from decimal import Decimal
-from functools import partial
-from queue import SimpleQueue
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -30,17 +24,15 @@ from verl.data.bad_rows import BAD_ROW_REMEDY, MAX_LISTED, BadRow, BadRowError, 
 from verl.data.chat_template import ChatTemplate
 from verl.data.columns import notes_on_columns
 from verl.data.files import Rows, load_rows
-from verl.data.media.isolated_reader import ROW_TIMEOUT_S, MediaReader
 from verl.data.media.loader import MediaLoader
 from verl.data.media.references import MediaData
 from verl.data.messages import Message, media_columns
 from verl.data.plain_files import Row, Source
 from verl.data.prompt_template import PromptFormat
 from verl.data.readers import PositionIds
+from verl.data.row_readers import ROW_TIMEOUT_S, MediaReader, scan_rows
 from verl.data.teachers import TeacherColumn, TeacherPrompts
 from verl.models.families.interface import MediaShape
-from verl.utils.processes.fork_server import ForkServer, fork
-from verl.utils.processes.isolated_calls import IsolatedCalls
 from verl.utils.rank_logger import get_logger
 
 Item = dict[str, Any]
@@ -51,7 +43,6 @@ DIGESTED_BYTES = 256  # at each end
 DIGESTED_ROWS = 64  # of a stream, evenly spaced
 TRAIN_FILES = "data.train_files"
 SIMPLE_TYPES = (date, time, timedelta, Decimal)  # whose text says which value it is
-PARTS_PER_PROCESS = 8  # rows with large videos are not spread evenly
 
 logger = get_logger(__name__)
 
@@ -327,64 +318,3 @@ def _as_text(value: Any) -> str:
     if isinstance(value, np.ndarray | np.generic):
         return str(value.tolist())
     return str(value) if isinstance(value, SIMPLE_TYPES) else type(value).__name__
-
-
-def scan_rows(inspect: Callable[[int], Any], rows: int, workers: int, rows_for_one: int) -> list[Any]:
-    """Call `inspect` with the number of each row; return its results in order.
-
-    Fewer than `rows_for_one` rows, or a single worker (at most one for each core), stay in this process.
-    """
-    workers = min(workers, os.cpu_count() or 1)
-    if workers < 2 or rows < rows_for_one:
-        return [inspect(row) for row in range(rows)]
-    size = -(-rows // (workers * PARTS_PER_PROCESS))
-    parts = [range(start, min(start + size, rows)) for start in range(0, rows, size)]
-    idle: SimpleQueue[IsolatedCalls[range, tuple[list[Any], Exception | None]]] = SimpleQueue()
-    dataset = getattr(inspect, "__self__", None)  # pickled once; its processes share it
-
-    def inspect_elsewhere(part: range) -> list[Any]:
-        process = idle.get()
-        try:
-            results, error = process(part)
-        finally:
-            idle.put(process)
-        if error is not None:
-            raise error
-        return results
-
-    results: list[Any] = []
-    with ThreadPoolExecutor(workers) as threads, ExitStack() as processes:
-        server = processes.enter_context(closing(ForkServer(dataset, fork)))
-        for _ in range(workers):
-            calls = IsolatedCalls(partial(_catch, inspect), None, start=server.fork)
-            start_with(dataset, calls, "data.filter_overlong_prompts_workers", workers, 1)
-            idle.put(processes.enter_context(closing(calls)))
-        try:
-            for part in threads.map(inspect_elsewhere, parts):
-                results += part
-        except ChildProcessError as error:
-            raise RuntimeError(
-                f"a process that checks the rows died, as one does when memory runs out; the first row that"
-                f" was not checked is {len(results)} of all files: fewer"
-                " `data.filter_overlong_prompts_workers` need less memory"
-            ) from error
-    return results
-
-
-def start_with(data: object, calls: IsolatedCalls[Any, Any], option: str, number: int, alone: int) -> None:
-    """Start one of the `number` processes of an option; with `alone` of them the data set stays here."""
-    try:
-        calls.start()
-    except (pickle.PicklingError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"`{option}` ({number}) needs a data set that can be pickled, and {type(data).__name__} cannot:"
-            f" {error}; set `{option}={alone}`, or give it a `__getstate__` without what cannot be pickled"
-        ) from error
-
-
-def _catch(inspect: Callable[[int], Any], part: range) -> tuple[list[Any], Exception | None]:
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    try:
-        return [inspect(row) for row in part], None
-    except Exception as error:  # noqa: BLE001 (raised again by the caller, of the same type)
-        return [], error
