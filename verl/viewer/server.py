@@ -112,6 +112,7 @@ def cookie_name(token: str) -> str:
 def make_app(
     runs: Sequence[RunFolder], token: str, *, video_folders: Sequence[Path] = (), is_read_only: bool = False
 ) -> Starlette:
+    """Build the pages and answers of runs; videos are played only from `video_folders`."""
     views = _Views(runs, VideoFolders(video_folders), WriteGuard(is_read_only=is_read_only))
     routes = [
         Route("/api/runs", views.runs),  # names, sizes, and a version that changes with the content
@@ -150,20 +151,8 @@ def address_of(listening: socket.socket, token: str) -> str:
     return f"http://{LOOPBACK}:{listening.getsockname()[1]}/?{TOKEN}={token}"
 
 
-def serve(
-    runs: Sequence[RunFolder],
-    listening: socket.socket,
-    token: str,
-    until: BinaryIO | None = None,
-    *,
-    video_folders: Sequence[Path] = (),
-    is_read_only: bool = False,
-) -> None:
-    """Handle requests until Ctrl-C, or until `until`, read in a thread, reaches its end.
-
-    Videos are played only from `video_folders`.
-    """
-    app = make_app(runs, token, video_folders=video_folders, is_read_only=is_read_only)
+def serve(app: Starlette, listening: socket.socket, until: BinaryIO | None = None) -> None:
+    """Handle requests until Ctrl-C, or until `until`, read in a thread, reaches its end."""
     config = uvicorn.Config(
         app, log_level="warning", server_header=False, timeout_graceful_shutdown=SHUTDOWN_S
     )
