@@ -237,18 +237,9 @@ def first_rows(path: Path) -> FirstRows | None:
 
 def _first_lines(path: Path) -> FirstRows:
     with path.open(encoding=TEXT) as lines:
-        chosen = list(_up_to(lines, FIRST_BYTES))
+        chosen = lines.readlines(FIRST_BYTES)
         are_all = not lines.readline()
     return FirstRows(Source(str(path), parse_lines(chosen)), are_all)
-
-
-def _up_to(lines: Iterable[str], limit: int) -> Iterator[str]:
-    total = 0
-    for line in iter(partial(next, iter(lines), ""), ""):
-        yield line
-        total += len(line)
-        if total >= limit:
-            return
 
 
 def _first_of_json(path: Path) -> FirstRows | None:
