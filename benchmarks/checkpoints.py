@@ -29,8 +29,7 @@ repair_cuda_builds()  # before transformers is imported
 
 # isort: split
 from tests.helpers.distributed import run_distributed
-from verl.checkpoint.async_writer import AsyncWriter
-from verl.checkpoint.sharded import load_shards, take_snapshot
+from verl.checkpoint.sharded import AsyncWriter, load_shards, take_snapshot
 from verl.distributed.fsdp import make_mesh
 
 WIDTH = 1024  # a layer has 2**20 weights

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from verl.checkpoint.tracker import read_record
+from verl.checkpoint.tracker import CheckpointRecord, read_record
 from verl.config.hints.renamed_keys import VERL_KEYS
 from verl.config.ppo import PPOConfig
 from verl.config.python_values import Source, config_from_python
@@ -253,13 +253,11 @@ def evaluate_model(
 def result_of(trainer: "TrainingLoop") -> TrainingResult:
     """Collect what a trainer has done so far."""
     state, folder = trainer.run_state, Path(trainer.run.checkpoint_folder)
-    record = read_record(folder)
-    best = state.best
-    step, score = (None, None) if best is None else best
-    found = None if record is None else record.best_val_reward_score
-    if record is not None and found is not None and (score is None or found > score):
+    record = read_record(folder) or CheckpointRecord()
+    step, score = state.best or (None, None)
+    found = record.best_val_reward_score
+    if found is not None and (score is None or found > score):
         step, score = record.best_global_step, found  # before this run was resumed
-    best_folder = None if record is None else record.best_actor_path
     return TrainingResult(
         step=state.step,
         training_steps=state.training_steps,
@@ -268,7 +266,7 @@ def result_of(trainer: "TrainingLoop") -> TrainingResult:
         best_validation=score,
         best_step=step,
         checkpoint=state.saved,
-        best_checkpoint=None if best_folder is None else Path(best_folder).parent,
+        best_checkpoint=None if record.best_actor_path is None else Path(record.best_actor_path).parent,
         folder=folder,
     )
 

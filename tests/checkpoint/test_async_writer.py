@@ -9,9 +9,8 @@ import torch
 
 from tests.checkpoint.test_sharded import make_trainer, train
 from tests.helpers.distributed import run_distributed
-from verl.checkpoint.async_writer import AsyncWriter
 from verl.checkpoint.manifest import read_manifest, write_manifest
-from verl.checkpoint.sharded import NotWrittenError, load_shards, take_snapshot, write_snapshot
+from verl.checkpoint.sharded import AsyncWriter, NotWrittenError, load_shards, take_snapshot, write_snapshot
 from verl.models.tiny import save_tiny_model
 
 LIMIT_S = 120

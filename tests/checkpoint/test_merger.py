@@ -20,12 +20,12 @@ from transformers import AutoConfig, AutoModelForTokenClassification, AutoTokeni
 
 from tests.helpers.checkpoints import save_shards
 from tests.helpers.distributed import run_distributed
+from verl.checkpoint.export_files import unread_tensors
 from verl.checkpoint.legacy_shards import find_shard_files
 from verl.checkpoint.manifest import MANIFEST, write_manifest
 from verl.checkpoint.merger import merge_checkpoint
 from verl.checkpoint.sharded import save_huggingface_files
 from verl.checkpoint.storage import load_metadata
-from verl.checkpoint.unread_tensors import unread_tensors
 from verl.cli.merge import main
 from verl.config.model import FSDPConfig, ModelConfig
 from verl.distributed.fsdp import make_mesh

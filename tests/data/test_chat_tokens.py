@@ -5,7 +5,7 @@ import pytest
 
 from verl.data.bad_rows import BadRowError
 from verl.data.chat_template import ChatTemplate
-from verl.data.chat_tokens import ConversationTokenizer, learned_spans, tokens_inside
+from verl.data.sft_dataset import ConversationTokenizer, learned_spans, tokens_inside
 from verl.models.tiny import train_tokenizer
 
 TWO_TURNS = [

@@ -18,12 +18,12 @@ from tests.helpers.nightly import by_day
 from verl.config.ppo import DataConfig
 from verl.config.sft import SFTDataConfig
 from verl.data.bad_rows import BadRow, BadRowError
-from verl.data.dataset import scan_rows
 from verl.data.media.loader import MediaLoader
 from verl.data.media.sizes import MediaOptions
 from verl.data.messages import references
 from verl.data.readers import load_processor, load_tokenizer
 from verl.data.rl_dataset import RLHFDataset, collate_fn
+from verl.data.row_readers import scan_rows
 from verl.data.sft_dataset import SFTDataset
 from verl.models.families.registry import family_of
 from verl.models.tiny import save_tiny_model
@@ -421,22 +421,22 @@ def test_a_picture_that_turns_out_corrupt_when_decoded_is_a_bad_row(media_model,
     assert re.search(r"rows.jsonl, row 0: the image .*cut.png cannot be read", str(bad))
 
 
-def squares(part):
-    return [index * index for index in part]
+def square(row):
+    return row * row
 
 
-def inverses(part):
-    return [1 / index for index in part]
+def inverse(row):
+    return 1 / row
 
 
 def test_rows_are_scanned_in_order_by_several_processes():
-    assert scan_rows(squares, 1003, 4, rows_for_one=10) == [index * index for index in range(1003)]
+    assert scan_rows(square, 1003, 4, rows_for_one=10) == [index * index for index in range(1003)]
 
 
-def die_at(part):
-    if 500 in part:
+def die_at(row):
+    if row == 500:
         os.kill(os.getpid(), signal.SIGKILL)
-    return squares(part)
+    return row
 
 
 def test_a_scan_whose_process_dies_says_how_far_it_came():
@@ -448,10 +448,10 @@ def test_a_scan_whose_process_dies_says_how_far_it_came():
 def test_a_scan_ends_also_where_this_process_does_not_die_of_sigterm():
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # forked processes inherit it
     try:
-        assert scan_rows(squares, 1003, 2, rows_for_one=10)[-1] == 1002**2
+        assert scan_rows(square, 1003, 2, rows_for_one=10)[-1] == 1002**2
         for _ in range(10):  # the first error may come before the last process has begun
             with pytest.raises(ZeroDivisionError):
-                scan_rows(inverses, 1003, 2, rows_for_one=10)
+                scan_rows(inverse, 1003, 2, rows_for_one=10)
     finally:
         signal.signal(signal.SIGTERM, before)
 

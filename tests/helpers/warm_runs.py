@@ -21,8 +21,7 @@ from ray.exceptions import RayError
 
 from verl.api import restored_process
 from verl.single_controller.ray.cluster import connect
-from verl.single_controller.ray.environment import rank_environments
-from verl.single_controller.ray.processes import WorkerProcess, WorkerProcesses
+from verl.single_controller.ray.processes import WorkerProcess, WorkerProcesses, rank_environments
 from verl.single_controller.ray.resource_pool import ResourcePool
 
 CPUS = 12  # of the cluster, on any machine

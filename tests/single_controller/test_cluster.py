@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from verl.single_controller.ray.cluster import started_cluster
-from verl.single_controller.ray.environment import PORTS, find_free_port
+from verl.single_controller.ray.processes import PORTS, find_free_port
 from verl.single_controller.ray.resource_pool import ResourcePool
 
 pytestmark = pytest.mark.heavy

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from tests.single_controller.workers import EchoWorker
 from verl.single_controller.dispatch import Dispatch, register
-from verl.single_controller.ray.environment import CPU_CACHES, allocator_settings
+from verl.single_controller.ray.processes import CPU_CACHES, allocator_settings
 from verl.single_controller.worker import Worker
 
 MIB = 1 << 20

@@ -14,7 +14,7 @@ from tests.helpers.demo_runs import write_run
 from tests.helpers.viewer import ROOT
 from verl.logger.base import Run
 from verl.logger.file import FileLogger
-from verl.viewer.export import metrics_csv, metrics_jsonl
+from verl.viewer.export import exported_metrics
 from verl.viewer.notes import Notes, write_notes
 from verl.viewer.overview import compare_configs, overview
 from verl.viewer.runs import open_runs, run_state
@@ -130,8 +130,8 @@ def test_exports_hold_what_was_logged(tmp_path):
     run_of(tmp_path / "b", {"reward/overall": 0.5}, {"=cmd|calc": 1.0})
     runs = open_runs([tmp_path])
 
-    rows = [*csv.DictReader(io.StringIO(metrics_csv(runs)))]
-    lines = [json.loads(line) for line in metrics_jsonl(runs).splitlines()]
+    rows = [*csv.DictReader(io.StringIO("".join(exported_metrics(runs, "csv"))))]
+    lines = [json.loads(line) for line in "".join(exported_metrics(runs, "jsonl")).splitlines()]
 
     assert [(row["run"], int(row["step"])) for row in rows] == [(line["run"], line["step"]) for line in lines]
     assert [line["step"] for line in lines] == [*range(21), 1, 2]

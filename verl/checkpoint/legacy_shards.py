@@ -159,10 +159,9 @@ def _layout(tensor: _ShardedTensor) -> tuple[tuple[Any, ...], Tensor]:
     mesh = vars(spec.mesh)
     if isinstance(mesh.get("mesh"), Tensor):  # older versions pickle this tensor
         return tuple(spec.placements), mesh["mesh"]
-    axes = [_offsets(axis) for axis in _axes(mesh["_layout"])]
     index = torch.zeros((), dtype=torch.int64)
-    for offsets in axes:
-        index = index.unsqueeze(-1) + offsets
+    for shape, stride in _axes(mesh["_layout"]):
+        index = index.unsqueeze(-1) + _offsets(shape, stride)
     return tuple(spec.placements), mesh["_rank_map"][index]
 
 
@@ -174,8 +173,7 @@ def _axes(layout: Any) -> list[tuple[Any, Any]]:  # (shape, stride)
     return list(zip(layout.shape, layout.stride, strict=True))
 
 
-def _offsets(axis: tuple[Any, Any]) -> Tensor:  # in ranks
-    shape, stride = axis
+def _offsets(shape: Any, stride: Any) -> Tensor:  # in ranks
     if isinstance(shape, int):
         return torch.arange(shape) * stride
     offsets = torch.zeros(1, dtype=torch.int64)

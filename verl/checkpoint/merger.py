@@ -12,12 +12,18 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from verl.checkpoint.export_files import (
+    MAX_FILE_BYTES,
+    cast,
+    copy_unread_files,
+    unread_tensors,
+    write_files,
+    writing,
+)
 from verl.checkpoint.manifest import check_role_folder
 from verl.checkpoint.pipelines import merge_pipeline
-from verl.checkpoint.safetensors_files import MAX_FILE_BYTES, cast, write_files, writing
 from verl.checkpoint.sharded import HUGGINGFACE
 from verl.checkpoint.shards import AdaptedShards, Shards, open_shards, reading
-from verl.checkpoint.unread_tensors import copy_unread_files, unread_tensors
 from verl.config.files.model_files import PIPELINE
 from verl.models.families.registry import family_of, load_config, whole_config
 from verl.models.hub_names import HubNames

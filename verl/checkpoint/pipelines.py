@@ -22,12 +22,11 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from verl.checkpoint.export_files import MAX_FILE_BYTES, base_of, cast, folder_of, write_files, writing
 from verl.checkpoint.manifest import MANIFEST
-from verl.checkpoint.safetensors_files import MAX_FILE_BYTES, cast, write_files, writing
 from verl.checkpoint.sharded import HUGGINGFACE, LORA_ADAPTER
 from verl.checkpoint.shards import FoldedShards, Shards, open_shards, reading
 from verl.checkpoint.tracker import PARTIAL, replace_folder
-from verl.checkpoint.unread_tensors import base_of, folder_of
 from verl.config.files.model_files import PIPELINE
 from verl.models.lora_weights import PREFIX, AdapterFiles, is_adapter, peft_config, peft_name
 from verl.utils.weight_files import save_weights
@@ -111,8 +110,7 @@ def merge_pipeline(
 
 
 def _base_folder(local_dir: Path, base_model: str | None) -> Path:
-    base = base_model or base_of(local_dir)
-    folder = None if base is None else folder_of(base, "*")
+    base, folder = base_of(local_dir, base_model, "*")
     if folder is None or not (folder / PIPELINE).is_file():
         where = (
             f"`--base_model` ({base})" if base_model else f"the base model in {local_dir / MANIFEST} ({base})"

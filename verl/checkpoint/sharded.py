@@ -13,7 +13,10 @@ actor/lora_adapter/       LoRA adapters in peft's format; the shards then omit t
 
 import os
 import random
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from copy import deepcopy
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -45,6 +48,7 @@ from verl.utils.rank_logger import get_logger
 logger = get_logger(__name__)
 
 HUGGINGFACE, LORA_ADAPTER = "huggingface", "lora_adapter"
+PATIENCE = timedelta(hours=12)  # that ranks wait for the slowest disk
 
 
 class Savable(Protocol):
@@ -119,6 +123,41 @@ def write_snapshot(path: Path, snapshot: Snapshot, group: dist.ProcessGroup | No
         except OSError as error:
             problem = cause(error)
     _gather_values(problem, None, path, group)
+
+
+class AsyncWriter:
+    """A thread on each rank that writes snapshots while training continues, one checkpoint at a time."""
+
+    def __init__(self) -> None:
+        # The thread's collectives must not mix with those of the training.
+        group = dist.new_group(backend="gloo", timeout=PATIENCE)
+        assert isinstance(group, dist.ProcessGroup), "every rank belongs to it"
+        self._group = group
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._writing: Future[None] | None = None
+
+    def start(self, folder: Path, snapshots: Mapping[str, Snapshot]) -> None:
+        """Start writing each snapshot into the subfolder of its name."""
+        assert self._writing is None, "two checkpoints at once would hold two copies"
+        self._writing = self._thread.submit(self._write, folder, snapshots)
+
+    def is_done(self) -> bool:
+        return self._writing is None or self._writing.done()
+
+    def finish(self) -> str | None:
+        """Wait until all ranks have written; return the error message, if any."""
+        writing, self._writing = self._writing, None
+        if writing is None:
+            return None
+        try:
+            writing.result()
+        except NotWrittenError as error:
+            return str(error)
+        return None
+
+    def _write(self, folder: Path, snapshots: Mapping[str, Snapshot]) -> None:
+        for role, snapshot in snapshots.items():
+            write_snapshot(folder / role, snapshot, self._group)
 
 
 def load_shards(

@@ -6,13 +6,14 @@ data are opened. To know another kind of media, add it to `KINDS`.
 """
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 
 from verl.data.bad_rows import BadRowError
+from verl.data.plain_files import Source
 
 SAMPLED_ROWS = 64  # of a file, to see what its columns hold
 MAX_PATH = 4096  # characters; a longer text is not a path
@@ -72,30 +73,7 @@ USUAL_NAMES = {
 }  # fmt: skip
 
 
-class FileColumns(Protocol):
-    """A file or data set: its name, columns and rows, of which some may be missing here."""
-
-    name: str
-    columns: list[str]
-    rows: Any
-
-
-class MediaKeys(Protocol):
-    """The options that name the columns of media."""
-
-    image_key: str
-    video_key: str
-    audio_key: str
-
-
-class Note(NamedTuple):
-    """Sentence on columns that hold something and are not read."""
-
-    text: str
-    is_error: bool  # the rows cannot have been meant so
-
-
-def check_prompt_columns(option: str, sources: Iterable[FileColumns], config: Any) -> None:
+def check_prompt_columns(option: str, sources: Iterable[Source], config: Any) -> None:
     """Raise a ValueError unless each file has the columns of prompts and answers."""
     for source in sources:
         missing = [] if config.prompt_key in source.columns else ["prompt_key"]
@@ -127,7 +105,7 @@ def answer_of(row: Mapping[str, Any], key: str) -> Any:
     return value
 
 
-def check_category_columns(sources: Sequence[FileColumns], config: Any) -> None:
+def check_category_columns(sources: Sequence[Source], config: Any) -> None:
     """Raise a ValueError unless each column of `data.category_keys` is in a file of `data.val_files`."""
     not_kept = {config.prompt_key, config.image_key, config.video_key, config.audio_key}
     known = sorted({column for source in sources for column in source.columns} - not_kept)
@@ -139,7 +117,7 @@ def check_category_columns(sources: Sequence[FileColumns], config: Any) -> None:
         )
 
 
-def check_conversation_columns(option: str, sources: Sequence[FileColumns], config: Any) -> None:
+def check_conversation_columns(option: str, sources: Sequence[Source], config: Any) -> None:
     """Raise a ValueError unless each file has conversations, or prompts and responses."""
     for source in sources:
         alternatives = [{config.messages_key}, {config.prompt_key, config.response_key}]
@@ -182,7 +160,7 @@ def likely_columns(keys: Iterable[str], columns: Collection[str], config: Any) -
 
 def notes_on_columns(
     option: str,
-    sources: Iterable[FileColumns],
+    sources: Iterable[Source],
     config: Any,
     template_names: Collection[str],
     kinds: Collection[str] | None,
@@ -199,26 +177,20 @@ def notes_on_columns(
     """
     keys = ("prompt_key", "answer_key", "messages_key", "response_key")
     read = {getattr(config, key) for key in keys if hasattr(config, key)} | set(template_names)
-    notes = [note for source in sources for note in unread_media(option, source, config, read, kinds)]
-    if errors := [note.text for note in notes if note.is_error]:
+    notes = [note for source in sources for note in _unread_media(option, source, config, read, kinds)]
+    if errors := [text for text, is_error in notes if is_error]:
         raise ValueError("\n".join(errors))
-    return [note.text for note in notes]
+    return [text for text, _ in notes]
 
 
-def unread_media(
-    option: str, source: FileColumns, keys: MediaKeys, read: Collection[str], kinds: Collection[str] | None
-) -> list[Note]:
-    """Say which columns hold media that no option reads.
-
-    Args:
-        read: Other columns that are read.
-        kinds: The kinds of media that the model reads; None if that is not known yet.
-    """
-    rows = sampled_rows(source.rows)
+def _unread_media(
+    option: str, source: Source, config: Any, read: Collection[str], kinds: Collection[str] | None
+) -> Iterator[tuple[str, bool]]:
+    """Yield sentences on such columns, and whether the rows cannot have been meant so."""
+    rows = [dict(source.rows[index]) for index in range(min(SAMPLED_ROWS, len(source.rows)))]
     readable = [kind for kind in KINDS if kinds is None or kind.name in kinds] or KINDS[:2]
-    named = {kind.key: getattr(keys, kind.key) for kind in readable}
+    named = {kind.key: getattr(config, kind.key) for kind in readable}
     is_any_read = any(not _is_empty(row.get(column)) for row in rows for column in named.values())
-    notes = []
     for kind in KINDS:
         names = [
             column
@@ -231,8 +203,7 @@ def unread_media(
             is_readable = kinds is None or kind.name in kinds
             text = _unread_text(option, source.name, kind, names, named if is_readable else None)
             lacks_key = is_readable and named[kind.key] not in source.columns
-            notes.append(Note(text, bool(kinds) and lacks_key and not is_any_read))
-    return notes
+            yield text, bool(kinds) and lacks_key and not is_any_read
 
 
 def _unread_text(
@@ -268,10 +239,6 @@ def holds(kind: Kind, column: str, rows: Sequence[Mapping[str, Any]]) -> bool:
     return bool(values) and all(_is_media(kind, value, is_named) for value in values)
 
 
-def sampled_rows(rows: Any) -> list[dict[str, Any]]:
-    return [dict(rows[index]) for index in range(min(SAMPLED_ROWS, len(rows)))]
-
-
 def _is_empty(value: Any) -> bool:
     return value is None or (hasattr(value, "__len__") and len(value) == 0)
 
@@ -285,7 +252,7 @@ def _is_media(kind: Kind, value: Any, is_named: bool) -> bool:
         return all(map(partial(_is_media, kind, is_named=is_named), value))
     if isinstance(value, dict):
         # Only a reference to one file has these keys: `{"bytes": ..., "path": ...}`, `{"image": "a.png"}`.
-        content = value.get("bytes") or value.get("path") or value.get(kind.noun.removesuffix("s"))
+        content = value.get("bytes") or value.get("path") or value.get(kind.name)
         return content is not None and _is_media(kind, content, is_named)
     if isinstance(value, bytes | bytearray | memoryview):
         return _kind_of_bytes(bytes(value[:SIGNATURE])) is kind
@@ -301,7 +268,7 @@ def _kind_of_bytes(start: bytes) -> Kind | None:
 
 def _is_path(kind: Kind, text: str, is_named: bool) -> bool:
     if len(text) > MAX_PATH:
-        return text.startswith(f"data:{kind.noun.removesuffix('s')}/")
+        return text.startswith(f"data:{kind.name}/")
     if "\n" in text:
         return False
     path = text

@@ -8,16 +8,10 @@ workers. Subclasses turn a row into a prompt (`rl_dataset.py`) or a conversation
 
 import hashlib
 import json
-import os
-import pickle
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from collections.abc import Mapping, Sequence
 from datetime import date, time, timedelta
 from decimal import Decimal
-from functools import partial
-from queue import SimpleQueue
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -28,19 +22,17 @@ from torch.utils.data import Dataset
 from verl.batch_keys import TEACHER_IDS
 from verl.data.bad_rows import BAD_ROW_REMEDY, MAX_LISTED, BadRow, BadRowError, BadRowReport, describe_rows
 from verl.data.chat_template import ChatTemplate
-from verl.data.columns import FileColumns, notes_on_columns
+from verl.data.columns import notes_on_columns
 from verl.data.files import Rows, load_rows
-from verl.data.media.isolated_reader import ROW_TIMEOUT_S, MediaReader
 from verl.data.media.loader import MediaLoader
 from verl.data.media.references import MediaData
 from verl.data.messages import Message, media_columns
-from verl.data.plain_files import Row
+from verl.data.plain_files import Row, Source
 from verl.data.prompt_template import PromptFormat
 from verl.data.readers import PositionIds
+from verl.data.row_readers import ROW_TIMEOUT_S, MediaReader, scan_rows
 from verl.data.teachers import TeacherColumn, TeacherPrompts
 from verl.models.families.interface import MediaShape
-from verl.utils.processes.fork_server import ForkServer, fork
-from verl.utils.processes.isolated_calls import IsolatedCalls
 from verl.utils.rank_logger import get_logger
 
 Item = dict[str, Any]
@@ -51,7 +43,6 @@ DIGESTED_BYTES = 256  # at each end
 DIGESTED_ROWS = 64  # of a stream, evenly spaced
 TRAIN_FILES = "data.train_files"
 SIMPLE_TYPES = (date, time, timedelta, Decimal)  # whose text says which value it is
-PARTS_PER_PROCESS = 8  # rows with large videos are not spread evenly
 
 logger = get_logger(__name__)
 
@@ -129,6 +120,8 @@ class RowDataset(Dataset, ABC):
         )
         self.rows = self.open_rows(files, option)
         self.notes = self._check_columns(option)  # on columns that nothing reads
+        for note in self.notes:
+            logger.warning(note)
         # Of a mapped file those of a sample, until all its rows are read.
         self.columns = dict.fromkeys(column for source in self.rows.sources for column in source.columns)
         self.bad_rows: list[BadRow] = []
@@ -194,11 +187,11 @@ class RowDataset(Dataset, ABC):
     def _read(self, row_index: int) -> tuple[Row, Rendered, MediaShape | None]:
         row = self.rows[row_index]
         rendered = self.render(row)
-        return row, rendered, self._media_reader.read(rendered.media, decode=True) if rendered.media else None
+        return row, rendered, self._media.read(rendered.media, decode=True) if rendered.media else None
 
     @staticmethod
     @abstractmethod
-    def check_columns(option: str, sources: Sequence[FileColumns], config: Any) -> None:
+    def check_columns(option: str, sources: Sequence[Source], config: Any) -> None:
         """Raise a ValueError unless each file has the columns that a row needs."""
 
     def _check_columns(self, option: str) -> list[str]:
@@ -218,17 +211,12 @@ class RowDataset(Dataset, ABC):
                 self.teachers.number(row)
             ids = rendered.raw_ids
             if rendered.media and self.config.filter_overlong_prompts:
-                shape = self._media_reader.read(rendered.media, decode=False)
+                shape = self._media.read(rendered.media, decode=False)
                 ids = self._expand(ids, shape)
             late = tuple(row.keys() - self.columns)
             return RowCheck(None, len(ids), sum(rendered.is_trained), row_digest(row), late)
         except ValueError as error:
             return RowCheck(str(error))
-
-    @property
-    def _media_reader(self) -> MediaReader:
-        assert self._reader is not None, "a dataset with a processor has a media loader"
-        return self._reader
 
     def _check_length(self, length: int, text: str) -> None:
         if length > self.limit:
@@ -239,15 +227,15 @@ class RowDataset(Dataset, ABC):
         return torch.arange(len(ids)) if positions is None else positions  # (L,) or (4, L)
 
     def _with_order(self, media: MediaData, prompt_ids: Sequence[int]) -> MediaData:
-        return media and self._media.with_order(media, prompt_ids)
+        return media and self._media.loader.with_order(media, prompt_ids)
 
     def _expand(self, ids: list[int], shape: MediaShape) -> list[int]:
-        return self._media.expand(ids, shape)
+        return self._media.loader.expand(ids, shape)
 
     @property
-    def _media(self) -> MediaLoader:
-        assert self.media is not None, "a dataset with a processor has a media loader"
-        return self.media
+    def _media(self) -> MediaReader:
+        assert self._reader is not None, "a dataset with a processor has a media loader"
+        return self._reader
 
     def _is_overlong(self, rendered: Rendered, shape: MediaShape | None) -> bool:
         ids = rendered.raw_ids if shape is None else self._expand(rendered.raw_ids, shape)
@@ -259,8 +247,6 @@ class RowDataset(Dataset, ABC):
         sample = sorted({place * (total - 1) // (DIGESTED_ROWS - 1) for place in range(DIGESTED_ROWS)})
         digests = b"".join(self._digest_of(index) for index in sample)
         self.digest = hashlib.blake2b(b"%d %s" % (total, digests), digest_size=16).hexdigest()
-        for note in self.notes:
-            logger.warning(note)
         logger.info("data opened as a stream: rows=%d", total)
         return range(total)
 
@@ -273,7 +259,7 @@ class RowDataset(Dataset, ABC):
     def _usable_rows(self, option: str) -> list[int]:
         workers = self.config.filter_overlong_prompts_workers
         rows_for_one = TEXT_ROWS_FOR_ONE_PROCESS if self.processor is None else MEDIA_ROWS_FOR_ONE_PROCESS
-        checks = scan_rows(self._inspect_part, len(self.rows), workers, rows_for_one)
+        checks = scan_rows(self.inspect, len(self.rows), workers, rows_for_one)
         # Forked loader processes start their own template and media processes.
         self.prompt_format.close()
         self.chat_template.close()
@@ -294,8 +280,6 @@ class RowDataset(Dataset, ABC):
         digests = b"".join(checks[index].digest for index in usable)
         self.digest = hashlib.blake2b(digests, digest_size=16).hexdigest()
         self._report_bad_rows(option)
-        for note in self.notes:
-            logger.warning(note)
         logger.info(
             "data opened: option=%s rows=%d overlong=%d bad=%d used=%d",
             option, len(self.rows), self.num_overlong, len(self.bad_rows), len(usable),
@@ -306,9 +290,6 @@ class RowDataset(Dataset, ABC):
                 f" {self.too_long} ({self.limit}), {len(self.bad_rows)} rows are bad"
             )
         return usable
-
-    def _inspect_part(self, part: range) -> list[RowCheck]:
-        return [self.inspect(index) for index in part]
 
     def _report_bad_rows(self, option: str) -> None:
         if not self.bad_rows:
@@ -337,64 +318,3 @@ def _as_text(value: Any) -> str:
     if isinstance(value, np.ndarray | np.generic):
         return str(value.tolist())
     return str(value) if isinstance(value, SIMPLE_TYPES) else type(value).__name__
-
-
-def scan_rows(inspect: Callable[[range], list[Any]], rows: int, workers: int, rows_for_one: int) -> list[Any]:
-    """Call `inspect` on consecutive ranges of rows and join its lists of results in order.
-
-    Fewer than `rows_for_one` rows, or a single worker (at most one for each core), stay in this process.
-    """
-    workers = min(workers, os.cpu_count() or 1)
-    if workers < 2 or rows < rows_for_one:
-        return inspect(range(rows))
-    size = -(-rows // (workers * PARTS_PER_PROCESS))
-    parts = [range(start, min(start + size, rows)) for start in range(0, rows, size)]
-    idle: SimpleQueue[IsolatedCalls[range, tuple[list[Any], Exception | None]]] = SimpleQueue()
-    dataset = getattr(inspect, "__self__", None)  # pickled once; its processes share it
-
-    def inspect_elsewhere(part: range) -> list[Any]:
-        process = idle.get()
-        try:
-            results, error = process(part)
-        finally:
-            idle.put(process)
-        if error is not None:
-            raise error
-        return results
-
-    results: list[Any] = []
-    with ThreadPoolExecutor(workers) as threads, ExitStack() as processes:
-        server = processes.enter_context(closing(ForkServer(dataset, fork)))
-        for _ in range(workers):
-            calls = IsolatedCalls(partial(_catch, inspect), None, start=server.fork)
-            start_with(dataset, calls, "data.filter_overlong_prompts_workers", workers, 1)
-            idle.put(processes.enter_context(closing(calls)))
-        try:
-            for part in threads.map(inspect_elsewhere, parts):
-                results += part
-        except ChildProcessError as error:
-            raise RuntimeError(
-                f"a process that checks the rows died, as one does when memory runs out; the first row that"
-                f" was not checked is {len(results)} of all files: fewer"
-                " `data.filter_overlong_prompts_workers` need less memory"
-            ) from error
-    return results
-
-
-def start_with(data: object, calls: IsolatedCalls[Any, Any], option: str, number: int, alone: int) -> None:
-    """Start one of the `number` processes of an option; with `alone` of them the data set stays here."""
-    try:
-        calls.start()
-    except (pickle.PicklingError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"`{option}` ({number}) needs a data set that can be pickled, and {type(data).__name__} cannot:"
-            f" {error}; set `{option}={alone}`, or give it a `__getstate__` without what cannot be pickled"
-        ) from error
-
-
-def _catch(function: Callable[[range], list[Any]], part: range) -> tuple[list[Any], Exception | None]:
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    try:
-        return function(part), None
-    except Exception as error:  # noqa: BLE001 (raised again by the caller, of the same type)
-        return [], error

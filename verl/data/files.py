@@ -29,9 +29,11 @@ from verl.data.plain_files import (
     DEFAULT_SPLIT,
     Row,
     Source,
+    arrow_batches,
     files_of_split,
     from_object,
     no_rows,
+    parse_source,
     read_csv,
     read_json,
     split_name,
@@ -89,7 +91,7 @@ def load_rows(files: str | Sequence[str], option: str = "data.train_files") -> R
 
 
 def _open(name: str) -> list[Source]:
-    path, split = _parse_source(name)
+    path, split = parse_source(name)
     local = Path(os.path.expanduser(path))
     if os.path.isfile(local):
         return [_open_file(local, split)]
@@ -98,14 +100,6 @@ def _open(name: str) -> list[Source]:
     if local.suffix in READERS or path.count("/") > 2 or path.startswith((".", "/", "~")):
         raise FileNotFoundError(f"no file or directory {path}")
     return [_open_hub(path, split or DEFAULT_SPLIT)]
-
-
-def _parse_source(name: str) -> tuple[str, str | None]:
-    # An existing path may contain an @ itself.
-    if os.path.exists(os.path.expanduser(name)) or "@" not in name:
-        return name, None
-    path, _, split = name.rpartition("@")
-    return path, split
 
 
 def _open_file(path: Path, split: str | None) -> Source:
@@ -244,13 +238,7 @@ def _is_within(limit: int, path: Path) -> bool:
 def _decoded_sizes(path: Path) -> Iterator[int]:
     """Decode batches of rows and yield their sizes in bytes."""
     if path.suffix == ".arrow":
-        with pa.memory_map(str(path)) as source:
-            try:
-                yield from (batch.nbytes for batch in pa.ipc.open_stream(source))
-            except pa.ArrowInvalid:
-                source.seek(0)
-                reader = pa.ipc.open_file(source)
-                yield from (reader.get_batch(index).nbytes for index in range(reader.num_record_batches))
+        yield from (batch.nbytes for batch in arrow_batches(path)[1])
         return
     with pq.ParquetFile(path, memory_map=True) as file:
         groups = [file.metadata.row_group(index) for index in range(file.num_row_groups)]

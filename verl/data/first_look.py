@@ -17,7 +17,6 @@ from verl.config.files.model_files import processor_files, read_json
 from verl.config.model import ModelConfig
 from verl.data.bad_rows import BadRow, bad_rows_error
 from verl.data.columns import (
-    FileColumns,
     check_category_columns,
     check_conversation_columns,
     check_prompt_columns,
@@ -28,9 +27,11 @@ from verl.data.plain_files import (
     FIRST_READERS,
     FirstRows,
     Row,
+    Source,
     files_of_split,
     first_rows,
     no_rows,
+    parse_source,
 )
 from verl.data.prompt_template import PromptFormat, no_chat_template, read_chat_template
 
@@ -44,7 +45,7 @@ OPTIONS = ("train_files", "val_files")
 class RowKind:
     """Needs of a run in its rows."""
 
-    check_columns: Callable[[str, Sequence[FileColumns], Any], None]
+    check_columns: Callable[[str, Sequence[Source], Any], None]
     messages: str  # the function of `messages.py` that reads a row
 
 
@@ -142,11 +143,8 @@ def media_kinds(folder: str | None) -> tuple[str, ...] | None:
     files = [file.read_text() for file in processor_files(Path(folder))]
     if not files:
         return ()
-    return (
-        ("image", "video", "audio")
-        if any("feature_extractor" in text for text in files)
-        else ("image", "video")
-    )
+    hears = any("feature_extractor" in text for text in files)
+    return ("image", "video", "audio") if hears else ("image", "video")
 
 
 def first_of_sources(files: str | Sequence[str], option: str) -> list[FirstRows]:
@@ -165,12 +163,10 @@ def first_of_sources(files: str | Sequence[str], option: str) -> list[FirstRows]
 
 def _local_files(name: str) -> list[Path]:
     """Return the files of a source; none for a part of one, a data set saved to disk, or one of the hub."""
-    path, split = Path(os.path.expanduser(name)), ""
-    if not path.exists() and "@" in name:
-        before, _, split = name.rpartition("@")
-        path = Path(os.path.expanduser(before))
-        if "[" in split:  # which may leave the first rows out
-            return []
+    source, split = parse_source(name)
+    path = Path(os.path.expanduser(source))
+    if split is not None and "[" in split:  # which may leave the first rows out
+        return []
     if path.is_file():
         return [path]
     if not path.is_dir() or (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():

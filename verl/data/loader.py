@@ -12,6 +12,7 @@ Processes read ahead: while a step uses a batch, they decode the media of the ne
 import os
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -33,7 +34,7 @@ from verl.data.readers import Readers, load_readers
 from verl.data.rl_dataset import RLHFDataset
 from verl.data.row_readers import RowReaders
 from verl.data.sft_dataset import SFTDataset
-from verl.data.teachers import TeacherColumn, TeacherPrompts, data_of_teacher, has_views, media_of_teacher
+from verl.data.teachers import TeacherColumn, TeacherPrompts, media_of_teacher
 from verl.protocol import DataProto
 from verl.utils.rank_logger import get_logger
 from verl.utils.registry import Registry
@@ -201,20 +202,20 @@ def show_to_teachers(
     cache: MediaCache | None,
 ) -> None:  # fmt: skip
     """Add the prompts of teachers that see other frames than the policy, if there are any."""
-    if not has_views(distillation):
-        return
     views, width = {}, data.max_prompt_length
     for number, teacher in enumerate(distillation.teachers.values()):
         if teacher.num_video_frames is not None:
             seen = media_of_teacher(teacher, options)
             readers = load_readers(teacher.model, data.override_chat_template, seen, cache)
+            own = replace(data, max_prompt_length=teacher.max_prompt_length or data.max_prompt_length)
             views[number] = dataset_class(data, RLHFDataset)(
-                data.train_files, readers.tokenizer, readers.processor, data_of_teacher(teacher, data),
+                data.train_files, readers.tokenizer, readers.processor, own,
                 media=readers.media, position_ids=readers.position_ids, row_timeout_s=data.row_timeout_s,
                 reserved=BATCH_KEYS,
             )  # fmt: skip
             width = max(width, views[number].limit)
-    dataset.show_to_teachers(TeacherPrompts(views, width))
+    if views:
+        dataset.show_to_teachers(TeacherPrompts(views, width))
 
 
 class Loaders(NamedTuple, Generic[D]):
@@ -290,16 +291,11 @@ def _open_loaders(
     if data.train_files:
         taught = {} if teachers is None else {"teachers": teachers}
         rows = open_rows(data.train_files, option="data.train_files", **taught)
-        if size_option is not None:
-            _check_size(rows, size, size_option)
+        if size_option is not None and len(rows) < size:
+            unusable = f", {rows.num_overlong} too long, {len(rows.bad_rows)} bad"
+            raise too_few_rows(size_option, size, len(rows), f"{len(rows.rows)} rows{unusable}")
         train = open_loader(rows, size, shuffle=data.shuffle, drop_last=True, read_on=True)
     if data.val_files:
         rows = open_rows(data.val_files, option="data.val_files")
         val = open_loader(rows, val_size or len(rows), shuffle=False, drop_last=False, read_on=False)
     return Loaders(train, val)
-
-
-def _check_size(dataset: RowDataset, batch_size: int, option: str) -> None:
-    if len(dataset) < batch_size:
-        unusable = f", {dataset.num_overlong} too long, {len(dataset.bad_rows)} bad"
-        raise too_few_rows(option, batch_size, len(dataset), f"{len(dataset.rows)} rows{unusable}")

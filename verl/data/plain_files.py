@@ -7,6 +7,7 @@ whole data sets with it.
 
 import csv
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -236,18 +237,9 @@ def first_rows(path: Path) -> FirstRows | None:
 
 def _first_lines(path: Path) -> FirstRows:
     with path.open(encoding=TEXT) as lines:
-        chosen = list(_up_to(lines, FIRST_BYTES))
+        chosen = lines.readlines(FIRST_BYTES)
         are_all = not lines.readline()
     return FirstRows(Source(str(path), parse_lines(chosen)), are_all)
-
-
-def _up_to(lines: Iterable[str], limit: int) -> Iterator[str]:
-    total = 0
-    for line in iter(partial(next, iter(lines), ""), ""):
-        yield line
-        total += len(line)
-        if total >= limit:
-            return
 
 
 def _first_of_json(path: Path) -> FirstRows | None:
@@ -290,28 +282,41 @@ def _parquet_rows(path: Path) -> tuple[list[str], list[Row], bool]:
 
 
 def _arrow_rows(path: Path) -> tuple[list[str], list[Row], bool]:
+    names, batches = arrow_batches(path)
+    batch = next(batches, None)
+    if batch is None:
+        return names, [], True
+    size = batch.nbytes // max(1, batch.num_rows)
+    count = max(1, min(FIRST_ROWS, TABLE_BYTES // max(1, size)))
+    return names, batch.slice(0, count).to_pylist(), False
+
+
+def arrow_batches(path: Path) -> tuple[list[str], Iterator[Any]]:
+    """Return the columns of an Arrow file, which may be a stream, and the batches of its rows."""
     import pyarrow as pa  # noqa: PLC0415
 
-    with pa.memory_map(str(path)) as source:
-        try:
-            reader = pa.ipc.open_stream(source)
-            batches: Iterable[Any] = reader
-        except pa.ArrowInvalid:
-            source.seek(0)
-            reader = pa.ipc.open_file(source)
-            batches = map(reader.get_batch, range(reader.num_record_batches))
-        batch = next(iter(batches), None)
-        if batch is None:
-            return reader.schema.names, [], True
-        size = batch.nbytes // max(1, batch.num_rows)
-        count = max(1, min(FIRST_ROWS, TABLE_BYTES // max(1, size)))
-        return reader.schema.names, batch.slice(0, count).to_pylist(), False
+    source = pa.memory_map(str(path))
+    try:
+        reader = pa.ipc.open_stream(source)
+        return reader.schema.names, iter(reader)
+    except pa.ArrowInvalid:
+        source.seek(0)
+        reader = pa.ipc.open_file(source)
+        return reader.schema.names, map(reader.get_batch, range(reader.num_record_batches))
 
 
 FIRST_READERS: dict[str, Callable[[Path], FirstRows | None]] = {
     ".jsonl": _first_lines, ".json": _first_of_json, ".csv": partial(_read_csv, limit=FIRST_ROWS),
     ".parquet": _first_of_table, ".arrow": _first_of_table,
 }  # fmt: skip
+
+
+def parse_source(name: str) -> tuple[str, str | None]:
+    """Return the path and the split of `PATH[@split]`; an existing path may contain an @ itself."""
+    if os.path.exists(os.path.expanduser(name)) or "@" not in name:
+        return name, None
+    path, _, split = name.rpartition("@")
+    return path, split
 
 
 def split_name(split: str) -> str:

@@ -43,9 +43,9 @@ class PromptFormat:
         self.names: frozenset[str] = frozenset()  # that the template reads
         if path is None:
             return
-        source, tree = _read_template(path)
+        source, tree = _read_template("data.format_prompt", path)
         self.names = frozenset(node.name for node in tree.find_all(nodes.Name))
-        self._render: Callable[[dict[str, Any]], str] = partial(_render, source)
+        self._render: Callable[[dict[str, Any]], str] = partial(_render, source.strip())
         if not all(_is_plain(node) for node in (tree, *tree.find_all(nodes.Node))):
             self._render = IsolatedCalls(
                 self._render, timeout_s, partial(limit_memory, RENDER_MEMORY), retry=True
@@ -92,33 +92,23 @@ def _compiled(source: str) -> jinja2.Template:
     return _environment().from_string(source)  # computes constants, so only where the template is rendered
 
 
-def _read_template(path: str) -> tuple[str, nodes.Template]:
-    option = f"`data.format_prompt` ({path})"
-    try:
-        source = Path(os.path.expanduser(path)).read_text(encoding="utf-8").strip()
-        return source, _environment().parse(source)
-    except FileNotFoundError as error:
-        raise FileNotFoundError(f"`data.format_prompt`: no file {path}") from error
-    except jinja2.TemplateSyntaxError as error:
-        raise ValueError(f"{option}, line {error.lineno}: {error.message}") from error
-    except RecursionError as error:
-        raise ValueError(f"{option} is nested too deeply") from error
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{option} cannot be read: {error}") from error
-
-
 def read_chat_template(path: str) -> str:
     """Read the file of `data.override_chat_template`, and check its syntax."""
+    return _read_template("data.override_chat_template", path)[0]
+
+
+def _read_template(option: str, path: str) -> tuple[str, nodes.Template]:
     try:
-        template = Path(path).expanduser().read_text(encoding="utf-8")
+        source = Path(os.path.expanduser(path)).read_text(encoding="utf-8")
+        return source, _environment().parse(source)
     except FileNotFoundError as error:
-        raise FileNotFoundError(f"`data.override_chat_template`: no file {path}") from error
-    try:
-        _environment().parse(template)
+        raise FileNotFoundError(f"`{option}`: no file {path}") from error
     except jinja2.TemplateSyntaxError as error:
-        where = f"`data.override_chat_template` ({path}), line {error.lineno}"
-        raise ValueError(f"{where}: {error.message}") from error
-    return template
+        raise ValueError(f"`{option}` ({path}), line {error.lineno}: {error.message}") from error
+    except RecursionError as error:
+        raise ValueError(f"`{option}` ({path}) is nested too deeply") from error
+    except (OSError, ValueError) as error:
+        raise ValueError(f"`{option}` ({path}) cannot be read: {error}") from error
 
 
 def no_chat_template(model: str | Path) -> ValueError:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from verl.batch_keys import TEACHER_IDS, TEACHER_MEDIA, TEACHER_PROMPTS
-from verl.config.data import DataConfig
 from verl.config.distillation import TEACHERS, DistillationConfig, TeacherConfig
 from verl.data.bad_rows import BadRowError
 from verl.data.media.sizes import MediaOptions
@@ -68,10 +67,6 @@ def media_of_teacher(teacher: TeacherConfig, options: MediaOptions) -> MediaOpti
     return replace(options, num_video_frames=teacher.num_video_frames, tokens_per_frame=tokens)
 
 
-def data_of_teacher(teacher: TeacherConfig, data: DataConfig) -> DataConfig:
-    return replace(data, max_prompt_length=teacher.max_prompt_length or data.max_prompt_length)
-
-
 @dataclass(frozen=True)
 class TeacherPrompts:
     """The prompts of a data set as its teachers see them.
@@ -103,10 +98,6 @@ class TeacherPrompts:
             name: torch.stack([torch.as_tensor(item[name]) for item in items]) for name in TEACHER_PROMPTS
         }
         return {**stacked, TEACHER_MEDIA: objects(item[TEACHER_MEDIA] for item in items)}
-
-
-def has_views(distillation: DistillationConfig) -> bool:
-    return any(teacher.num_video_frames is not None for teacher in distillation.teachers.values())
 
 
 def _left_pad(values: Tensor, length: int) -> Tensor:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from verl.checkpoint.async_writer import AsyncWriter
+from verl.checkpoint.sharded import AsyncWriter
 from verl.diffusion.engine import DiffusionEngine, FinishedPicture
 from verl.diffusion.families.registry import downloaded, family_of
 from verl.diffusion.model import DiffusionModel

@@ -27,10 +27,6 @@ class Run:
     resumed_step: int | None = None  # of the checkpoint in `directory` that it continues
     console: str = "compact"  # form of the console's output: `trainer.console`
 
-    @property
-    def is_resumed(self) -> bool:
-        return self.resumed_step is not None
-
 
 class Generation(NamedTuple):
     """One response of a validation."""

@@ -33,8 +33,9 @@ logger = get_logger(__name__)
 def kept_id(run: Run, service: str) -> str | None:
     """Return the id under which a service knows the run that is resumed, if any."""
     file = run.directory / f"{service}_run_id"
-    is_known = run.is_resumed and file.is_file() and f"{service.upper()}_RUN_ID" not in os.environ
-    return file.read_text().strip() if is_known else None
+    if run.resumed_step is None or not file.is_file() or f"{service.upper()}_RUN_ID" in os.environ:
+        return None
+    return file.read_text().strip()
 
 
 def keep_id(run: Run, service: str, run_id: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from verl.viewer.notes import read_notes
 from verl.viewer.rollout_index import plain
-from verl.viewer.runs import ENDED, RunFolder
+from verl.viewer.runs import ENDED, RunFolder, run_state
 
 REWARDS = (("reward/overall", max), ("critic/score/mean", max), ("train/loss", min))
 VALIDATIONS = (("val/reward_score", max), ("val/loss", min))
@@ -29,7 +29,7 @@ def overview(run: RunFolder) -> dict[str, Any]:
     seconds = next((columns[name] for name in SECONDS if name in columns), None)
     started, updated = run.times()
     line = {
-        "state": _state(run.run_state(), last, total),
+        "state": _state(run_state(run.folder), last, total),
         "step": last,
         "total_steps": total,
         "reward": _course(steps, columns, REWARDS),

@@ -22,7 +22,7 @@ from rich.console import Console
 from verl.utils.rank_logger import get_logger
 from verl.utils.typed_command import command_parser
 from verl.viewer.runs import RunFolder, open_runs
-from verl.viewer.server import address_of, loopback_socket, new_token, serve
+from verl.viewer.server import address_of, loopback_socket, make_app, new_token, serve
 from verl.viewer.summary import show
 
 PORT = 8901
@@ -58,8 +58,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     token = new_token()
     sys.stdout.write(f"{len(runs)} runs at {address_of(listening, token)} (press Ctrl-C to stop)\n")
     sys.stdout.flush()
+    app = make_app(runs, token, video_folders=options.videos, is_read_only=options.read_only)
     with suppress(KeyboardInterrupt):
-        serve(runs, listening, token, video_folders=options.videos, is_read_only=options.read_only)
+        serve(app, listening)
 
 
 def _open_port(port: int) -> socket.socket:
@@ -124,10 +125,5 @@ def _print_summary(runs: Sequence[RunFolder], *, is_watched: bool) -> None:
 if __name__ == "__main__":  # in the process that `viewer_process` started
     handle, folder = int(sys.argv[1]), Path(sys.argv[2])
     token = sys.stdin.buffer.readline().decode().strip()
-    serve(
-        [RunFolder(folder, folder.name)],
-        socket.socket(fileno=handle),
-        token,
-        until=sys.stdin.buffer,
-        video_folders=[Path(one) for one in sys.argv[3:]],
-    )
+    app = make_app([RunFolder(folder, folder.name)], token, video_folders=[Path(one) for one in sys.argv[3:]])
+    serve(app, socket.socket(fileno=handle), until=sys.stdin.buffer)

@@ -3,8 +3,8 @@
 
 import math
 import threading
-from collections import OrderedDict
 from collections.abc import Collection, Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -45,14 +45,13 @@ class RolloutIndex:
         self._known: dict[File, Signature] = {}
         self._lock, self._search_lock = threading.Lock(), threading.Lock()
         self._searched = ("", self._table, self._table)  # last text, searched table, result
-        self._prompts: OrderedDict[tuple[Path, Signature | None], dict[str, PromptView]] = OrderedDict()
 
     def refresh(self) -> pa.Table:
         """Read new and changed files; return the columns of `TABLE_SCHEMA` of all rollouts, unsorted."""
         with self._lock:
             files = self._files()
-            found = {file: signature for file, path in files.items() if (signature := _signature(path))}
-            changed = [file for file, signature in found.items() if self._known.get(file) != signature]
+            found = {file: seen for file, path in files.items() if (seen := signature(path))}
+            changed = [file for file, seen in found.items() if self._known.get(file) != seen]
             stale = [file for file in self._known if found.get(file) != self._known[file]]
             for kind in FILE_PREFIXES:
                 if steps := [step for one, step in stale if one == kind]:
@@ -92,7 +91,7 @@ class RolloutIndex:
         views: dict[tuple[str, int, str], PromptView] = {}
         files = self._files()
         for kind, step in sorted({(kind, step) for kind, step, _ in groups if (kind, step) in files}):
-            found = self._prompts_of(files[kind, step])
+            found = _prompts_of(files[kind, step], signature(files[kind, step]))
             views |= {(kind, step, group): view for group, view in found.items()}
         return {group: views[group] for group in groups if group in views}
 
@@ -127,24 +126,6 @@ class RolloutIndex:
 
     def _readable_files(self) -> dict[File, Path]:
         return {file: path for file, path in self._files().items() if path.name not in self.problems}
-
-    def _prompts_of(self, path: Path) -> dict[str, PromptView]:
-        key = (path, _signature(path))
-        with self._search_lock:
-            if key in self._prompts:
-                self._prompts.move_to_end(key)
-                return self._prompts[key]
-        try:
-            rows = pq.read_table(path, columns=PROMPT_COLUMNS, schema=SCHEMA).to_pylist()
-        except UNREADABLE:
-            rows = []
-        first = {row["group"]: row for row in reversed(rows)}  # the responses share their prompt
-        views = {group: prompt_view(row) for group, row in first.items()}
-        with self._search_lock:
-            self._prompts[key] = views
-            while len(self._prompts) > CACHED_FILES:
-                self._prompts.popitem(last=False)
-        return views
 
     def _search(self, text: str) -> pa.Table:
         contains = pc.match_substring  # pyright: ignore[reportAttributeAccessIssue] - made at import
@@ -183,6 +164,16 @@ class RolloutIndex:
                 yield from self._read_files([path], rows, columns)
 
 
+@lru_cache(CACHED_FILES)
+def _prompts_of(path: Path, version: Signature | None) -> dict[str, PromptView]:  # version: of its content
+    try:
+        rows = pq.read_table(path, columns=PROMPT_COLUMNS, schema=SCHEMA).to_pylist()
+    except UNREADABLE:
+        return {}
+    first = {row["group"]: row for row in reversed(rows)}  # the responses share their prompt
+    return {group: prompt_view(row) for group, row in first.items()}
+
+
 def json_row(row: dict[str, Any]) -> dict[str, Any]:
     """Convert a stored row to JSON values."""
     return plain(row | {"reward_values": dict(row["reward_values"] or [])})
@@ -206,7 +197,8 @@ def _contents(media: Any) -> list[tuple[Any, ...]]:
     return [(one["kind"], *(one["files"] or [one["source"]])) for one in media or [] if one]
 
 
-def _signature(path: Path) -> Signature | None:
+def signature(path: Path) -> Signature | None:
+    """Return what changes with the content of a file; None if it is missing."""
     try:
         status = path.stat()
     except OSError:  # removed since it was listed

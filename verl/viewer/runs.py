@@ -18,7 +18,7 @@ from verl.config.hints.missing_paths import missing
 from verl.logger.base import flatten
 from verl.logger.file import CONFIG_FILE, METRICS_FILE, read_log
 from verl.viewer.notes import NOTES_FILE
-from verl.viewer.rollout_index import RolloutIndex, plain
+from verl.viewer.rollout_index import RolloutIndex, Signature, plain, signature
 from verl.viewer.rollout_store import FOLDER, is_inside
 
 LOCK_FILE = "run.lock"
@@ -28,7 +28,6 @@ QUIET = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a link or 
 NOT_FOLLOWED = "a link out of the run's folder is not followed"
 DEPTH = 2  # folders between the given one and a run: PROJECT/EXPERIMENT
 MAX_CONFIG = 4 * 2**20  # bytes
-Signature = tuple[int, int]  # bytes, modification time in ns
 PLAYED = {
     "video": {".mp4": "video/mp4", ".m4v": "video/mp4", ".webm": "video/webm", ".mov": "video/quicktime"},
     "audio": {
@@ -58,7 +57,7 @@ class RunFolder:
         state = {
             "name": self.name,
             "folder": str(self.folder),
-            "state": self.run_state(),
+            "state": run_state(self.folder),
             "num_rollouts": rollouts.num_rows,
             "problems": dict(self.rollouts.problems) | dict.fromkeys(links, NOT_FOLLOWED),
             "version": str([(file.st_size, file.st_mtime_ns) for file in files]),
@@ -69,13 +68,10 @@ class RunFolder:
         """Logged metrics as columns: `{"step": [1, 2], "metrics": {"reward/overall": [0.5, None]}}`."""
         path = self.folder / METRICS_FILE
         with self._lock:  # several views ask for the same log
-            signature = _signature(path) if is_inside(path, self.folder) else None
-            if signature is None or signature != self._log[0]:
-                self._log = (signature, _columns(read_log(self.folder) if signature else []))
+            seen = signature(path) if os.path.isfile(path) and is_inside(path, self.folder) else None
+            if seen is None or seen != self._log[0]:
+                self._log = (seen, _columns(read_log(self.folder) if seen else []))
             return self._log[1]
-
-    def run_state(self) -> str:
-        return run_state(self.folder)
 
     def config(self) -> dict[str, Any]:
         """Options of the last start by path, `{"worker.rollout.n": 8}`; empty if unreadable."""
@@ -95,19 +91,10 @@ class RunFolder:
 
     def times(self) -> tuple[float | None, float | None]:
         """Seconds since 1970 of the first start, when its config was written, and of the last step."""
-        configs = [_signature(path) for path in self.folder.glob("experiment_config*.json")]
-        started = min((time for _, time in filter(None, configs)), default=None)
-        _, updated = _signature(self.folder / METRICS_FILE) or (0, None)
-        return (started and started / 1e9), (updated and updated / 1e9)
-
-
-def _signature(path: Path) -> Signature | None:
-    """Return the size and time of a file; None if it is missing or none."""
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return (status.st_size, status.st_mtime_ns) if stat.S_ISREG(status.st_mode) else None
+        paths = [*self.folder.glob("experiment_config*.json"), self.folder / METRICS_FILE]
+        *configs, log = (signature(path) if os.path.isfile(path) else None for path in paths)
+        started = min((time for time, _ in filter(None, configs)), default=None)
+        return (started and started / 1e9), (log and log[0] / 1e9)
 
 
 def _columns(log: Sequence[dict[str, Any]]) -> dict[str, Any]:

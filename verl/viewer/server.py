@@ -12,7 +12,8 @@ import re
 import secrets
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -34,7 +35,7 @@ from starlette.responses import (
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from verl.viewer.export import FORMATS, exported, metrics_csv, metrics_jsonl
+from verl.viewer.export import FORMATS, exported, exported_metrics
 from verl.viewer.notes import MAX_BYTES, Notes, write_notes
 from verl.viewer.overview import compare_configs, overview
 from verl.viewer.queries import (
@@ -111,6 +112,7 @@ def cookie_name(token: str) -> str:
 def make_app(
     runs: Sequence[RunFolder], token: str, *, video_folders: Sequence[Path] = (), is_read_only: bool = False
 ) -> Starlette:
+    """Build the pages and answers of runs; videos are played only from `video_folders`."""
     views = _Views(runs, VideoFolders(video_folders), WriteGuard(is_read_only=is_read_only))
     routes = [
         Route("/api/runs", views.runs),  # names, sizes, and a version that changes with the content
@@ -118,8 +120,7 @@ def make_app(
         Route("/api/runs/{run}/notes", views.write_notes, methods=["POST"]),
         Route("/api/overview", views.overview),  # a line for each run: progress, results, notes
         Route("/api/configs", views.configs),  # options of `?run=0&run=1` that differ; `&all=yes`
-        Route("/api/metrics.csv", views.metrics_csv),  # metrics of `?run=0&run=1`, to keep
-        Route("/api/metrics.jsonl", views.metrics_jsonl),
+        Route("/api/metrics.{format}", views.export_metrics),  # metrics of `?run=0&run=1`, to keep
         Route("/api/session", views.session),  # what the page needs to write notes
         Route("/api/runs/{run}/groups/{kind}/{step}/{group:path}", views.group),  # responses to a prompt
         Route("/api/runs/{run}/prompts/{kind}/{step}/{group:path}", views.prompt),  # the same at all steps
@@ -150,20 +151,8 @@ def address_of(listening: socket.socket, token: str) -> str:
     return f"http://{LOOPBACK}:{listening.getsockname()[1]}/?{TOKEN}={token}"
 
 
-def serve(
-    runs: Sequence[RunFolder],
-    listening: socket.socket,
-    token: str,
-    until: BinaryIO | None = None,
-    *,
-    video_folders: Sequence[Path] = (),
-    is_read_only: bool = False,
-) -> None:
-    """Handle requests until Ctrl-C, or until `until`, read in a thread, reaches its end.
-
-    Videos are played only from `video_folders`.
-    """
-    app = make_app(runs, token, video_folders=video_folders, is_read_only=is_read_only)
+def serve(app: Starlette, listening: socket.socket, until: BinaryIO | None = None) -> None:
+    """Handle requests until Ctrl-C, or until `until`, read in a thread, reaches its end."""
     config = uvicorn.Config(
         app, log_level="warning", server_header=False, timeout_graceful_shutdown=SHUTDOWN_S
     )
@@ -196,9 +185,8 @@ class WriteGuard:
         headers = request.headers
         if self._key is None:
             raise HTTPException(403, OFF)
-        if headers.get("origin") != f"http://{headers['host']}":
-            raise HTTPException(403, "only the viewer's own page may change notes")
-        if headers.get("sec-fetch-site", "same-origin") != "same-origin":
+        is_own_site = headers.get("sec-fetch-site", "same-origin") == "same-origin"
+        if headers.get("origin") != f"http://{headers['host']}" or not is_own_site:
             raise HTTPException(403, "only the viewer's own page may change notes")
         if not secrets.compare_digest(headers.get(KEY_HEADER, "").encode(), self._key.encode()):
             raise HTTPException(403, "the page is older than this viewer: reload it")
@@ -225,11 +213,9 @@ class _Views:
         with_equal = request.query_params.get("all") == "yes"
         return JSONResponse(compare_configs(self._chosen(request), with_equal=with_equal))
 
-    def metrics_csv(self, request: Request) -> Response:
-        return _download(metrics_csv(self._chosen(request)), "metrics.csv", "text/csv")
-
-    def metrics_jsonl(self, request: Request) -> Response:
-        return _download(metrics_jsonl(self._chosen(request)), "metrics.jsonl", "application/jsonl")
+    def export_metrics(self, request: Request) -> Response:
+        name = _format(request.path_params["format"])
+        return _download(exported_metrics(self._chosen(request), name), "metrics", name)
 
     def session(self, request: Request) -> Response:
         return JSONResponse(self._guard.session())
@@ -237,14 +223,10 @@ class _Views:
     async def write_notes(self, request: Request) -> Response:
         self._guard.check(request)
         run = self._run(request)
-        try:
+        with _answered(400, ValueError):
             notes = Notes.from_json(await limited_body(request, MAX_BYTES))
-        except ValueError as error:
-            raise HTTPException(400, str(error)) from error
-        try:
+        with _answered(409, OSError):
             await run_in_threadpool(write_notes, run.folder, notes)
-        except OSError as error:
-            raise HTTPException(409, str(error)) from error
         return JSONResponse({})
 
     def group(self, request: Request) -> Response:
@@ -259,10 +241,8 @@ class _Views:
         return FileResponse(path, media_type=MEDIA_TYPES[path.suffix.lower()])
 
     def prompt(self, request: Request) -> Response:
-        try:
+        with _answered(404, KeyError):
             table = self._run(request).rollouts.same_prompt(*_path_group(request))
-        except KeyError as error:
-            raise HTTPException(404, str(error.args[0])) from error
         return JSONResponse(prompt_history(table))
 
     def neighbors(self, request: Request) -> Response:
@@ -279,13 +259,9 @@ class _Views:
 
     def export(self, request: Request) -> Response:
         params = request.query_params.multi_items()
-        name = dict(params).get("format", "")
-        if name not in FORMATS:
-            raise HTTPException(400, f"`format` must be one of {sorted(FORMATS)}, got {name[:40]!r}")
+        name = _format(dict(params).get("format", ""))
         query = self._query(request, [(key, text) for key, text in params if key != "format"])
-        lines = exported(self._runs, select(self._runs, query), name)
-        disposition = {"Content-Disposition": f'attachment; filename="rollouts.{name}"'}
-        return StreamingResponse(lines, media_type=FORMATS[name], headers=disposition)
+        return _download(exported(self._runs, select(self._runs, query), name), "rollouts", name)
 
     def distributions(self, request: Request) -> Response:
         query = self._query(request)
@@ -300,10 +276,8 @@ class _Views:
         return FileResponse(path, media_type=SERVED[path.suffix])
 
     def _group(self, request: Request) -> list[dict[str, Any]]:
-        try:
+        with _answered(404, KeyError):
             return self._run(request).rollouts.group(*_path_group(request))
-        except KeyError as error:
-            raise HTTPException(404, str(error.args[0])) from error
 
     def _run(self, request: Request) -> RunFolder:
         return self._runs[_path_number(request, "run", len(self._runs))]
@@ -315,10 +289,18 @@ class _Views:
 
     def _query(self, request: Request, params: Sequence[tuple[str, str]] | None = None) -> RolloutQuery:
         given = request.query_params.multi_items() if params is None else params
-        try:
+        with _answered(400, ValueError):
             return RolloutQuery.from_params(given, len(self._runs))
-        except ValueError as error:
-            raise HTTPException(400, str(error)) from error
+
+
+@contextmanager
+def _answered(status: int, kind: type[Exception]) -> Iterator[None]:
+    """Answer an error of this kind with its text."""
+    try:
+        yield
+    except kind as error:
+        text = error.args[0] if isinstance(error, KeyError) else error  # its own text is quoted
+        raise HTTPException(status, str(text)) from error
 
 
 def _path_number(request: Request, name: str, end: int) -> int:
@@ -338,10 +320,15 @@ def _path_group(request: Request) -> tuple[str, int, str]:
     return kind, _path_number(request, "step", 10**9), request.path_params["group"]
 
 
-def _download(text: str, name: str, media_type: str) -> Response:
-    return Response(
-        text, media_type=media_type, headers={"Content-Disposition": f'attachment; filename="{name}"'}
-    )
+def _format(name: str) -> str:
+    if name not in FORMATS:
+        raise HTTPException(400, f"`format` must be one of {sorted(FORMATS)}, got {name[:40]!r}")
+    return name
+
+
+def _download(parts: Iterator[str], stem: str, name: str) -> Response:
+    headers = {"Content-Disposition": f'attachment; filename="{stem}.{name}"'}
+    return StreamingResponse(parts, media_type=FORMATS[name], headers=headers)
 
 
 async def limited_body(request: Request, max_bytes: int) -> bytes:

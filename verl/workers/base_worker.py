@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 from torch.profiler import profile, record_function
 
-from verl.checkpoint.async_writer import AsyncWriter
-from verl.checkpoint.sharded import Restored, Snapshot
+from verl.checkpoint.sharded import AsyncWriter, Restored, Snapshot
 from verl.config.distillation import TEACHERS, DistillationConfig, TeacherConfig
 from verl.config.model import ModelConfig, PolicyConfig
 from verl.data.media.loader import MediaLoader

@@ -29,13 +29,13 @@ from verl.data.dataset import Item, RowDataset
 from verl.data.loader import Loaders, PromptLoader
 from verl.data.media.decoded import DecodedMedia
 from verl.data.media.references import shown_name
-from verl.data.media.waveform import draw_waveform
 from verl.data.readers import count_tokens
 from verl.data.rl_dataset import RLHFDataset
 from verl.data.sft_dataset import SFTDataset
 from verl.planning.step_plan import StepPlan, make_plan, make_sft_plan
 from verl.trainer.run.exit_status import BAD_INPUT
 from verl.utils.text_table import histogram, quantile, table
+from verl.viewer.pictures import draw_waveform
 
 MAX_LISTED = 10
 MAX_FRAMES = 64  # of a video on a contact sheet

@@ -2,13 +2,14 @@
 """Read audio with PyAV, as one channel at the rate that a model hears."""
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import av
 import av.error
 import numpy as np
+from av.container import InputContainer
 
 from verl.data.media.references import openable
 
@@ -16,7 +17,6 @@ FORMATS = (
     "wav", "w64", "aiff", "au", "mp3", "flac", "ogg", "aac", "amr", "mov", "matroska", "avi", "mpegts",
     "asf", "flv",
 )  # fmt: skip
-SAFE = {"format_whitelist": ",".join(FORMATS), "protocol_whitelist": "file"}
 WAV_FLOAT, WAV_HEADER = 3, "<4sI4s4sIHHIIHH4sI"
 
 
@@ -30,9 +30,21 @@ class AudioOptions:
     audio_end: float | None = None
 
 
+def open_container(source: str | bytes, formats: Sequence[str] = FORMATS) -> InputContainer:
+    """Open a file in one of FFmpeg's formats.
+
+    Other demuxers open what a file names: playlists other files, session descriptions network ports.
+    """
+    safe = {"format_whitelist": ",".join(formats), "protocol_whitelist": "file"}
+    try:
+        return av.open(openable(source), "r", container_options=safe)
+    except av.error.ArgumentError as error:  # all that FFmpeg says of a format that is not listed
+        raise ValueError(f"it is damaged, or in none of the formats {', '.join(formats)}") from error
+
+
 def has_audio(source: str | bytes) -> bool:
     """Return whether a file has an audio stream, without decoding."""
-    with av.open(openable(source), "r", container_options=SAFE) as container:
+    with open_container(source) as container:
         return bool(container.streams.audio)
 
 
@@ -66,11 +78,7 @@ def read_audio(source: str | bytes, options: AudioOptions) -> np.ndarray:
 def _resampled(source: str | bytes, rate: int) -> Iterator[np.ndarray]:
     # The channels stay apart: FFmpeg would mix them by their power, models hear their mean.
     resampler = av.AudioResampler(format="fltp", rate=rate)
-    try:
-        container = av.open(openable(source), "r", container_options=SAFE)
-    except av.error.ArgumentError as error:  # all that FFmpeg says of a format that is not listed
-        raise ValueError(f"it is damaged, or in none of the formats {', '.join(FORMATS)}") from error
-    with container:
+    with open_container(source) as container:
         if not container.streams.audio:
             raise ValueError("the file has no audio stream")
         for frame in container.decode(container.streams.audio[0]):

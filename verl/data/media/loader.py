@@ -82,7 +82,10 @@ class MediaLoader:
         self._urls = None if options.urls is None else DownloadFolder(options.urls, self.cache.run_id)
         self._images = options.of_images()
         self._videos = options.of_videos(self.family.frame_factor(processor))
-        self._audio = self._audio_options()
+        self._audio: AudioOptions | None = None
+        if "audio" in self.family.kinds:
+            extractor = processor.feature_extractor
+            self._audio = AudioOptions(extractor.sampling_rate, extractor.chunk_length)
         self.hears_videos = options.hears_videos and self._audio is not None
         self._sized_by: dict[Kind, tuple[str, ...]] = {}
         smallest = self.family.smallest_frame(processor)
@@ -96,12 +99,6 @@ class MediaLoader:
         parts = (getattr(processor, name, None) for name in names)
         settings = "".join(part.to_json_string() for part in parts if part is not None)
         self._processor_options = hashlib.sha256((type(processor).__name__ + settings).encode()).hexdigest()
-
-    def _audio_options(self) -> AudioOptions | None:
-        if "audio" not in self.family.kinds:
-            return None
-        extractor = self.processor.feature_extractor
-        return AudioOptions(extractor.sampling_rate, extractor.chunk_length)
 
     def _check_effect(self, names: Sequence[str], kinds: Sequence[Kind]) -> None:
         """Raise a ValueError if options that limit pixels change the tokens of none of these kinds."""
@@ -235,8 +232,7 @@ class MediaLoader:
     def medium(self, kind: Kind, ref: Reference) -> Medium:
         """Return a medium as the model's encoder reads it."""
         ref = self.on_disk(ref)
-        make = {"image": self._image_entry, "video": self._video_entry, "audio": self._audio_entry}[kind]
-        entry = self.cache.get_or_make(self.feature_key(kind, ref), lambda: make(ref))
+        entry = self.cache.get_or_make(self.feature_key(kind, ref), lambda: self._processed(kind, ref))
         return Medium(kind, entry.tensors, entry.meta)
 
     def _image(self, ref: Reference) -> Tensor:
@@ -299,20 +295,19 @@ class MediaLoader:
     def _keep(self, key: str, make: Callable[[], Entry]) -> Entry:
         return make() if self._folder is None else self._folder.get_or_make(key, make)
 
-    def _image_entry(self, ref: Reference) -> Entry:
-        image = Image.fromarray(self._image(ref).numpy())
-        facts = self.family.image_shape(self.processor, image.height, image.width).facts
-        return Entry(self.family.image_inputs(self.processor, image), facts)
-
-    def _video_entry(self, ref: Reference) -> Entry:
-        video = self._video(ref)
-        frames = video.tensors["frames"].numpy()
-        facts = video_shape(self.family, self.processor, frames, video.meta).facts
-        return Entry(self.family.video_inputs(self.processor, frames, video.meta), facts)
-
-    def _audio_entry(self, ref: Reference) -> Entry:
+    def _processed(self, kind: Kind, ref: Reference) -> Entry:
+        family, processor = self.family, self.processor
+        if kind == "image":
+            image = Image.fromarray(self._image(ref).numpy())
+            facts = family.image_shape(processor, image.height, image.width).facts
+            return Entry(family.image_inputs(processor, image), facts)
+        if kind == "video":
+            video = self._video(ref)
+            frames = video.tensors["frames"].numpy()
+            facts = video_shape(family, processor, frames, video.meta).facts
+            return Entry(family.video_inputs(processor, frames, video.meta), facts)
         samples = self._samples(ref)
-        return Entry(self.family.audio_inputs(self.processor, samples), self._heard(len(samples)).facts)
+        return Entry(family.audio_inputs(processor, samples), self._heard(len(samples)).facts)
 
     def _key(self, kind: str, ref: Reference, content: bytes, more: str = "") -> str:
         options: list[Any] = [FORMAT[kind.removesuffix(" info")]]

@@ -16,7 +16,7 @@ import av.error
 import numpy as np
 from av.container import InputContainer
 
-from verl.data.media.references import openable
+from verl.data.media.audio import open_container
 from verl.data.media.video_seek import (
     EXACT_FORMATS,
     Packets,
@@ -31,12 +31,10 @@ from verl.data.media.video_seek import (
 # lists, a truncated last group), up to this share of the video.
 MISSING_RATIO = 0.02
 DECODING_THREADS = 4  # before a jump, each one decodes a frame that is not needed
-# Other demuxers open what a file names: playlists other files, session descriptions network ports.
 FORMATS = (
     "mov", "matroska", "avi", "gif", "mpegts", "mpeg", "mpegvideo", "m4v", "h264", "hevc", "ivf", "flv",
     "asf", "ogg",
 )  # fmt: skip
-SAFE = {"format_whitelist": ",".join(FORMATS), "protocol_whitelist": "file"}
 RESIZED_BYTES = 64 << 20  # frames are resized in chunks of this size, to keep few original frames
 
 
@@ -260,11 +258,7 @@ def _resize(frames: np.ndarray, size: tuple[int, int]) -> np.ndarray:
 @contextmanager
 def opened_video(source: str | bytes) -> Iterator[tuple[InputContainer, av.VideoStream]]:
     """Open the first video stream of a file in one of `FORMATS`; a ValueError says why it cannot be read."""
-    try:
-        container = av.open(openable(source), "r", container_options=SAFE)
-    except av.error.ArgumentError as error:  # all that FFmpeg says of a format that is not listed
-        raise ValueError(f"it is damaged, or in none of the formats {', '.join(FORMATS)}") from error
-    with container:
+    with open_container(source, FORMATS) as container:
         if not container.streams.video:
             raise ValueError("the file has no video stream")
         stream = container.streams.video[0]

@@ -8,22 +8,45 @@
 In a pipe or a file there are plain lines only, with an occasional one in a long stage.
 """
 
+import re
+import textwrap
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
+from rich import box
 from rich.console import Console, RenderableType
 from rich.live import Live
+from rich.panel import Panel
 from rich.text import Text
 
 from verl.logger.base import LOGGERS, Generation, Logger, Metrics, Run, json_line
 from verl.logger.console.bar import LiveBar, stdout_console
 from verl.logger.console.clock import StepClock, hours, numbered
-from verl.logger.console.samples import sample_panel
 from verl.logger.console.start_up import release_live_line
-from verl.logger.console.table import StepTable, area_lines
+from verl.logger.console.table import StepTable, area_lines, number
 
 QUIET_S = 30.0  # without a terminal: longest silence of a stage that reports progress
 REFRESHES = 2  # of the live line per second
+
+# Responses of a validation, short enough to read between two steps.
+LABEL_WIDTH = 10
+LINES = {"prompt": 2, "response": 3, "answer": 1}  # shown of each, at most
+MAX_WIDTH = 110  # of the panel: longer lines are hard to read
+EDGES = 4  # characters of a panel's frame and padding
+CUT, EMPTY = " … ", "(empty)"
+
+MEDIA = re.compile(r"(?:<\|(?:vision_start|vision_end)\|>|<\|?(image|video)(?:_pad|_soft_token)?\|?>)+")
+ROLE = re.compile(
+    r"<\|im_start\|>\s*(?:system|user|assistant|tool)?\n?"
+    r"|<\|start_header_id\|>\w*<\|end_header_id\|>\s*"
+    r"|<start_of_turn>\s*(?:user|model)?\n?"
+    r"|\[/?INST\]|<<?/?SYS>>?"
+)
+WIDE_BAR = "\uff5c"  # of DeepSeek's tokens
+SPECIAL = re.compile(
+    r"<\|[^<>|\s]{1,40}\|>|</?s>|<(?:bos|eos|pad|end_of_turn)>"
+    rf"|<{WIDE_BAR}[^<>{WIDE_BAR}\n]{{1,40}}{WIDE_BAR}>"
+)
 
 
 @LOGGERS.register("console")
@@ -72,8 +95,8 @@ class ConsoleLogger(Logger):
         elif self.run.console == "full":
             self._print([self._heading(step, seconds), *area_lines(metrics, self._console.width)])
         else:
-            number = numbered(step, self.run.total_steps)
-            self._print(self._table.lines(number, metrics, self._console.width))
+            place = numbered(step, self.run.total_steps)
+            self._print(self._table.lines(place, metrics, self._console.width))
         self._show_samples()
 
     def log_generations(self, generations: Sequence[Generation], step: int) -> None:
@@ -107,3 +130,58 @@ class ConsoleLogger(Logger):
         for line in lines:
             self._console.print(Text(line) if isinstance(line, str) else line, soft_wrap=True)
         self._last_line = time.monotonic()
+
+
+def readable(text: str) -> str:
+    """Return a text in one line, without the tokens of a chat template and control characters."""
+    text = MEDIA.sub(lambda found: f" [{found[1] or 'media'}] ", text)
+    text = SPECIAL.sub(" ", ROLE.sub(" ", text))
+    return "".join(letter if letter.isprintable() else "�" for letter in " ".join(text.split()))
+
+
+def shortened(text: str, length: int) -> str:
+    """Cut the middle out of a long text, between words: an answer often comes at the end."""
+    if len(text) <= length:
+        return text
+    room = length - len(CUT)
+    head, tail = text[: room - room // 3], text[-(room // 3) :]
+    if " " in head:
+        head = head.rpartition(" ")[0]
+    if " " in tail:
+        tail = tail.partition(" ")[2]
+    return f"{head}{CUT}{tail}"
+
+
+def sample_panel(generations: Sequence[Generation], step: int, width: int, *, framed: bool) -> RenderableType:
+    """Return the responses to read after a validation, in a frame or as plain lines."""
+    inner = min(width, MAX_WIDTH) - EDGES
+    body = Text("\n").join(
+        line
+        for number_, generation in enumerate(generations)
+        for line in [*([Text("")] if number_ else []), *_lines(generation, inner)]
+    )
+    title = f"validation at step {step}"
+    if framed:
+        return Panel(body, title=title, title_align="left", box=box.ROUNDED, width=inner + EDGES, style="dim")
+    return Text("\n").join([Text(title), *(Text(f"  {line}".rstrip()) for line in body.plain.split("\n"))])
+
+
+def _lines(generation: Generation, width: int) -> Iterator[Text]:
+    """Yield the lines of a response, each at most `width` characters."""
+    score = f"score {number(generation.score, 3, 6)}"
+    texts = {
+        "prompt": (generation.prompt, width - LABEL_WIDTH),
+        "response": (generation.response, width - LABEL_WIDTH),
+        "answer": (generation.ground_truth, width - LABEL_WIDTH - len(score) - 2),
+    }
+    for name, (text, room) in texts.items():
+        num_lines = LINES[name]
+        spare = (num_lines - 1) * room // 5  # lost at the ends of lines, which break between words
+        wrapped = textwrap.wrap(
+            shortened(readable(text) or EMPTY, room * num_lines - spare), room, break_on_hyphens=False
+        )
+        for index, line in enumerate(wrapped[:num_lines]):
+            label = name if index == 0 else ""
+            style = "not dim" if name == "response" else ""
+            end = f"{'':<{room - len(line) + 2}}{score}" if name == "answer" else ""
+            yield Text(f"{label:<{LABEL_WIDTH}}").append(line, style=style).append(end)

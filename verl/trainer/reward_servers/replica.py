@@ -12,7 +12,7 @@ from ray.util import get_node_ip_address
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from verl.distributed.backends import one_device_each
-from verl.single_controller.ray.environment import CPU_CACHES, cores_on, find_free_port
+from verl.single_controller.ray.processes import CPU_CACHES, cores_on, find_free_port
 from verl.single_controller.ray.resource_pool import ResourcePool, actor_resources
 from verl.utils.cuda_builds import child_environment
 from verl.workers.rollout.model_server import ModelServer, ServerLaunch

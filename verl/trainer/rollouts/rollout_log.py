@@ -12,10 +12,10 @@ import numpy as np
 from PIL import Image
 
 from verl.data.media.references import MediaData, Reference, media_key, payload, shown_name
-from verl.data.media.waveform import draw_waveform
 from verl.models.families.interface import KINDS
 from verl.protocol import DataProto
 from verl.rewards.turns import name_of
+from verl.viewer.pictures import draw_waveform
 from verl.viewer.rollout_store import TRAIN, RolloutStore
 
 if TYPE_CHECKING:

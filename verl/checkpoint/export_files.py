@@ -1,18 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights of an export as safetensors files of a bounded size, with an index if there are several."""
+"""Files of an export: weights as safetensors of a bounded size, and what it takes over from the base model.
+
+Training does not load all tensors and files of some models, such as a head that drafts further tokens. A
+merged model keeps them as they are, so that it has all parts of the model that it replaces.
+"""
 
 import json
+import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from verl.checkpoint.manifest import BASE_MODEL, MANIFEST
+from verl.utils.rank_logger import get_logger
 from verl.utils.weight_files import save_weights
 
 MAX_FILE_BYTES = 5 * 1024**3  # as hub checkpoints are cut
+
+logger = get_logger(__name__)
 
 
 def cast(tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
@@ -83,3 +94,56 @@ def _name_parts(folder: Path, stem: str, files: list[list[str]], total: int) -> 
         weight_map |= dict.fromkeys(names, file)
     content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(content, indent=2))
+
+
+def unread_tensors(
+    local_dir: Path,  # a role's folder, whose manifest names the model that training started from
+    starts: tuple[str, ...],  # of the tensors' names
+    base_model: str | None = None,  # folder or hub name, if that model has moved since
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the base model's tensors of these names; warn if its files are not there."""
+    if not starts:
+        return
+    base, folder = base_of(local_dir, base_model, "*.safetensors")
+    files = [] if folder is None else sorted(folder.glob("*.safetensors"))
+    if not files:
+        logger.warning(
+            "tensors that training does not load (%s) are not exported, because the base model %s %s: give it"
+            " as `--base_model` to keep them",
+            ", ".join(f"{start}*" for start in starts),
+            base or "",
+            "is not on this machine" if folder is None else "has no safetensors files",
+        )
+    for file in files:
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - not a dictionary
+                if name.startswith(starts):
+                    yield name, tensors.get_tensor(name)
+
+
+def copy_unread_files(
+    local_dir: Path, names: tuple[str, ...], target: Path, base_model: str | None = None
+) -> None:
+    """Copy the base model's files of these names to a merged model; arguments as for `unread_tensors`."""
+    folder = base_of(local_dir, base_model, *names)[1] if names else None
+    for name in names:
+        if folder is not None and (folder / name).is_file():
+            shutil.copyfile(folder / name, target / name)
+
+
+def base_of(local_dir: Path, base: str | None, *patterns: str) -> tuple[str | None, Path | None]:
+    """Return the model that training started from, if known, and its folder, if it is on this machine."""
+    manifest = local_dir / MANIFEST  # checkpoints of other trainers have none
+    if not base:
+        base = json.loads(manifest.read_text()).get(BASE_MODEL) if manifest.is_file() else None
+    return base, None if base is None else folder_of(base, *patterns)
+
+
+def folder_of(base: str, *patterns: str) -> Path | None:
+    """Return the folder of a model, or of a hub model in the cache; None if it is not on this machine."""
+    if Path(base).is_dir():
+        return Path(base)
+    try:
+        return Path(snapshot_download(base, local_files_only=True, allow_patterns=list(patterns)))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError):
+        return None
