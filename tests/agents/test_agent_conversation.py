@@ -24,7 +24,7 @@ def agent(**options):
 
 def request(*messages, **fields):
     body = {"messages": list(messages), **fields}
-    return read_request(body, lambda url: url, takes_media=False, shows_tools=True)
+    return read_request(body, None, shows_tools=True)
 
 
 def say(conversation, asked, text, reason="stop"):

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from tests.agents.endpoint.test_server import Leader, no_urls, reply_to
+from tests.agents.endpoint.test_server import Leader, reply_to
 from tests.agents.test_tool_pool import wait_for
 from verl.agents.endpoint.server import MODEL, Endpoint
 from verl.agents.harnesses.loading import AGENT
@@ -69,7 +69,7 @@ def results(tmp_path, monkeypatch):
         "config": {"agent": {"harness": {"id": "guess-numbers"}, "runtime": {"type": "subprocess"}}},
     }
     options = MultiTurnConfig(enable=True, agent="verifiers", agent_kwargs=kwargs)
-    endpoint = Endpoint(no_urls, takes_media=False, shows_tools=False)
+    endpoint = Endpoint(None, shows_tools=False)
     leader = Leader(endpoint)
 
     def count(call):

@@ -38,8 +38,8 @@ def lead(rules, max_prompt_tokens=900):
 def call(conversation, messages, text, reason="stop", **fields):
     """Sample a turn after these messages; return the messages with the answer."""
     body = {"messages": messages, **fields}
-    takes_media = conversation.rules.media is not None
-    asked = read_request(body, lambda url: url, takes_media=takes_media, shows_tools=True)
+    read_url = None if conversation.rules.media is None else str
+    asked = read_request(body, read_url, shows_tools=True)
     opened = conversation.begin(asked)
     tokens = encode(conversation.rules, text)
     reply = conversation.complete(opened, tokens, [-1.0] * len(tokens), reason)

@@ -6,7 +6,7 @@ from typing import Any
 
 from verl.agents.endpoint.server import Endpoint
 from verl.agents.environments.loading import environment_schemas
-from verl.agents.interface import Observation, Reference
+from verl.agents.interface import Observation
 from verl.agents.media import ConversationMedia
 from verl.agents.parsers.interface import NO_CALLS
 from verl.agents.parsers.registry import call_format
@@ -98,11 +98,5 @@ def check_conversations(readers: Readers, data: DataConfig, options: MultiTurnCo
 
 def endpoint_of(rules: ConversationRules, on_call: Callable[[Hashable], None]) -> Endpoint:
     """Start the endpoint that a run's agents call; `on_call` is told the conversation of each call."""
-    reader = rules.media
-
-    def read_url(url: str) -> Reference:
-        if reader is None:
-            raise ValueError("the model reads no images and videos")
-        return reader.loader.on_disk(url)
-
-    return Endpoint(read_url, takes_media=reader is not None, shows_tools=rules.reads_calls, on_call=on_call)
+    read_url = None if rules.media is None else rules.media.loader.on_disk
+    return Endpoint(read_url, shows_tools=rules.reads_calls, on_call=on_call)
