@@ -5,14 +5,14 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 from verl.agents.endpoint.server import Endpoint
-from verl.agents.environments.loading import environment_schemas
+from verl.agents.environments.loading import load_environments
 from verl.agents.interface import Observation
 from verl.agents.media import ConversationMedia
 from verl.agents.parsers.interface import NO_CALLS
 from verl.agents.parsers.registry import call_format
 from verl.agents.rendering import ObservationRenderer, user_message
 from verl.agents.rules import ConversationRules
-from verl.agents.tools.loading import tool_schemas
+from verl.agents.tools.loading import load_tools
 from verl.config.data import DataConfig
 from verl.config.multi_turn import MultiTurnConfig
 from verl.data.chat_template import ChatTemplate
@@ -24,7 +24,10 @@ Schemas = Sequence[Mapping[str, Any]]
 
 def schemas_of(options: MultiTurnConfig) -> list[dict[str, Any]]:
     """Return the schemas of a run's tools and of its environment's; none if its responses have one turn."""
-    return [*tool_schemas(options), *environment_schemas(options)] if options.enable else []
+    if not options.enable:
+        return []
+    members = [*load_tools(options), *load_environments(options)]
+    return [dict(schema) for member in members for schema in member.schemas]
 
 
 def conversation_rules(

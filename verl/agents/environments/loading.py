@@ -18,7 +18,6 @@ import inspect
 import json
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from verl.agents.tools.loading import NAME, LoadedTool, checked_schema, find_named
@@ -28,8 +27,6 @@ OPTION = "worker.rollout.multi_turn.environment"
 KWARGS_OPTION = "worker.rollout.multi_turn.environment_kwargs"
 COLUMN = "env_kwargs"
 METHODS = ("reset", "step", "close")
-# Names of `multi_turn.SHIPPED_ENVIRONMENTS`, and of their file and class in `shipped/`.
-SHIPPED = {"gymnasium": "gymnasium_env.py:Gymnasium"}
 
 Maker = Callable[[Mapping[str, Any]], Any]  # an environment for the conversation of a row
 
@@ -43,25 +40,15 @@ def load_environments(options: MultiTurnConfig) -> list[LoadedTool]:
     """
     if options.environment is None:
         return []
-    kind, path, where = _find(options.environment)
+    kind, path, where = find_named(options.environment, OPTION, {})
     kwargs = dict(options.environment_kwargs)
     try:
         _check_class(kind, kwargs)
+        schemas = _schemas_of(kind)
     except ValueError as error:
         raise ValueError(f"`{OPTION}`: {where} {error}") from error
     build = partial(prepared, kind, kwargs)
-    return [LoadedTool(kind.__name__, {}, path, True, build, "environment")]
-
-
-def environment_schemas(options: MultiTurnConfig) -> list[dict[str, Any]]:
-    """Return the schemas of the tools that the environment of a config offers, for chat templates."""
-    if options.environment is None:
-        return []
-    kind, _, where = _find(options.environment)
-    try:
-        return _schemas_of(kind)
-    except ValueError as error:
-        raise ValueError(f"`{OPTION}`: {where} {error}") from error
+    return [LoadedTool(kind.__name__, schemas, path, True, build, "environment")]
 
 
 def prepared(kind: Any, kwargs: Mapping[str, Any]) -> Maker:
@@ -72,23 +59,13 @@ def prepared(kind: Any, kwargs: Mapping[str, Any]) -> Maker:
 
 
 def _made(kind: Any, kwargs: Mapping[str, Any], row: Mapping[str, Any]) -> Any:
-    return kind(**{**kwargs, **_kwargs_of(row)})
-
-
-def _kwargs_of(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a row; null, which files write for a missing key, replaces nothing."""
     given = row.get(COLUMN)
     if isinstance(given, str):
         given = json.loads(given)
     if given is not None and not isinstance(given, Mapping):
         raise TypeError(f"column `{COLUMN}` must be a mapping or its JSON, got {type(given).__name__}")
-    return {name: value for name, value in (given or {}).items() if value is not None}
-
-
-def _find(spec: str) -> tuple[Any, Path, str]:
-    if spec in SHIPPED:
-        spec = f"{Path(__file__).parent / 'shipped' / SHIPPED[spec]}"
-    return find_named(spec, OPTION, {})
+    # null, which files write for a missing key, replaces nothing
+    return kind(**{**kwargs, **{name: value for name, value in (given or {}).items() if value is not None}})
 
 
 def _check_class(kind: Any, kwargs: Mapping[str, Any]) -> None:
@@ -99,7 +76,6 @@ def _check_class(kind: Any, kwargs: Mapping[str, Any]) -> None:
         inspect.signature(kind).bind_partial(**kwargs)  # rows may give the others
     except TypeError as error:
         raise ValueError(f"cannot be made with `{KWARGS_OPTION}` ({kwargs}): {error}") from error
-    _schemas_of(kind)
 
 
 def _schemas_of(kind: Any) -> list[dict[str, Any]]:
