@@ -6,12 +6,12 @@
         @classmethod
         def prepare(cls, **kwargs): ...      optional: called once next to each engine, before all others
         def __init__(self, **kwargs): ...    `environment_kwargs`, and the column `env_kwargs` of a row
-        def reset(self, row): ...
-        def step(self, text, calls): ...
+        def reset(self, row): ...            the prompt: messages or a text; None is that of the row
+        def step(self, text, calls): ...     an `Observation`, a text or an image
         def close(self): ...
 
-Each conversation has an instance in its own process, which is forked after `prepare`. Nothing here
-imports torch.
+Each conversation has an instance in its own process, which is forked after `prepare`. Methods may be
+`async def`. Nothing here imports torch.
 """
 
 import inspect
