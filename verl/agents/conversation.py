@@ -15,10 +15,9 @@ from verl.agents.contexts import Context, FinishedConversation, joined_response
 from verl.agents.interface import Message, Observation, StopReason, ToolCall, Turn
 from verl.agents.media import join_media, join_shapes
 from verl.agents.parsers.interface import THOUGHT, without_thought
-from verl.agents.readable import Readable, readable
 from verl.agents.rendering import joined, user_message
 from verl.agents.row import Piece, Row
-from verl.agents.rules import ConversationRules
+from verl.agents.rules import ConversationRules, Readable
 from verl.agents.tools.call_check import call_problem
 from verl.data.media.references import MediaData
 
@@ -87,7 +86,8 @@ class Conversation:
         self._turn_ended_at = at
         text, is_whole = self.rules.text_of(token_ids), finish_reason != "length"
         self._context.messages.append({"role": "assistant", "content": text})
-        calls = self._calls_of(THOUGHT * is_thinking + text) if is_whole else []
+        said = without_thought(THOUGHT * is_thinking + text)
+        calls = self.rules.format.parse(said, self.rules.schemas) if is_whole else []
         self._turns[-1] = replace(self._turns[-1], calls=tuple(calls))
         if self._failure is not None:
             self._turns[-1] = replace(self._turns[-1], calls=(), observations=(self._failure,))
@@ -112,7 +112,7 @@ class Conversation:
         """
         self.is_waiting = False
         before = self._row.media
-        answers = [readable(self.rules, answer, before) for answer in self._in_order(observations)]
+        answers = [self.rules.readable(answer, before) for answer in self._in_order(observations)]
         shown = tuple(answer.observation for answer in answers)
         rewards = [observation.reward for observation in shown if observation.reward is not None]
         self._turns[-1] = replace(
@@ -173,9 +173,6 @@ class Conversation:
     def _room(self) -> int:
         return self.rules.max_tokens - sum(context.num_tokens for context in self._contexts)
 
-    def _calls_of(self, text: str) -> list[ToolCall]:
-        return self.rules.format.parse(without_thought(text), self.rules.schemas)
-
     def _refusal(self, number: int, call: ToolCall) -> Observation | None:
         """Return the answer to a call that is not made."""
         limit = self.rules.options.max_parallel_calls
@@ -209,7 +206,8 @@ class Conversation:
             return StopReason.TURNS
         if self._room < 2:  # a token of an observation and one of the next turn
             return StopReason.LENGTH
-        return StopReason.SECONDS if self._is_overdue(at) else None
+        is_overdue = options.max_seconds is not None and at >= options.max_seconds
+        return StopReason.SECONDS if is_overdue else None
 
     def _end_before(self, token_ids: Sequence[int], media: MediaData) -> StopReason | None:
         """Return the limit that tokens with these media would exceed."""
@@ -219,10 +217,6 @@ class Conversation:
         if limit is not None and new and new + sum(seen) > limit:
             return StopReason.IMAGES
         return StopReason.LENGTH if len(token_ids) >= self._room else None
-
-    def _is_overdue(self, at: float) -> bool:
-        limit = self.rules.options.max_seconds
-        return limit is not None and at >= limit
 
     # --- observations
 
