@@ -86,10 +86,10 @@ class AgentConversation:
         if max_tokens < 1:
             if self._open:
                 return None
-            self._is_cut = True
+            self._is_cut, most = True, self.rules.max_tokens
             raise context_full(
-                f"the messages leave no room: the conversation may have {self._limit} tokens after its first"
-                f" prompt (`data.max_response_length`), {self._limit - self._room} of them are used, and"
+                f"the messages leave no room: the conversation may have {most} tokens after its first"
+                f" prompt (`data.max_response_length`), {most - self._room} of them are used, and"
                 f" these take {call.num_observed}"
             )
         limits = (max_tokens, request.max_tokens, self._options.max_tokens_per_turn)
@@ -154,7 +154,8 @@ class AgentConversation:
         for call in list(self._open):
             self.cancel(call)
         contexts = [context for context in self._contexts if context.turns]
-        first = next(filter(self._can_be_first, sorted(contexts, key=lambda one: not one.is_first)), None)
+        short = [one for one in contexts if len(one.row.expanded_prompt) <= self.rules.max_prompt_tokens]
+        first = min(short, key=lambda one: not one.is_first, default=None)
         if first is None:
             return self._empty(result, reason)
         self._give_rewards(contexts, result)
@@ -180,16 +181,12 @@ class AgentConversation:
         return self.rules.options
 
     @property
-    def _limit(self) -> int:
-        return self.rules.max_tokens
-
-    @property
     def _room(self) -> int:
         used = sum(context.num_tokens for context in self._contexts if context.turns)
-        return self._limit - used - sum(call.num_observed + call.max_tokens for call in self._open)
+        return self.rules.max_tokens - used - sum(call.num_observed + call.max_tokens for call in self._open)
 
     def _check_size(self, request: ChatRequest) -> None:
-        limit = LONGEST_TOKEN * (self.rules.max_prompt_tokens + self._limit)
+        limit = LONGEST_TOKEN * (self.rules.max_prompt_tokens + self.rules.max_tokens)
         length = sum(len(message.text) for message in request.messages)
         if length > limit:
             self._is_cut = True
@@ -301,9 +298,6 @@ class AgentConversation:
         context.turns[place] = replace(last, observations=(*last.observations, *_failures(result)))
 
     # --- the row
-
-    def _can_be_first(self, context: AgentContext) -> bool:
-        return len(context.row.expanded_prompt) <= self.rules.max_prompt_tokens
 
     def _empty(self, result: AgentResult, reason: StopReason) -> FinishedConversation:
         """Return the response of an agent without a turn of the policy: a token that does not count.

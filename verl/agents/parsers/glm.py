@@ -28,7 +28,6 @@ def parse(text: str, schemas: Schemas) -> list[ToolCall]:
 
 
 def _read(schemas: Schemas, ends: Finder, text: str, start: int) -> tuple[ToolCall, int]:
-    """Return the call after a start tag, and where to look for the next one."""
     named = NAME.match(text, start)
     if named is None:
         return malformed(f"{START} must be followed by the name of a tool"), start

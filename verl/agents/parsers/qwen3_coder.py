@@ -32,7 +32,6 @@ def parse(text: str, schemas: Schemas) -> list[ToolCall]:
 
 
 def _read(schemas: Schemas, ends: Finder, text: str, start: int) -> tuple[ToolCall, int]:
-    """Return the call after a start tag, and where to look for the next one."""
     function = FUNCTION.match(text, start)
     if function is None:
         return malformed(f"{START} must be followed by <function=NAME>"), start
