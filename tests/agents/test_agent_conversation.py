@@ -7,7 +7,7 @@ import pytest
 
 from tests.helpers.conversations import CALL, encode, rules_of
 from verl.agents.agent_conversation import AgentConversation
-from verl.agents.endpoint.errors import ApiError
+from verl.agents.endpoint.chat_messages import ApiError
 from verl.agents.endpoint.replies import completion
 from verl.agents.endpoint.requests import read_request
 from verl.agents.interface import AgentResult

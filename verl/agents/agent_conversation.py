@@ -22,8 +22,7 @@ from verl.agents.contexts import (
     OpenCall,
     joined_response,
 )
-from verl.agents.endpoint.chat_messages import ChatMessage, assistant_message
-from verl.agents.endpoint.errors import ApiError, context_full
+from verl.agents.endpoint.chat_messages import ApiError, ChatMessage, assistant_message
 from verl.agents.endpoint.replies import Reply
 from verl.agents.endpoint.requests import ChatRequest
 from verl.agents.interface import (
@@ -87,7 +86,7 @@ class AgentConversation:
             if self._open:
                 return None
             self._is_cut, most = True, self.rules.max_tokens
-            raise context_full(
+            raise _context_full(
                 f"the messages leave no room: the conversation may have {most} tokens after its first"
                 f" prompt (`data.max_response_length`), {most - self._room} of them are used, and"
                 f" these take {call.num_observed}"
@@ -190,7 +189,7 @@ class AgentConversation:
         length = sum(len(message.text) for message in request.messages)
         if length > limit:
             self._is_cut = True
-            raise context_full(f"the messages have {length} characters, which fill any context of this run")
+            raise _context_full(f"the messages have {length} characters, which fill any context of this run")
 
     def _continued(self, request: ChatRequest, at: float) -> OpenCall | None:
         found = [context for context in self._contexts if context.is_continued_by(request)]
@@ -219,7 +218,7 @@ class AgentConversation:
         limit = self.rules.max_prompt_tokens
         if is_first and len(row.expanded_prompt) > limit:
             self._is_cut = True
-            raise context_full(
+            raise _context_full(
                 f"the messages have {len(row.expanded_prompt)} tokens, and the first prompt of a"
                 f" conversation at most {limit} (`data.max_prompt_length`)"
             )
@@ -313,6 +312,10 @@ class AgentConversation:
             [False], (turn,), given, is_masked=True, stop_reason=reason, contexts=(context,)
         )
         return FinishedConversation([token], [0.0], reason.finish_reason, trajectory, [0])
+
+
+def _context_full(message: str) -> ApiError:
+    return ApiError(message, code="context_length_exceeded", param="messages")
 
 
 def _called(context: AgentContext, new: Sequence[ChatMessage]) -> list[ToolCall]:

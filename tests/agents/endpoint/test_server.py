@@ -12,8 +12,7 @@ import openai
 import pytest
 
 from verl.agents.endpoint import server
-from verl.agents.endpoint.chat_messages import assistant_message
-from verl.agents.endpoint.errors import context_full
+from verl.agents.endpoint.chat_messages import ApiError, assistant_message
 from verl.agents.endpoint.replies import CHUNK, Reply
 from verl.agents.endpoint.server import MODEL, Endpoint
 from verl.agents.interface import ToolCall
@@ -205,7 +204,8 @@ def test_fields_that_change_nothing_are_taken(leader, client):
 
 
 def test_the_errors_of_a_conversation_are_the_clients_own(leader, client):
-    leader.answer = lambda call: call.refuse(context_full("no room"))
+    full = ApiError("no room", code="context_length_exceeded", param="messages")
+    leader.answer = lambda call: call.refuse(full)
 
     with pytest.raises(openai.BadRequestError) as refused:
         ask(client)

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from verl.agents.endpoint.errors import ApiError
 from verl.agents.interface import MAX_DEPTH, Message, Reference, ToolCall, is_too_deep
 from verl.data.media.references import DATA_URL, inline_bytes
 from verl.models.families.interface import Kind
@@ -23,6 +22,24 @@ MEDIA_PARTS: dict[str, Kind] = {"image_url": "image", "video_url": "video"}
 LOCAL = "file://"
 
 ReadUrl = Callable[[str], Reference] | None  # of a medium on the web; None: the model reads no media
+
+
+class ApiError(Exception):
+    """A call that is answered with an error, in OpenAI's form, so that SDKs raise their own exceptions.
+
+    Args:
+        param: The field of the request that is refused.
+    """
+
+    def __init__(
+        self, message: str, status: int = 400, code: str | None = None, param: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status, self.code, self.param = status, code, param
+
+    def body(self) -> dict[str, Any]:
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
 @dataclass(frozen=True)

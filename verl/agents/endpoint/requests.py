@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from verl.agents.endpoint.chat_messages import ChatMessage, ReadUrl, read_messages
-from verl.agents.endpoint.errors import ApiError
+from verl.agents.endpoint.chat_messages import ApiError, ChatMessage, ReadUrl, read_messages
 from verl.utils.rank_logger import get_logger
 
 HONOURED = (

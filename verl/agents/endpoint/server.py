@@ -27,8 +27,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from verl.agents.endpoint.chat_messages import ReadUrl
-from verl.agents.endpoint.errors import ApiError
+from verl.agents.endpoint.chat_messages import ApiError, ReadUrl
 from verl.agents.endpoint.replies import Reply, completion, events
 from verl.agents.endpoint.requests import ChatRequest, read_request
 from verl.agents.interface import MAX_DEPTH, is_too_deep

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from verl.agents.agent_conversation import AgentConversation
 from verl.agents.contexts import OpenCall
-from verl.agents.endpoint.errors import ApiError
+from verl.agents.endpoint.chat_messages import ApiError
 from verl.agents.endpoint.server import MODEL, Endpoint, IncomingCall
 from verl.agents.harnesses.loading import AGENT
 from verl.agents.interface import AgentResult, StopReason, ToolCall
