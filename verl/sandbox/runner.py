@@ -26,7 +26,7 @@ from functools import cache
 from pathlib import Path
 
 from verl.sandbox import kernel, launcher, program
-from verl.sandbox.namespaces import NOBODY
+from verl.sandbox.confinement import NOBODY
 from verl.sandbox.outcome import (
     REMEDY,
     Call,
