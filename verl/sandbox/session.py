@@ -15,7 +15,7 @@ import selectors
 import socket
 import struct
 import time
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -48,7 +48,7 @@ class SessionEndedError(RuntimeError):
     """The program of a session ended, and its variables are lost; the message says why."""
 
 
-class Session:
+class Session(AbstractContextManager["Session"]):
     """Runs cells until it is closed or ends; not thread-safe.
 
     Raises:
@@ -76,9 +76,6 @@ class Session:
                 self._read(end)
             self._run.selector.register(self._socket, selectors.EVENT_READ, self._answer)
             self._files = undo.pop_all()
-
-    def __enter__(self) -> "Session":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -16,7 +16,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable, Hashable, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -66,7 +66,7 @@ class IncomingCall:
             self.future.get_loop().call_soon_threadsafe(settle_now)
 
 
-class Endpoint:
+class Endpoint(AbstractContextManager["Endpoint"]):
     """The server and the calls that wait.
 
     Args:
@@ -105,9 +105,6 @@ class Endpoint:
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._serve, name="agent-endpoint", daemon=True)
         self._thread.start()
-
-    def __enter__(self) -> "Endpoint":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -23,7 +23,7 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -60,7 +60,7 @@ class _Conversation:
     turns: set[asyncio.Task[None]] = field(default_factory=set)
 
 
-class ToolPool:
+class ToolPool(AbstractContextManager["ToolPool"]):
     """Runs the calls of many conversations.
 
     Raises:
@@ -84,9 +84,6 @@ class ToolPool:
         self._is_loaded.wait()
         if self._thread.ended is not None:
             raise ValueError(str(self._thread.ended))
-
-    def __enter__(self) -> "ToolPool":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
