@@ -15,6 +15,7 @@ from verl.agents.rendering import ObservationRenderer, Template
 from verl.agents.row import Prompt, Row
 from verl.agents.rules import ConversationRules
 from verl.config.multi_turn import MultiTurnConfig
+from verl.workers.rollout.interface import FinishedResponse
 
 PROMPT = [{"role": "user", "content": "What is 2+3?"}]
 INTEGER = {"type": "integer"}
@@ -83,4 +84,10 @@ def begin(rules: ConversationRules, messages: Sequence[Message] = PROMPT, media:
 def say(conversation: Conversation, text: str, reason: str = "stop", at: float = 0.0) -> list[ToolCall]:
     """Add a turn of that text, whose log-probs are -1, -2, ..."""
     tokens = encode(conversation.rules, text)
-    return conversation.add_turn(tokens, [-1.0 - number for number in range(len(tokens))], reason, at)
+    log_probs = [-1.0 - number for number in range(len(tokens))]
+    return conversation.add_turn(FinishedResponse(None, 0, tokens, log_probs, reason), at)
+
+
+def turn_of(tokens: list[int], log_prob: float = -1.0, reason: str = "stop", **more: Any) -> FinishedResponse:
+    """Return a sampled turn whose tokens have the same log-prob."""
+    return FinishedResponse(None, 0, tokens, [log_prob] * len(tokens), reason, **more)

@@ -12,8 +12,6 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 
-from torch import Tensor
-
 from verl.agents.contexts import (
     UNLEARNED,
     AgentContext,
@@ -38,6 +36,7 @@ from verl.agents.interface import (
 )
 from verl.agents.parsers.interface import THOUGHT, text_before_calls, without_thought
 from verl.agents.rendering import call_id
+from verl.agents.row import SampledTurn
 from verl.agents.rules import ConversationRules
 from verl.data.media.references import MediaData
 from verl.models.families.interface import Kind, MediaShape
@@ -53,7 +52,7 @@ class AgentConversation:
 
         call = conversation.begin(request)
         ...  # the engine samples
-        reply = conversation.complete(call, token_ids, log_probs, finish_reason)
+        reply = conversation.complete(call, turn)
         ...  # the agent ends
         response = conversation.finish(result)
 
@@ -100,26 +99,17 @@ class AgentConversation:
         self._num_calls += 1
         return call
 
-    def complete(
-        self,
-        call: OpenCall,
-        token_ids: Sequence[int],
-        log_probs: Sequence[float],
-        finish_reason: str,
-        at: float = 0.0,
-        versions: Sequence[int] = (),
-        routes: Tensor | None = None,
-    ) -> Reply:
+    def complete(self, call: OpenCall, turn: SampledTurn, at: float = 0.0) -> Reply:
         """Append the sampled turn of a call and return how it is answered."""
-        prompt_ids, context = call.token_ids, call.context
-        is_whole = finish_reason != "length"
+        prompt_ids, token_ids, context = call.token_ids, turn.token_ids, call.context
+        is_whole = turn.finish_reason != "length"
         self._close(call)
         message = self._answer(call, prompt_ids, token_ids, is_whole)  # may fail, and changes no context
         if call.piece is not None:
             self._note_answers(context, call)
             context.row.add_piece(call.piece)
         start, prompt_tokens = len(context.row.response), len(context.row.expanded_prompt)
-        context.row.add_sampled(token_ids, log_probs, versions, routes)
+        context.row.add_sampled(turn)
         context.chat = [*call.request.messages, message]
         context.turns.append(Turn(start, start + len(token_ids), message.calls))
         context.calls.append(AnsweredCall(call.number, at, message.call_ids))
@@ -131,7 +121,7 @@ class AgentConversation:
             "length" if not is_whole else "tool_calls" if message.calls else "stop",
             prompt_tokens + start,
             list(token_ids),
-            list(log_probs),
+            list(turn.log_probs),
             [decode([token]) for token in token_ids] if call.request.has_log_probs else [],
         )
 

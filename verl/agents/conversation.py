@@ -9,14 +9,12 @@ from dataclasses import replace
 from functools import reduce
 from typing import NamedTuple
 
-from torch import Tensor
-
 from verl.agents.contexts import Context, FinishedConversation, joined_response
 from verl.agents.interface import Message, Observation, StopReason, ToolCall, Turn
 from verl.agents.media import join_media, join_shapes
 from verl.agents.parsers.interface import THOUGHT, without_thought
 from verl.agents.rendering import joined, user_message
-from verl.agents.row import Piece, Row
+from verl.agents.row import Piece, Row, SampledTurn
 from verl.agents.rules import ConversationRules, Readable
 from verl.agents.tools.call_check import call_problem
 from verl.data.media.references import MediaData
@@ -65,26 +63,18 @@ class Conversation:
             tokens = 1
         return TurnRequest(list(self._row.token_ids), self._row.media, tokens, self._num_turns)
 
-    def add_turn(
-        self,
-        token_ids: Sequence[int],
-        log_probs: Sequence[float],
-        finish_reason: str,
-        at: float = 0.0,
-        versions: Sequence[int] = (),
-        routes: Tensor | None = None,
-    ) -> list[ToolCall]:
+    def add_turn(self, turn: SampledTurn, at: float = 0.0) -> list[ToolCall]:
         """Append a sampled turn and return the calls to make.
 
         Unless the conversation is waiting then, it has ended or asks for its next turn: calls that cannot be
         made are answered here.
         """
-        assert not self.is_done and token_ids, "a turn has tokens and follows a request"
+        assert not self.is_done and turn.token_ids, "a turn has tokens and follows a request"
         start, is_thinking = len(self._row.response), self.rules.starts_thought(self._row.token_ids)
-        self._row.add_sampled(token_ids, log_probs, versions, routes)
+        self._row.add_sampled(turn)
         self._turns.append(Turn(start, len(self._row.response)))  # before it is read, which may fail
         self._turn_ended_at = at
-        text, is_whole = self.rules.text_of(token_ids), finish_reason != "length"
+        text, is_whole = self.rules.text_of(turn.token_ids), turn.finish_reason != "length"
         self._context.messages.append({"role": "assistant", "content": text})
         said = without_thought(THOUGHT * is_thinking + text)
         calls = self.rules.format.parse(said, self.rules.schemas) if is_whole else []

@@ -6,7 +6,7 @@ The engine takes one placeholder for each image or video, training the tokens of
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -26,6 +26,17 @@ class Prompt(NamedTuple):
     messages: Sequence[Message]
     media: MediaData = None
     text: str | None = None  # if it was rendered here, and is not that of the data set's row
+
+
+class SampledTurn(Protocol):
+    """What an engine sampled of a turn."""
+
+    token_ids: list[int]
+    log_probs: list[float]
+    finish_reason: str  # "length" if a limit cut it off
+    versions: list[int]  # of the weights that sampled each token, where they may change in a response
+    # (tokens, L, k) experts of the row so far and the turn; those that an earlier turn gave a token are kept
+    routes: Tensor | None
 
 
 class Piece(NamedTuple):
@@ -60,22 +71,9 @@ class Row:
         """Media of the prompt and of observations."""
         return join_media(self.prompt.media, self.added)
 
-    def add_sampled(
-        self,
-        token_ids: Sequence[int],
-        log_probs: Sequence[float],
-        versions: Sequence[int] = (),
-        routes: Tensor | None = None,
-    ) -> None:
-        """Append the tokens of a turn.
-
-        Args:
-            versions: Numbers of the weights that sampled each token, where they may change in a response.
-            routes: (tokens, L, k) experts of the row so far and the turn. Of a token that an earlier turn
-                ran, those of that turn are kept.
-        """
-        self.routes = join_routes(self.routes, routes)
-        self._add(token_ids, token_ids, log_probs, versions, is_sampled=True)
+    def add_sampled(self, turn: SampledTurn) -> None:
+        self.routes = join_routes(self.routes, turn.routes)
+        self._add(turn.token_ids, turn.token_ids, turn.log_probs, turn.versions, is_sampled=True)
 
     def add_piece(self, piece: Piece) -> None:
         self._add(piece.token_ids, piece.expanded, [0.0] * len(piece.expanded), (), is_sampled=False)

@@ -112,10 +112,8 @@ class AgentLeader:
         run = self._runs[key]
         incoming, call = run.calls.pop(number)
         run.drafts = join_drafts(run.drafts, turn.drafts)
-        tokens = turn.token_ids, turn.log_probs
-        run_of = turn.finish_reason, _at(run), turn.versions, turn.routes
         try:
-            reply = run.conversation.complete(call, *tokens, *run_of)
+            reply = run.conversation.complete(call, turn, _at(run))
         except Exception as error:  # noqa: BLE001
             self._break_off(run, incoming, error)
             return

@@ -217,8 +217,7 @@ class ConversationDriver:
 
     def _add(self, conversation: Conversation, turn: FinishedResponse, at: float) -> list[ToolCall]:
         with _breaking_off(conversation):
-            tokens = turn.token_ids, turn.log_probs
-            return conversation.add_turn(*tokens, turn.finish_reason, at, turn.versions, turn.routes)
+            return conversation.add_turn(turn, at)
         return []
 
     def _call(self, key: Key, conversation: Conversation, calls: list[ToolCall]) -> None:
