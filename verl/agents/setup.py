@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Build what all conversations of a run share, from its options and the files of its model."""
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 from verl.agents.endpoint.server import Endpoint
 from verl.agents.environments.loading import load_environments
 from verl.agents.interface import Observation
 from verl.agents.media import ConversationMedia
-from verl.agents.parsers.interface import NO_CALLS
+from verl.agents.parsers.interface import NO_CALLS, Schemas
 from verl.agents.parsers.registry import call_format
 from verl.agents.rendering import ObservationRenderer, user_message
 from verl.agents.rules import ConversationRules
@@ -18,8 +18,6 @@ from verl.config.multi_turn import MultiTurnConfig
 from verl.data.chat_template import ChatTemplate
 from verl.data.media.loader import MediaLoader
 from verl.data.readers import PositionIds, Readers
-
-Schemas = Sequence[Mapping[str, Any]]
 
 
 def schemas_of(options: MultiTurnConfig) -> list[dict[str, Any]]:

@@ -28,8 +28,6 @@ KWARGS_OPTION = "worker.rollout.multi_turn.environment_kwargs"
 COLUMN = "env_kwargs"
 METHODS = ("reset", "step", "close")
 
-Maker = Callable[[Mapping[str, Any]], Any]  # an environment for the conversation of a row
-
 
 def load_environments(options: MultiTurnConfig) -> list[LoadedTool]:
     """Import the environment of a config and check it; an empty list without one.
@@ -51,8 +49,8 @@ def load_environments(options: MultiTurnConfig) -> list[LoadedTool]:
     return [LoadedTool(kind.__name__, schemas, path, True, build, "environment")]
 
 
-def prepared(kind: Any, kwargs: Mapping[str, Any]) -> Maker:
-    """Call `prepare` of a class that has one, and return what makes its environments."""
+def prepared(kind: Any, kwargs: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Any]:
+    """Call `prepare` of a class that has one, and return what makes an environment for a row."""
     if hasattr(kind, "prepare"):
         kind.prepare(**kwargs)
     return partial(_made, kind, kwargs)

@@ -145,10 +145,9 @@ def _find(module: ModuleType, path: Path, attribute: str, option: str) -> Any:
 
 
 def _load_class(tool_class: type, attribute: str, path: Path, all_kwargs: Mapping[str, Any]) -> LoadedTool:
-    call = tool_class.__call__ if "__call__" in dir(tool_class) else None
-    if call is None:
+    if "__call__" not in dir(tool_class):
         raise ValueError("has no method `__call__`: it is what the policy calls")
-    is_stateful = hasattr(tool_class, "create")
+    call, is_stateful = tool_class.__call__, hasattr(tool_class, "create")
     arguments = list(inspect.signature(call).parameters)
     if is_stateful and len(arguments) < 2:
         raise ValueError(
