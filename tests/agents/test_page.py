@@ -33,7 +33,7 @@ def test_the_function_and_the_class_of_the_page_answer_calls(tmp_path):
         while not finished:
             finished = pool.ready(60.0)
 
-    ((_, observations, _),) = finished
+    ((_, observations),) = finished
     assert [one.text for one in observations] == ["9.00 EUR", "1 notes", "2 notes", "14"]
 
 
@@ -72,6 +72,6 @@ def test_the_agent_of_the_page_tries_again(tmp_path):
         leader.is_running = False
         leader.thread.join()
 
-    ((_, [result], _),) = finished
+    ((_, [result]),) = finished
     assert result.reward == 0.5 and not result.failed
     assert leader.calls[1].request.messages[-1].text == "That is wrong. Try again."

@@ -84,7 +84,7 @@ def results(tmp_path, monkeypatch):
                 pool.start(number, row)
                 address = {"base_url": endpoint.base_url, "api_key": endpoint.open(number), "model": MODEL}
                 pool.submit(number, [ToolCall(AGENT, address)])
-            found = {key: observation for key, [observation], _ in wait_for(pool, len(rows), 120)}
+            found = {key: observation for key, [observation] in wait_for(pool, len(rows), 120)}
             return [found[number] for number in range(len(rows))], leader.calls
 
         yield run

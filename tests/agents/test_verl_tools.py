@@ -69,7 +69,7 @@ def test_a_tool_of_verl_is_created_executed_and_released(config_file):
         words = ("cat", "image")
         calls = [ToolCall("lookup", {"word": word}) for word in words]
         pool.submit("a", calls)
-        ((_, (text, image), _),) = pool.ready(60.0)
+        ((_, (text, image)),) = pool.ready(60.0)
         pool.end("a")
 
     assert (text.text, text.reward) == ("hello cat 7 {'extra': 1}", 1.0)

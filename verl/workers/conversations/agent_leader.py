@@ -132,7 +132,7 @@ class AgentLeader:
                 run.is_held = True  # by the endpoint, when the call came
         for key, run in self._runs.items():
             self._drop_gone(key, run, step)
-        for key, [answer], _ in self.pool.ready(0.0):
+        for key, [answer] in self.pool.ready(0.0):
             run = self._runs.get(key) or self._parked[key]
             if not isinstance(answer, AgentResult):
                 answer = AgentResult(answer.text, failed=True)

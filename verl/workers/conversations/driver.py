@@ -288,9 +288,9 @@ class ConversationDriver:
         missing = self._num_calling - len(answers)
         arrived: list[tuple[Any, list[Observation]]] = []
         if self.pool is not None and missing:
-            arrived = self._arrived(0.0 if answers or self.sampling.num_unfinished else WAIT_S)
+            arrived = self.pool.ready(0.0 if answers or self.sampling.num_unfinished else WAIT_S)
             while self.in_lockstep and sum(key in self._open for key, _ in arrived) < missing:
-                arrived += self._arrived(WAIT_S)
+                arrived += self.pool.ready(WAIT_S)
         arrived = self._agree(arrived)
         for key, observations in arrived:
             if key in self._parked:
@@ -300,10 +300,6 @@ class ConversationDriver:
             places = {key: place for place, key in enumerate(self._open)}
             answers.sort(key=lambda each: places[each[0]])
         return answers
-
-    def _arrived(self, timeout_s: float) -> list[tuple[Any, list[Observation]]]:
-        assert self.pool is not None, "the first rank of an engine has it"
-        return [(key, observations) for key, observations, _ in self.pool.ready(timeout_s)]
 
     def _agree(self, answers: list[Any]) -> list[Any]:
         answers, self._now = self.sampling.agree((answers, time.monotonic() - self._began))
