@@ -6,7 +6,7 @@ The engine takes one placeholder for each image or video, training the tokens of
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,15 +28,15 @@ class Prompt(NamedTuple):
     text: str | None = None  # if it was rendered here, and is not that of the data set's row
 
 
-class SampledTurn(Protocol):
+class SampledTurn(NamedTuple):
     """What an engine sampled of a turn."""
 
-    token_ids: list[int]
-    log_probs: list[float]
+    token_ids: Sequence[int]
+    log_probs: Sequence[float]
     finish_reason: str  # "length" if a limit cut it off
-    versions: list[int]  # of the weights that sampled each token, where they may change in a response
+    versions: Sequence[int] = ()  # of the weights that sampled each token, where they may change in a turn
     # (tokens, L, k) experts of the row so far and the turn; those that an earlier turn gave a token are kept
-    routes: Tensor | None
+    routes: Tensor | None = None
 
 
 class Piece(NamedTuple):

@@ -16,7 +16,14 @@ from verl.agents.rules import ConversationRules
 from verl.agents.tools.tool_pool import ToolPool
 from verl.data.media.references import MediaData
 from verl.utils.rank_logger import get_logger
-from verl.workers.conversations.keys import Columns, Key, columns_of, finished_response, stop_problem
+from verl.workers.conversations.keys import (
+    Columns,
+    Key,
+    columns_of,
+    finished_response,
+    sampled_turn,
+    stop_problem,
+)
 from verl.workers.rollout.interface import Drafts, FinishedResponse, join_drafts
 
 WAIT_S = 0.02  # for a call, while the engine has nothing to do
@@ -113,7 +120,7 @@ class AgentLeader:
         incoming, call = run.calls.pop(number)
         run.drafts = join_drafts(run.drafts, turn.drafts)
         try:
-            reply = run.conversation.complete(call, turn, _at(run))
+            reply = run.conversation.complete(call, sampled_turn(turn), _at(run))
         except Exception as error:  # noqa: BLE001
             self._break_off(run, incoming, error)
             return

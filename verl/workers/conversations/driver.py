@@ -30,6 +30,7 @@ from verl.workers.conversations.keys import (
     columns_of,
     finished_response,
     placed,
+    sampled_turn,
     samples_of,
     seed_offset,
     stop_problem,
@@ -217,7 +218,7 @@ class ConversationDriver:
 
     def _add(self, conversation: Conversation, turn: FinishedResponse, at: float) -> list[ToolCall]:
         with _breaking_off(conversation):
-            return conversation.add_turn(turn, at)
+            return conversation.add_turn(sampled_turn(turn), at)
         return []
 
     def _call(self, key: Key, conversation: Conversation, calls: list[ToolCall]) -> None:
