@@ -29,13 +29,13 @@ class Prompt(NamedTuple):
 
 
 class SampledTurn(NamedTuple):
-    """What an engine sampled of a turn."""
+    """A turn as an engine sampled it."""
 
     token_ids: Sequence[int]
     log_probs: Sequence[float]
     finish_reason: str  # "length" if a limit cut it off
     versions: Sequence[int] = ()  # of the weights that sampled each token, where they may change in a turn
-    # (tokens, L, k) experts of the row so far and the turn; those that an earlier turn gave a token are kept
+    # (tokens, L, k) experts of the row so far and the turn; a token keeps the experts of an earlier turn
     routes: Tensor | None = None
 
 

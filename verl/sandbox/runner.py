@@ -167,7 +167,7 @@ def job_of(
 
 @dataclass(eq=False)
 class Stream:
-    """What a program writes to a file descriptor."""
+    """A file descriptor of a program, and the part of its content that is kept."""
 
     file: int
     limit: int  # of bytes; a program that writes more is killed
