@@ -5,9 +5,9 @@ import json
 
 import pytest
 
-from tests.helpers.conversations import CALL, encode, rules_of
+from tests.helpers.conversations import CALL, encode, rules_of, turn_of
 from verl.agents.agent_conversation import AgentConversation
-from verl.agents.endpoint.errors import ApiError
+from verl.agents.endpoint.chat_messages import ApiError
 from verl.agents.endpoint.replies import completion
 from verl.agents.endpoint.requests import read_request
 from verl.agents.interface import AgentResult
@@ -24,7 +24,7 @@ def agent(**options):
 
 def request(*messages, **fields):
     body = {"messages": list(messages), **fields}
-    return read_request(body, lambda url: url, takes_media=False, shows_tools=True)
+    return read_request(body, None, shows_tools=True)
 
 
 def say(conversation, asked, text, reason="stop"):
@@ -32,7 +32,7 @@ def say(conversation, asked, text, reason="stop"):
     call = conversation.begin(asked)
     tokens = encode(conversation.rules, text)
     given = call.token_ids
-    reply = conversation.complete(call, tokens, [-1.0] * len(tokens), reason)
+    reply = conversation.complete(call, turn_of(tokens, -1.0, reason))
     return given, completion(asked, reply)["choices"][0]["message"]
 
 
@@ -205,7 +205,7 @@ def test_a_call_waits_for_room_that_another_one_may_use():
     assert conversation.begin(request(FURTHER)) is None
 
     tokens = encode(conversation.rules, f"Yes{END}")
-    conversation.complete(first, tokens, [0.0] * len(tokens), "stop")
+    conversation.complete(first, turn_of(tokens, 0.0))
     second = conversation.begin(request(FURTHER))
 
     assert second.max_tokens == 200 - len(tokens) - len(second.token_ids)
@@ -221,7 +221,7 @@ def test_a_call_that_finds_no_room_is_refused_and_the_limit_is_never_passed():
             refused = error.code
         else:
             tokens = encode(conversation.rules, "word ")[: call.max_tokens]
-            reply = conversation.complete(call, tokens, [0.0] * len(tokens), "stop")
+            reply = conversation.complete(call, turn_of(tokens, 0.0))
             messages += [{"role": "assistant", "content": reply.message.text}, FURTHER]
 
     done = conversation.finish(AgentResult())

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.helpers.conversations import CALL, PROMPT, begin, encode, rules_of, say
+from tests.helpers.conversations import CALL, PROMPT, begin, encode, rules_of, say, turn_of
 from verl.agents.interface import Observation, StopReason, ToolCall, Turn
 
 END = "<|im_end|>"
@@ -28,7 +28,7 @@ def test_a_conversation_of_one_turn_is_the_prompt_and_the_sampled_tokens_unchang
         rules.tokenizer.eos_token_id,
     ]
 
-    calls = conversation.add_turn(sampled, [-0.5] * len(sampled), "stop")
+    calls = conversation.add_turn(turn_of(sampled, -0.5))
 
     assert calls == [] and conversation.is_done
     assert prompt.token_ids == encode(rules, f"<|im_start|>user\nWhat is 2+3?{END}\n<|im_start|>assistant\n")
@@ -292,7 +292,7 @@ def test_each_request_continues_the_tokens_of_the_one_before():
             reason = "stop" if len(sampled) <= request.max_tokens else "length"
             sampled = sampled[: request.max_tokens]
             before = request.token_ids + sampled
-            calls = conversation.add_turn(sampled, [-1.0] * len(sampled), reason)
+            calls = conversation.add_turn(turn_of(sampled, -1.0, reason))
             if calls:
                 answers = [Observation(rng.choice(["5", "", "x" * 50, END, "\n"])) for _ in calls]
                 conversation.observe(answers)
@@ -313,12 +313,12 @@ def test_tokens_keep_the_experts_of_the_turn_that_first_ran_them():
     prompt = len(conversation.request().token_ids)
     call = [*encode(rules, CALL), rules.tokenizer.eos_token_id]
 
-    conversation.add_turn(call, [-0.5] * len(call), "stop", routes=routes_of(prompt + len(call) - 1, 1))
+    conversation.add_turn(turn_of(call, -0.5, routes=routes_of(prompt + len(call) - 1, 1)))
     conversation.observe([Observation("5")])
     request = conversation.request()
     answer = encode(rules, f"5{END}")
     ran = len(request.token_ids) + len(answer) - 1
-    conversation.add_turn(answer, [-2.0] * len(answer), "stop", routes=routes_of(ran, 2))
+    conversation.add_turn(turn_of(answer, -2.0, routes=routes_of(ran, 2)))
 
     found = conversation.finish().routes.flatten().tolist()
     first = prompt + len(call) - 1  # the last token of the first turn ran with the second
@@ -336,12 +336,12 @@ def test_messages_of_an_environment_begin_a_context_that_holds_nothing_before_th
     rules = rules_of(environment="env.py:Env")
     conversation = begin(rules)
     first = [*encode(rules, "It is 5."), rules.tokenizer.eos_token_id]
-    conversation.add_turn(first, [-0.5] * len(first), "stop")
+    conversation.add_turn(turn_of(first, -0.5))
 
     conversation.observe([Observation(messages=SECOND, reward=0.25)])
     request = conversation.request()
     second = encode(rules, f"8{END}")
-    conversation.add_turn(second, [-2.0] * len(second), "stop")
+    conversation.add_turn(turn_of(second, -2.0))
     conversation.observe([Observation("Good.", reward=1.0, done=True)])
 
     prompt = encode(rules, rules.renderer.template(SECOND, True, "the prompt"))

@@ -41,14 +41,14 @@ def make_pool(env_file):
 def begin(pool, key="a", **row):
     pool.start(key, {"seed": 5, **row})
     pool.reset(key)
-    ((answered, (opening,), _),) = wait_for(pool, 1)
+    ((answered, (opening,)),) = wait_for(pool, 1)
     assert answered == key
     return opening
 
 
 def step(pool, text, *calls, key="a"):
     pool.step(key, text, calls)
-    ((answered, (observation,), _),) = wait_for(pool, 1)
+    ((answered, (observation,)),) = wait_for(pool, 1)
     assert answered == key
     return observation
 
@@ -112,7 +112,7 @@ def test_environments_begin_and_step_at_once(make_pool, tmp_path):
         pool.start(key, {"seed": key, "meet": str(folder), "number": 8})  # waits for the other seven
         pool.reset(key)
 
-    found = {key: opening.messages[0]["content"] for key, (opening,), _ in wait_for(pool, 8)}
+    found = {key: opening.messages[0]["content"] for key, (opening,) in wait_for(pool, 8)}
 
     assert all(found[key].endswith(f"seed is {key}.") for key in range(8))
 

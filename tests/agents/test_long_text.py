@@ -4,7 +4,7 @@
 import pytest
 
 from tests.helpers.tool_templates import tool_tokenizer
-from verl.agents.readable import cut_text
+from verl.agents.rules import cut_text
 from verl.models.tiny import train_tokenizer
 
 TOKENIZER = tool_tokenizer("hermes")

@@ -3,7 +3,7 @@
 
 import re
 
-from tests.agents.endpoint.test_server import Leader, no_urls, reply_to
+from tests.agents.endpoint.test_server import Leader, reply_to
 from tests.agents.test_environments import begin, step
 from tests.architecture.source import ROOT
 from verl.agents.endpoint.server import MODEL, Endpoint
@@ -33,7 +33,7 @@ def test_the_function_and_the_class_of_the_page_answer_calls(tmp_path):
         while not finished:
             finished = pool.ready(60.0)
 
-    ((_, observations, _),) = finished
+    ((_, observations),) = finished
     assert [one.text for one in observations] == ["9.00 EUR", "1 notes", "2 notes", "14"]
 
 
@@ -58,7 +58,7 @@ def test_the_agent_of_the_page_tries_again(tmp_path):
     path = tmp_path / "agent.py"
     path.write_text("\n".join(BLOCKS))
     options = MultiTurnConfig(enable=True, agent=f"{path}:run", agent_kwargs={"tries": 2})
-    with ToolPool(options) as pool, Endpoint(no_urls, takes_media=False, shows_tools=False) as endpoint:
+    with ToolPool(options) as pool, Endpoint(None, shows_tools=False) as endpoint:
         leader = Leader(endpoint)
         leader.answer = lambda call: call.answer(
             reply_to(call.request, f"{len(call.request.messages)} it is")
@@ -72,6 +72,6 @@ def test_the_agent_of_the_page_tries_again(tmp_path):
         leader.is_running = False
         leader.thread.join()
 
-    ((_, [result], _),) = finished
+    ((_, [result]),) = finished
     assert result.reward == 0.5 and not result.failed
     assert leader.calls[1].request.messages[-1].text == "That is wrong. Try again."

@@ -125,7 +125,7 @@ def test_search_runs_in_the_pool(server):
     with ToolPool(options) as pool:
         pool.start("a", {})
         pool.submit("a", [ToolCall("search", {"query": "river"}), ToolCall("search", {"query": " "})])
-        ((_, (found, empty), _),) = pool.ready(30.0)
+        ((_, (found, empty)),) = pool.ready(30.0)
 
     assert found.text.startswith("[1] Aare")
     assert (empty.failed, empty.text) == (True, "search failed: ValueError: `query` is empty")

@@ -12,8 +12,9 @@ from verl.agents.interface import (
     ToolCall,
     Trajectory,
     Turn,
+    from_plain,
+    to_plain,
 )
-from verl.agents.stored import from_plain, to_plain
 from verl.utils.plain_data import decode, encode
 
 ASKED = ({"role": "user", "content": "Look."},)

@@ -52,7 +52,7 @@ def wait_for(pool, count, timeout_s=60.0):
 
 def ask(pool, key, *calls):
     pool.submit(key, [ToolCall(name, arguments) for name, arguments in calls])
-    ((answered, observations, _),) = wait_for(pool, 1)
+    ((answered, observations),) = wait_for(pool, 1)
     assert answered == key
     return observations
 
@@ -108,13 +108,13 @@ def test_turns_are_returned_in_the_order_of_their_completion(make_pool, tmp_path
 
     assert pool.ready(0.0) == []
     gates["early"].touch()
-    [(early, _, early_s)] = wait_for(pool, 1)
+    [(early, [first])] = wait_for(pool, 1)
     time.sleep(0.3)
     gates["late"].touch()
-    [(late, _, late_s)] = wait_for(pool, 1)
+    [(late, [last])] = wait_for(pool, 1)
 
     assert (early, late) == ("early", "late")
-    assert 0 < early_s < late_s <= time.monotonic() - begin and late_s >= 0.3
+    assert 0 < first.seconds < last.seconds <= time.monotonic() - begin and last.seconds >= 0.3
 
 
 def test_no_more_than_the_given_calls_run_at_once(make_pool):
@@ -346,11 +346,11 @@ def test_hundreds_of_conversations_have_a_state_each(make_pool, tmp_path):
         pool.submit(key, [ToolCall("count", {})])
     second = wait_for(pool, 200, timeout_s=300.0)
 
-    assert {key: count_of(each[-1])[0] for key, each, _ in first} == {key: key + 2 for key in range(200)}
-    assert {key: count_of(each[-1])[0] for key, each, _ in second} == {key: key + 3 for key in range(200)}
+    assert {key: count_of(each[-1])[0] for key, each in first} == {key: key + 2 for key in range(200)}
+    assert {key: count_of(each[-1])[0] for key, each in second} == {key: key + 3 for key in range(200)}
     for key in range(200):
         pool.end(key)
-    assert gone([count_of(each[0])[1] for _, each, _ in second])
+    assert gone([count_of(each[0])[1] for _, each in second])
     end = time.monotonic() + 60
     while len(os.listdir("/proc/self/fd")) > before and time.monotonic() < end:
         time.sleep(0.05)
@@ -374,7 +374,7 @@ def test_only_a_turn_of_the_policy_gives_an_agent_time_again(tmp_path, has_turn)
                 pool.hold("a")  # a call that is refused or answered
                 pool.release("a", has_turn=has_turn)
 
-    ((_, [result], _),) = found
+    ((_, [result]),) = found
     assert result.failed != has_turn, result.text
     if not has_turn:
         assert result.text == "agent neither returned nor had a turn of the policy within 1.5 s"
@@ -472,7 +472,7 @@ def test_an_agents_process_imports_nothing_when_it_first_asks_the_policy(tmp_pat
         while not found:
             found = pool.ready(60.0)
 
-    ((_, [result], _),) = found
+    ((_, [result]),) = found
     assert not result.failed and result.reward == 0.0, result
 
 

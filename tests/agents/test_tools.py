@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 import pytest
 
-from verl.agents.tools.loading import SHIPPED, load_tools, tool_schemas
+from verl.agents.tools.loading import SHIPPED, load_tools
 from verl.agents.tools.tool_schema import function_schema
-from verl.config.multi_turn import SHIPPED_TOOLS, MultiTurnConfig
+from verl.config.multi_turn import SHIPPED_AGENTS, SHIPPED_ENVIRONMENTS, SHIPPED_TOOLS, MultiTurnConfig
 
 
 def plain(text: str, count: int = 3) -> str:
@@ -181,17 +181,17 @@ def test_a_class_has_the_schema_that_it_declares(tmp_path):
 
     (tool,) = load_tools(options_for(tmp_path, CLASS + f"    schema = {schema}\n", "Look"))
 
-    assert (tool.name, tool.schema, tool.is_stateful) == ("peek", schema, True)
+    assert (tool.name, tool.schemas, tool.is_stateful) == ("peek", [schema], True)
 
 
 def test_the_arguments_of_a_class_are_those_after_its_state(tmp_path):
-    (schema,) = tool_schemas(options_for(tmp_path, CLASS, "Look"))
+    (tool,) = load_tools(options_for(tmp_path, CLASS, "Look"))
 
-    assert list(schema["function"]["parameters"]["properties"]) == ["what"]
+    assert list(tool.schemas[0]["function"]["parameters"]["properties"]) == ["what"]
 
 
 def test_every_shipped_tool_loads_by_its_name():
-    assert tuple(SHIPPED) == SHIPPED_TOOLS
+    assert tuple(SHIPPED) == (*SHIPPED_TOOLS, *SHIPPED_ENVIRONMENTS, *SHIPPED_AGENTS)
     kwargs = {"search": {"endpoint": "http://localhost:8000/retrieve"}}
     options = MultiTurnConfig(enable=True, tools=SHIPPED_TOOLS, tool_kwargs=kwargs)
 
@@ -200,9 +200,9 @@ def test_every_shipped_tool_loads_by_its_name():
 
 def test_tools_are_loaded_without_torch_and_transformers():
     code = (
-        "import sys; from verl.agents.tools.loading import tool_schemas;"
+        "import sys; from verl.agents.tools.loading import load_tools;"
         "from verl.config.multi_turn import *;"
-        "tool_schemas(MultiTurnConfig(tools=('calculator', 'zoom')));"
+        "load_tools(MultiTurnConfig(tools=('calculator', 'zoom')));"
         "print(sorted({'torch', 'transformers', 'ray', 'vllm'} & {*sys.modules}))"
     )
 

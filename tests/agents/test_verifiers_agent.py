@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from tests.agents.endpoint.test_server import Leader, no_urls, reply_to
+from tests.agents.endpoint.test_server import Leader, reply_to
 from tests.agents.test_tool_pool import wait_for
 from verl.agents.endpoint.server import MODEL, Endpoint
 from verl.agents.harnesses.loading import AGENT
@@ -69,7 +69,7 @@ def results(tmp_path, monkeypatch):
         "config": {"agent": {"harness": {"id": "guess-numbers"}, "runtime": {"type": "subprocess"}}},
     }
     options = MultiTurnConfig(enable=True, agent="verifiers", agent_kwargs=kwargs)
-    endpoint = Endpoint(no_urls, takes_media=False, shows_tools=False)
+    endpoint = Endpoint(None, shows_tools=False)
     leader = Leader(endpoint)
 
     def count(call):
@@ -84,7 +84,7 @@ def results(tmp_path, monkeypatch):
                 pool.start(number, row)
                 address = {"base_url": endpoint.base_url, "api_key": endpoint.open(number), "model": MODEL}
                 pool.submit(number, [ToolCall(AGENT, address)])
-            found = {key: observation for key, [observation], _ in wait_for(pool, len(rows), 120)}
+            found = {key: observation for key, [observation] in wait_for(pool, len(rows), 120)}
             return [found[number] for number in range(len(rows))], leader.calls
 
         yield run

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from verl.agents.interface import ToolCall
-from verl.agents.tools.loading import tool_schemas
+from verl.agents.tools.loading import load_tools
 from verl.agents.tools.tool_pool import ToolPool
 from verl.config.multi_turn import MultiTurnConfig
 
@@ -69,7 +69,7 @@ def test_a_tool_of_verl_is_created_executed_and_released(config_file):
         words = ("cat", "image")
         calls = [ToolCall("lookup", {"word": word}) for word in words]
         pool.submit("a", calls)
-        ((_, (text, image), _),) = pool.ready(60.0)
+        ((_, (text, image)),) = pool.ready(60.0)
         pool.end("a")
 
     assert (text.text, text.reward) == ("hello cat 7 {'extra': 1}", 1.0)
@@ -78,9 +78,10 @@ def test_a_tool_of_verl_is_created_executed_and_released(config_file):
 
 
 def test_the_schema_is_that_of_the_file(config_file):
-    (schema,) = tool_schemas(MultiTurnConfig(enable=True, tool_config_path=str(config_file)))
+    (tool,) = load_tools(MultiTurnConfig(enable=True, tool_config_path=str(config_file)))
 
-    assert schema["function"]["name"] == "lookup"
+    (schema,) = tool.schemas
+    assert schema["function"]["name"] == tool.name == "lookup"
     assert schema["function"]["parameters"]["required"] == ["word"]
 
 
@@ -97,7 +98,7 @@ def test_a_wrong_entry_is_named(config_file, old, new, message):
     config_file.write_text(config_file.read_text().replace(old, new))
 
     with pytest.raises(ValueError, match=r"`worker.rollout.multi_turn.tool_config_path`(?s:.*)" + message):
-        tool_schemas(MultiTurnConfig(enable=True, tool_config_path=str(config_file)))
+        load_tools(MultiTurnConfig(enable=True, tool_config_path=str(config_file)))
 
 
 def test_a_tool_that_verl_ships_is_refused_with_a_reason(config_file):
@@ -107,4 +108,4 @@ def test_a_tool_that_verl_ships_is_refused_with_a_reason(config_file):
     config_file.write_text(text.replace(line, "class_name: verl.tools.search_tool.SearchTool"))
 
     with pytest.raises(ValueError, match="verl's own tools are not part of this package"):
-        tool_schemas(MultiTurnConfig(enable=True, tool_config_path=str(config_file)))
+        load_tools(MultiTurnConfig(enable=True, tool_config_path=str(config_file)))

@@ -12,7 +12,7 @@ from verl.agents.interface import Message, ToolCall
 from verl.agents.media import ConversationMedia
 from verl.agents.parsers.registry import CALL_FORMATS
 from verl.agents.rendering import ObservationRenderer, Template
-from verl.agents.row import Prompt, Row
+from verl.agents.row import Prompt, Row, SampledTurn
 from verl.agents.rules import ConversationRules
 from verl.config.multi_turn import MultiTurnConfig
 
@@ -83,4 +83,10 @@ def begin(rules: ConversationRules, messages: Sequence[Message] = PROMPT, media:
 def say(conversation: Conversation, text: str, reason: str = "stop", at: float = 0.0) -> list[ToolCall]:
     """Add a turn of that text, whose log-probs are -1, -2, ..."""
     tokens = encode(conversation.rules, text)
-    return conversation.add_turn(tokens, [-1.0 - number for number in range(len(tokens))], reason, at)
+    log_probs = [-1.0 - number for number in range(len(tokens))]
+    return conversation.add_turn(SampledTurn(tokens, log_probs, reason), at)
+
+
+def turn_of(tokens: list[int], log_prob: float = -1.0, reason: str = "stop", **more: Any) -> SampledTurn:
+    """Return a sampled turn whose tokens have the same log-prob."""
+    return SampledTurn(tokens, [log_prob] * len(tokens), reason, **more)

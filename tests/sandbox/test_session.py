@@ -108,7 +108,7 @@ def test_a_long_text_keeps_its_start_and_end(session):
 
 
 def test_figures_and_pictures_are_png(session):
-    if session._job["namespaces"]:
+    if session._run.job["namespaces"]:
         pytest.importorskip("matplotlib")
         cell = session.run("import matplotlib.pyplot as plt\nfor _ in range(3): plt.figure()\nplt.show()")
         assert [Image.open(io.BytesIO(image)).format for image in cell.images] == ["PNG"] * 3

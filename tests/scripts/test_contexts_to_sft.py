@@ -11,7 +11,7 @@ import pytest
 
 from scripts.rollouts_to_sft import main
 from tests.agents.test_conversation_media import pictures, png, rules_with_media
-from tests.helpers.conversations import CALL, encode, rules_of
+from tests.helpers.conversations import CALL, encode, rules_of, turn_of
 from tests.scripts.test_conversations_to_sft import keep_finished, learned_rows
 from verl.agents.agent_conversation import AgentConversation
 from verl.agents.endpoint.replies import completion
@@ -38,11 +38,11 @@ def lead(rules, max_prompt_tokens=900):
 def call(conversation, messages, text, reason="stop", **fields):
     """Sample a turn after these messages; return the messages with the answer."""
     body = {"messages": messages, **fields}
-    takes_media = conversation.rules.media is not None
-    asked = read_request(body, lambda url: url, takes_media=takes_media, shows_tools=True)
+    read_url = None if conversation.rules.media is None else str
+    asked = read_request(body, read_url, shows_tools=True)
     opened = conversation.begin(asked)
     tokens = encode(conversation.rules, text)
-    reply = conversation.complete(opened, tokens, [-1.0] * len(tokens), reason)
+    reply = conversation.complete(opened, turn_of(tokens, -1.0, reason))
     return [*messages, completion(asked, reply)["choices"][0]["message"]]
 
 

@@ -12,8 +12,6 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 
-from torch import Tensor
-
 from verl.agents.contexts import (
     UNLEARNED,
     AgentContext,
@@ -22,8 +20,7 @@ from verl.agents.contexts import (
     OpenCall,
     joined_response,
 )
-from verl.agents.endpoint.chat_messages import ChatMessage, assistant_message
-from verl.agents.endpoint.errors import ApiError, context_full
+from verl.agents.endpoint.chat_messages import ApiError, ChatMessage, assistant_message
 from verl.agents.endpoint.replies import Reply
 from verl.agents.endpoint.requests import ChatRequest
 from verl.agents.interface import (
@@ -39,6 +36,7 @@ from verl.agents.interface import (
 )
 from verl.agents.parsers.interface import THOUGHT, text_before_calls, without_thought
 from verl.agents.rendering import call_id
+from verl.agents.row import SampledTurn
 from verl.agents.rules import ConversationRules
 from verl.data.media.references import MediaData
 from verl.models.families.interface import Kind, MediaShape
@@ -54,7 +52,7 @@ class AgentConversation:
 
         call = conversation.begin(request)
         ...  # the engine samples
-        reply = conversation.complete(call, token_ids, log_probs, finish_reason)
+        reply = conversation.complete(call, turn)
         ...  # the agent ends
         response = conversation.finish(result)
 
@@ -86,10 +84,10 @@ class AgentConversation:
         if max_tokens < 1:
             if self._open:
                 return None
-            self._is_cut = True
-            raise context_full(
-                f"the messages leave no room: the conversation may have {self._limit} tokens after its first"
-                f" prompt (`data.max_response_length`), {self._limit - self._room} of them are used, and"
+            self._is_cut, most = True, self.rules.max_tokens
+            raise _context_full(
+                f"the messages leave no room: the conversation may have {most} tokens after its first"
+                f" prompt (`data.max_response_length`), {most - self._room} of them are used, and"
                 f" these take {call.num_observed}"
             )
         limits = (max_tokens, request.max_tokens, self._options.max_tokens_per_turn)
@@ -101,26 +99,17 @@ class AgentConversation:
         self._num_calls += 1
         return call
 
-    def complete(
-        self,
-        call: OpenCall,
-        token_ids: Sequence[int],
-        log_probs: Sequence[float],
-        finish_reason: str,
-        at: float = 0.0,
-        versions: Sequence[int] = (),
-        routes: Tensor | None = None,
-    ) -> Reply:
+    def complete(self, call: OpenCall, turn: SampledTurn, at: float = 0.0) -> Reply:
         """Append the sampled turn of a call and return how it is answered."""
-        prompt_ids, context = call.token_ids, call.context
-        is_whole = finish_reason != "length"
+        prompt_ids, token_ids, context = call.token_ids, turn.token_ids, call.context
+        is_whole = turn.finish_reason != "length"
         self._close(call)
         message = self._answer(call, prompt_ids, token_ids, is_whole)  # may fail, and changes no context
         if call.piece is not None:
             self._note_answers(context, call)
             context.row.add_piece(call.piece)
         start, prompt_tokens = len(context.row.response), len(context.row.expanded_prompt)
-        context.row.add_sampled(token_ids, log_probs, versions, routes)
+        context.row.add_sampled(turn)
         context.chat = [*call.request.messages, message]
         context.turns.append(Turn(start, start + len(token_ids), message.calls))
         context.calls.append(AnsweredCall(call.number, at, message.call_ids))
@@ -132,7 +121,7 @@ class AgentConversation:
             "length" if not is_whole else "tool_calls" if message.calls else "stop",
             prompt_tokens + start,
             list(token_ids),
-            list(log_probs),
+            list(turn.log_probs),
             [decode([token]) for token in token_ids] if call.request.has_log_probs else [],
         )
 
@@ -154,7 +143,8 @@ class AgentConversation:
         for call in list(self._open):
             self.cancel(call)
         contexts = [context for context in self._contexts if context.turns]
-        first = next(filter(self._can_be_first, sorted(contexts, key=lambda one: not one.is_first)), None)
+        short = [one for one in contexts if len(one.row.expanded_prompt) <= self.rules.max_prompt_tokens]
+        first = min(short, key=lambda one: not one.is_first, default=None)
         if first is None:
             return self._empty(result, reason)
         self._give_rewards(contexts, result)
@@ -180,20 +170,16 @@ class AgentConversation:
         return self.rules.options
 
     @property
-    def _limit(self) -> int:
-        return self.rules.max_tokens
-
-    @property
     def _room(self) -> int:
         used = sum(context.num_tokens for context in self._contexts if context.turns)
-        return self._limit - used - sum(call.num_observed + call.max_tokens for call in self._open)
+        return self.rules.max_tokens - used - sum(call.num_observed + call.max_tokens for call in self._open)
 
     def _check_size(self, request: ChatRequest) -> None:
-        limit = LONGEST_TOKEN * (self.rules.max_prompt_tokens + self._limit)
+        limit = LONGEST_TOKEN * (self.rules.max_prompt_tokens + self.rules.max_tokens)
         length = sum(len(message.text) for message in request.messages)
         if length > limit:
             self._is_cut = True
-            raise context_full(f"the messages have {length} characters, which fill any context of this run")
+            raise _context_full(f"the messages have {length} characters, which fill any context of this run")
 
     def _continued(self, request: ChatRequest, at: float) -> OpenCall | None:
         found = [context for context in self._contexts if context.is_continued_by(request)]
@@ -222,7 +208,7 @@ class AgentConversation:
         limit = self.rules.max_prompt_tokens
         if is_first and len(row.expanded_prompt) > limit:
             self._is_cut = True
-            raise context_full(
+            raise _context_full(
                 f"the messages have {len(row.expanded_prompt)} tokens, and the first prompt of a"
                 f" conversation at most {limit} (`data.max_prompt_length`)"
             )
@@ -302,9 +288,6 @@ class AgentConversation:
 
     # --- the row
 
-    def _can_be_first(self, context: AgentContext) -> bool:
-        return len(context.row.expanded_prompt) <= self.rules.max_prompt_tokens
-
     def _empty(self, result: AgentResult, reason: StopReason) -> FinishedConversation:
         """Return the response of an agent without a turn of the policy: a token that does not count.
 
@@ -319,6 +302,10 @@ class AgentConversation:
             [False], (turn,), given, is_masked=True, stop_reason=reason, contexts=(context,)
         )
         return FinishedConversation([token], [0.0], reason.finish_reason, trajectory, [0])
+
+
+def _context_full(message: str) -> ApiError:
+    return ApiError(message, code="context_length_exceeded", param="messages")
 
 
 def _called(context: AgentContext, new: Sequence[ChatMessage]) -> list[ToolCall]:

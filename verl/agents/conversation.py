@@ -9,16 +9,13 @@ from dataclasses import replace
 from functools import reduce
 from typing import NamedTuple
 
-from torch import Tensor
-
 from verl.agents.contexts import Context, FinishedConversation, joined_response
 from verl.agents.interface import Message, Observation, StopReason, ToolCall, Turn
 from verl.agents.media import join_media, join_shapes
 from verl.agents.parsers.interface import THOUGHT, without_thought
-from verl.agents.readable import Readable, readable
 from verl.agents.rendering import joined, user_message
-from verl.agents.row import Piece, Row
-from verl.agents.rules import ConversationRules
+from verl.agents.row import Piece, Row, SampledTurn
+from verl.agents.rules import ConversationRules, Readable
 from verl.agents.tools.call_check import call_problem
 from verl.data.media.references import MediaData
 
@@ -66,28 +63,21 @@ class Conversation:
             tokens = 1
         return TurnRequest(list(self._row.token_ids), self._row.media, tokens, self._num_turns)
 
-    def add_turn(
-        self,
-        token_ids: Sequence[int],
-        log_probs: Sequence[float],
-        finish_reason: str,
-        at: float = 0.0,
-        versions: Sequence[int] = (),
-        routes: Tensor | None = None,
-    ) -> list[ToolCall]:
+    def add_turn(self, turn: SampledTurn, at: float = 0.0) -> list[ToolCall]:
         """Append a sampled turn and return the calls to make.
 
         Unless the conversation is waiting then, it has ended or asks for its next turn: calls that cannot be
         made are answered here.
         """
-        assert not self.is_done and token_ids, "a turn has tokens and follows a request"
+        assert not self.is_done and turn.token_ids, "a turn has tokens and follows a request"
         start, is_thinking = len(self._row.response), self.rules.starts_thought(self._row.token_ids)
-        self._row.add_sampled(token_ids, log_probs, versions, routes)
+        self._row.add_sampled(turn)
         self._turns.append(Turn(start, len(self._row.response)))  # before it is read, which may fail
         self._turn_ended_at = at
-        text, is_whole = self.rules.text_of(token_ids), finish_reason != "length"
+        text, is_whole = self.rules.text_of(turn.token_ids), turn.finish_reason != "length"
         self._context.messages.append({"role": "assistant", "content": text})
-        calls = self._calls_of(THOUGHT * is_thinking + text) if is_whole else []
+        said = without_thought(THOUGHT * is_thinking + text)
+        calls = self.rules.format.parse(said, self.rules.schemas) if is_whole else []
         self._turns[-1] = replace(self._turns[-1], calls=tuple(calls))
         if self._failure is not None:
             self._turns[-1] = replace(self._turns[-1], calls=(), observations=(self._failure,))
@@ -112,7 +102,7 @@ class Conversation:
         """
         self.is_waiting = False
         before = self._row.media
-        answers = [readable(self.rules, answer, before) for answer in self._in_order(observations)]
+        answers = [self.rules.readable(answer, before) for answer in self._in_order(observations)]
         shown = tuple(answer.observation for answer in answers)
         rewards = [observation.reward for observation in shown if observation.reward is not None]
         self._turns[-1] = replace(
@@ -173,9 +163,6 @@ class Conversation:
     def _room(self) -> int:
         return self.rules.max_tokens - sum(context.num_tokens for context in self._contexts)
 
-    def _calls_of(self, text: str) -> list[ToolCall]:
-        return self.rules.format.parse(without_thought(text), self.rules.schemas)
-
     def _refusal(self, number: int, call: ToolCall) -> Observation | None:
         """Return the answer to a call that is not made."""
         limit = self.rules.options.max_parallel_calls
@@ -209,7 +196,8 @@ class Conversation:
             return StopReason.TURNS
         if self._room < 2:  # a token of an observation and one of the next turn
             return StopReason.LENGTH
-        return StopReason.SECONDS if self._is_overdue(at) else None
+        is_overdue = options.max_seconds is not None and at >= options.max_seconds
+        return StopReason.SECONDS if is_overdue else None
 
     def _end_before(self, token_ids: Sequence[int], media: MediaData) -> StopReason | None:
         """Return the limit that tokens with these media would exceed."""
@@ -219,10 +207,6 @@ class Conversation:
         if limit is not None and new and new + sum(seen) > limit:
             return StopReason.IMAGES
         return StopReason.LENGTH if len(token_ids) >= self._room else None
-
-    def _is_overdue(self, at: float) -> bool:
-        limit = self.rules.options.max_seconds
-        return limit is not None and at >= limit
 
     # --- observations
 

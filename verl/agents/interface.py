@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of a conversation between the policy and the world: calls, observations, turns, tools.
+"""The parts of a conversation between the policy and the world: calls, observations, turns.
 
 Token in, token out: a turn keeps the tokens that the engine sampled; its text is never tokenized again.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any
 
 Reference = Any  # of an image or video: a path, bytes, or a dictionary with one of them, as in a row
 Message = dict[str, Any]  # `role` and `content`, as a chat template reads it
@@ -166,41 +166,31 @@ class Trajectory:
         ]
 
 
-class Tool(Protocol):
-    """A tool that the policy may call; a plain function with type hints and a docstring becomes one.
+def to_plain(trajectory: Trajectory) -> dict[str, Any]:
+    """Return a conversation as dictionaries, lists and values, without the messages of observations.
 
-    `schema` describes a function for chat templates: {"type": "function", "function": {"name": ...}}.
+    Those began further contexts, which are in the row already.
     """
-
-    schema: Mapping[str, Any]
-
-    def create(self, row: Mapping[str, Any]) -> Any:
-        """Return the state of one conversation, for a row with its columns and `tools_kwargs`."""
-        ...
-
-    def __call__(self, state: Any, **arguments: Any) -> Any:
-        """Return text, an image, or an `Observation`; may be `async def`."""
-        ...
-
-    def close(self, state: Any) -> None:
-        """Release the state of a conversation that has ended."""
-        ...
+    turns = tuple(
+        replace(turn, observations=tuple(replace(one, messages=None) for one in turn.observations))
+        for turn in trajectory.turns
+    )
+    return asdict(replace(trajectory, turns=turns)) | {"stop_reason": trajectory.stop_reason.value}
 
 
-class Environment(Protocol):
-    """A world in which the policy acts, with a state of its own for each conversation.
-
-    Any method may be `async def`.
-    """
-
-    def reset(self, row: Mapping[str, Any]) -> Any:
-        """Begin, and return the messages of the prompt, one text, or None for that of the row."""
-        ...
-
-    def step(self, text: str, calls: Sequence[ToolCall]) -> Any:
-        """Return what follows a turn of the policy: an `Observation`, a text or an image."""
-        ...
-
-    def close(self) -> None:
-        """Release what `reset` and `step` have opened."""
-        ...
+def from_plain(plain: Mapping[str, Any]) -> Trajectory:
+    """Undo `to_plain`."""
+    turns = tuple(
+        Turn(
+            **{
+                **turn,
+                "calls": tuple(ToolCall(**call) for call in turn["calls"]),
+                "observations": tuple(Observation(**one) for one in turn["observations"]),
+            }
+        )
+        for turn in plain["turns"]
+    )
+    prompt = plain["prompt"] and OwnPrompt(**plain["prompt"])
+    contexts = tuple(ContextRecord(**one) for one in plain["contexts"])
+    read = {"turns": turns, "prompt": prompt, "contexts": contexts}
+    return Trajectory(**{**plain, **read, "stop_reason": StopReason(plain["stop_reason"])})

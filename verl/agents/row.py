@@ -28,6 +28,17 @@ class Prompt(NamedTuple):
     text: str | None = None  # if it was rendered here, and is not that of the data set's row
 
 
+class SampledTurn(NamedTuple):
+    """A turn as an engine sampled it."""
+
+    token_ids: Sequence[int]
+    log_probs: Sequence[float]
+    finish_reason: str  # "length" if a limit cut it off
+    versions: Sequence[int] = ()  # of the weights that sampled each token, where they may change in a turn
+    # (tokens, L, k) experts of the row so far and the turn; a token keeps the experts of an earlier turn
+    routes: Tensor | None = None
+
+
 class Piece(NamedTuple):
     """The tokens of observations."""
 
@@ -60,22 +71,9 @@ class Row:
         """Media of the prompt and of observations."""
         return join_media(self.prompt.media, self.added)
 
-    def add_sampled(
-        self,
-        token_ids: Sequence[int],
-        log_probs: Sequence[float],
-        versions: Sequence[int] = (),
-        routes: Tensor | None = None,
-    ) -> None:
-        """Append the tokens of a turn.
-
-        Args:
-            versions: Numbers of the weights that sampled each token, where they may change in a response.
-            routes: (tokens, L, k) experts of the row so far and the turn. Of a token that an earlier turn
-                ran, those of that turn are kept.
-        """
-        self.routes = join_routes(self.routes, routes)
-        self._add(token_ids, token_ids, log_probs, versions, is_sampled=True)
+    def add_sampled(self, turn: SampledTurn) -> None:
+        self.routes = join_routes(self.routes, turn.routes)
+        self._add(turn.token_ids, turn.token_ids, turn.log_probs, turn.versions, is_sampled=True)
 
     def add_piece(self, piece: Piece) -> None:
         self._add(piece.token_ids, piece.expanded, [0.0] * len(piece.expanded), (), is_sampled=False)

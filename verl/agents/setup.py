@@ -1,30 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """Build what all conversations of a run share, from its options and the files of its model."""
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 from verl.agents.endpoint.server import Endpoint
-from verl.agents.environments.loading import environment_schemas
-from verl.agents.interface import Observation, Reference
+from verl.agents.environments.loading import load_environments
+from verl.agents.interface import Observation
 from verl.agents.media import ConversationMedia
-from verl.agents.parsers.interface import NO_CALLS
+from verl.agents.parsers.interface import NO_CALLS, Schemas
 from verl.agents.parsers.registry import call_format
 from verl.agents.rendering import ObservationRenderer, user_message
 from verl.agents.rules import ConversationRules
-from verl.agents.tools.loading import tool_schemas
+from verl.agents.tools.loading import load_tools
 from verl.config.data import DataConfig
 from verl.config.multi_turn import MultiTurnConfig
 from verl.data.chat_template import ChatTemplate
 from verl.data.media.loader import MediaLoader
 from verl.data.readers import PositionIds, Readers
 
-Schemas = Sequence[Mapping[str, Any]]
-
 
 def schemas_of(options: MultiTurnConfig) -> list[dict[str, Any]]:
     """Return the schemas of a run's tools and of its environment's; none if its responses have one turn."""
-    return [*tool_schemas(options), *environment_schemas(options)] if options.enable else []
+    if not options.enable:
+        return []
+    members = [*load_tools(options), *load_environments(options)]
+    return [dict(schema) for member in members for schema in member.schemas]
 
 
 def conversation_rules(
@@ -98,11 +99,5 @@ def check_conversations(readers: Readers, data: DataConfig, options: MultiTurnCo
 
 def endpoint_of(rules: ConversationRules, on_call: Callable[[Hashable], None]) -> Endpoint:
     """Start the endpoint that a run's agents call; `on_call` is told the conversation of each call."""
-    reader = rules.media
-
-    def read_url(url: str) -> Reference:
-        if reader is None:
-            raise ValueError("the model reads no images and videos")
-        return reader.loader.on_disk(url)
-
-    return Endpoint(read_url, takes_media=reader is not None, shows_tools=rules.reads_calls, on_call=on_call)
+    read_url = None if rules.media is None else rules.media.loader.on_disk
+    return Endpoint(read_url, shows_tools=rules.reads_calls, on_call=on_call)

@@ -6,6 +6,7 @@ user's function (worker_process.py, function.py). `RewardJob` scores one batch: 
 they finish, and the scores are read at the end.
 """
 
+import json
 import math
 import pickle
 from collections.abc import Callable, Sequence
@@ -18,15 +19,22 @@ from typing import Any
 
 from verl.config.worker import RewardConfig
 from verl.rewards import turns
-from verl.rewards.failures import FAILURES, RETRIES, FailedCalls
-from verl.rewards.function import OPTION, Scores
-from verl.rewards.pool import Batch, Call, RewardPool
+from verl.rewards.function import OPTION, SHOWN_COLUMNS, Scores
+from verl.rewards.pool import HOPELESS, Batch, Call, RewardPool
 from verl.rewards.servers import Specs
 from verl.rewards.worker_process import Failure
+from verl.utils.rank_logger import get_logger
 
 Awake = Callable[[], AbstractContextManager[Any]]
 UNPICKLABLE = (pickle.PicklingError, AttributeError, TypeError)
+# Columns of a job's result, one number for each response.
+FAILURES = "failures"  # 1 if its call failed for good
+RETRIES = "retries"  # how often its call was repeated
+NUM_REASONS = 3  # shown in an error
+REPORTED_COLUMNS = ("uid", *SHOWN_COLUMNS, "response_length")
 Row = tuple[int, dict[str, Any]]  # index of a response in its batch, and what the function sees of it
+
+logger = get_logger(__name__)
 
 
 class RewardManager(AbstractContextManager["RewardManager"]):
@@ -71,9 +79,8 @@ class RewardManager(AbstractContextManager["RewardManager"]):
 
     def start(self) -> "RewardJob":
         """Start scoring a batch. Several may run at the same time."""
-        failed = FailedCalls(self._config, self._failure_log)
         held_until = self.awake if self.waits else None
-        return RewardJob(self._pool, self.reward_type, self._config, failed, held_until)
+        return RewardJob(self._pool, self.reward_type, self._config, self._failure_log, held_until)
 
     def pids(self) -> list[int]:
         return self._pool.pids()
@@ -98,11 +105,11 @@ class RewardJob:
         pool: RewardPool,
         reward_type: str,
         config: RewardConfig,
-        failed: FailedCalls,
+        failure_log: Path | None,
         awake: Awake | None = None,
     ) -> None:
         self._pool, self._reward_type, self._config = pool, reward_type, config
-        self._failed, self._awake = failed, awake
+        self._failed, self._awake = FailedCalls(config, failure_log), awake
         self._held: list[Row] = []  # not yet handed to the pool
         self._submitted: set[int] = set()
         self._scores: dict[int, Scores] = {}
@@ -214,6 +221,84 @@ class RewardJob:
             columns[FAILURES] = [float(row in failed) for row in sorted(by_row)]
             columns[RETRIES] = [float(retries.get(row, 0)) for row in sorted(by_row)]
         return columns
+
+
+class FailedCalls:
+    """Calls of one batch that failed for good: how their responses count, and when there are too many.
+
+    A failure is not a score: the function raised, returned something wrong or was late, or its process died
+    or ran out of memory. `worker.reward.on_failure` says what to do with the response.
+    """
+
+    def __init__(self, config: RewardConfig, log: Path | None) -> None:
+        self.calls: list[Call] = []
+        self.rows: set[int] = set()  # responses of these calls, which have no score
+        self.retries: dict[int, int] = {}  # for each response whose call was repeated
+        self._config = config
+        self._log = log
+        self._num_calls = 0  # that have scores or failed
+        self._num_reported = 0
+
+    def add(self, call: Call) -> None:
+        self.calls.append(call)
+        self.rows.update(call.rows)
+
+    def count(self, call: Call) -> None:
+        self._num_calls += 1
+        repeated = min(len(call.failures), self._config.max_retries)
+        if repeated:
+            self.retries |= dict.fromkeys(call.rows, repeated)
+
+    def scores(self) -> Scores:
+        """Scores of a response whose call failed; nan masks it."""
+        return {"overall": math.nan if self._config.on_failure == "mask" else self._config.failure_score}
+
+    def reason_to_stop(self, num_responses: int) -> Failure | None:
+        """Return the error of a batch of `num_responses` if calls failed for too many of them, or for all."""
+        failed, limit = len(self.rows), self._config.max_failure_ratio
+        is_everywhere = failed == num_responses and len(self.calls) >= HOPELESS
+        if failed <= limit * num_responses and not is_everywhere:
+            return None
+        reasons = "\n\n".join(reason(call) for call in self.calls[:NUM_REASONS])
+        rule = f"more than `worker.reward.max_failure_ratio` ({limit:g}) allows"
+        message = (
+            f"the reward function failed for {failed} of {num_responses} responses,"
+            f" {'which leaves none to learn from' if is_everywhere else rule}; {len(self.calls)} of"
+            f" {self._num_calls} finished calls failed. The first reasons:\n\n{reasons}"
+        )
+        return Failure(RuntimeError, message)
+
+    def only(self, call: Call) -> str:
+        """Describe the call that ends the run with `on_failure=error`."""
+        return f"{reason(call)}\n1 of {self._num_calls} finished calls failed"
+
+    def report(self) -> None:
+        new = self.calls[self._num_reported :]
+        if not new:
+            return
+        self._num_reported = len(self.calls)
+        logger.warning(
+            "calls of the reward function failed: responses=%d on_failure=%s log=%s first=%s",
+            sum(len(call.rows) for call in new),
+            self._config.on_failure,
+            self._log,
+            new[0].failures[-1].message.splitlines()[0],
+        )
+        if self._log is not None:
+            self._log.parent.mkdir(parents=True, exist_ok=True)
+            with self._log.open("a") as file:
+                file.writelines(self._line(call, row_input) for call in new for row_input in call.inputs)
+
+    def _line(self, call: Call, row_input: dict[str, Any]) -> str:
+        columns = {key: row_input[key] for key in REPORTED_COLUMNS if key in row_input}
+        about = {"on_failure": self._config.on_failure, "reasons": [why.message for why in call.failures]}
+        return json.dumps(columns | about, default=repr) + "\n"
+
+
+def reason(call: Call) -> str:
+    number = len(call.failures)
+    attempts = f"\nit failed in each of {number} attempts (`worker.reward.max_retries`)" if number > 1 else ""
+    return f"{call.failures[-1].message}{attempts}"
 
 
 def columns_of(scores: Sequence[Scores]) -> dict[str, list[float]]:

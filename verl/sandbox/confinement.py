@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Confine a process before it runs a program: drop privileges, limit resources, files and system calls."""
+"""Confine a process before it runs a program: its root, privileges, resources, files and system calls."""
 
 import contextlib
 import math
 import os
 import resource
+import shutil
 import signal
 import struct
 
@@ -14,6 +15,13 @@ MIB = 1 << 20
 READ_ANY_FILE = 1 << 2  # CAP_DAC_READ_SEARCH
 DEVICES = ["/dev/null", "/dev/zero", "/dev/random", "/dev/urandom"]
 STACK_MB = 64  # of the main thread, where the limits of this process allow it
+
+# Namespaces have a root folder that holds only the interpreter's library and an empty folder. An ordinary
+# user may create all of them: user, mount, process, network, IPC, host name and cgroup namespaces.
+NOBODY = 65534
+FOLDER = "/box"  # the program's working folder
+MAX_FILES = 4096  # in the working folder
+ROOT_MB = 1  # for the tree of empty mount points
 
 # Landlock: restricts the file system for a process that may not create namespaces.
 CREATE_RULESET_VERSION = 1
@@ -107,3 +115,43 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
     rule = struct.pack("=Qi", rights, opened)  # `struct landlock_path_beneath_attr`
     kernel.syscall("landlock_add_rule", ruleset, RULE_PATH_BENEATH, rule, 0)
     os.close(opened)
+
+
+def build_root(scratch: str, readable: list[str], stdin: int, folder_mb: int, owner: int) -> None:
+    """Replace the root folder.
+
+    The new root is mounted on the folder `scratch`. It has the real paths `readable`, /dev/stdin with the
+    content of the file descriptor `stdin`, and a working folder of `folder_mb` MiB that belongs to `owner`.
+    """
+    kernel.mount("none", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)
+    size = ROOT_MB * MIB + os.fstat(stdin).st_size
+    flags = kernel.MS_NOSUID | kernel.MS_NODEV
+    kernel.mount("tmpfs", scratch, "tmpfs", flags, f"size={size},mode=0755")
+    os.chdir(scratch)
+    os.mkdir("old")
+    kernel.syscall("pivot_root", b".", b"old")
+    os.chdir("/")
+    for path in readable:
+        _show(path)
+    for device in DEVICES:
+        _show(device, devices=True)
+    with open("/dev/stdin", "wb") as copy, open(stdin, "rb", closefd=False) as given:
+        shutil.copyfileobj(given, copy)
+    os.mkdir(FOLDER)
+    options = f"size={folder_mb}m,nr_inodes={MAX_FILES},mode=0700,uid={owner},gid={owner}"
+    kernel.mount("tmpfs", FOLDER, "tmpfs", flags | kernel.MS_NOEXEC, options)
+    kernel.unmount("/old")
+    os.rmdir("/old")
+    kernel.protect_mount("/", recursive=False)
+    os.chdir(FOLDER)
+
+
+def _show(path: str, *, devices: bool = False) -> None:
+    source = f"/old{path}"
+    if os.path.isdir(source):
+        os.makedirs(path, exist_ok=True)
+    else:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        os.close(os.open(path, os.O_CREAT | os.O_CLOEXEC))
+    kernel.mount(source, path, flags=kernel.MS_BIND | kernel.MS_REC)
+    kernel.protect_mount(path, recursive=True, devices=devices)

@@ -19,7 +19,7 @@ import signal
 import sys
 from collections import namedtuple
 
-from verl.sandbox import confinement, kernel, namespaces, program
+from verl.sandbox import confinement, kernel, program
 
 FIRST_FREE = 10  # file descriptors from here on are free for moving files
 VALUE, STATUS = 3, 4  # file descriptors of the program, after the standard three
@@ -69,7 +69,7 @@ def _prepare(files: Files) -> dict:
             if os.read(files.lifeline, 1) != b"!":
                 os._exit(1)
             size_mb = job["limits"]["folder_mb"]
-            namespaces.build_root(job["scratch"], job["readable"], files.stdin, size_mb, job["user"])
+            confinement.build_root(job["scratch"], job["readable"], files.stdin, size_mb, job["user"])
     except (OSError, ValueError, EOFError) as error:
         _fail(files.status, error)
     return job

@@ -20,13 +20,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 
 from verl.sandbox import kernel, launcher, program
-from verl.sandbox.namespaces import NOBODY
+from verl.sandbox.confinement import NOBODY
 from verl.sandbox.outcome import (
     REMEDY,
     Call,
@@ -34,6 +34,7 @@ from verl.sandbox.outcome import (
     Limits,
     Outcome,
     SandboxError,
+    SandboxRefusedError,
     Status,
     is_unsafe_allowed,
 )
@@ -87,21 +88,36 @@ def run(
     """
     limits = limits or Limits()
     if isolation is None:
-        isolation, cause = detect()
-        if isolation is Isolation.NONE and not (allow_unsafe or is_unsafe_allowed()):
-            return Outcome(Status.REFUSED, detail=f"no isolation works on this machine: {cause}; {REMEDY}")
+        try:
+            isolation = working_isolation(allow_unsafe)
+        except SandboxRefusedError as error:
+            return Outcome(Status.REFUSED, detail=str(error))
     if limits.processes > 1 and isolation is not Isolation.NAMESPACES:
         why = f"`Limits.processes` ({limits.processes}) must be 1 without namespaces ({isolation} here)"
         return Outcome(Status.REFUSED, detail=why)
-    with ExitStack() as stack:
-        folder = "/"
-        if isolation is not Isolation.NAMESPACES:  # there it has a folder of its own, and no other
-            folder = stack.enter_context(tempfile.TemporaryDirectory())
-        job = job_of(source, limits, call, isolation) | {"folder": folder, "preludes": list(preludes)}
-        kept = limits.output_bytes if kept_bytes is None else kept_bytes
-        run = stack.enter_context(started(job, stdin.encode(errors="surrogateescape"), kept))
-        _watch(run, limits, job)
+    job = job_of(source, limits, call, isolation, preludes)
+    kept = limits.output_bytes if kept_bytes is None else kept_bytes
+    with started(job, stdin.encode(errors="surrogateescape"), kept) as run:
+        begin = time.monotonic()
+        while run.selector.get_map() and run.killed_for is None:
+            end = begin + START_LIMIT_S if run.started_at is None else run.started_at + limits.wall_s
+            run.read(end)
+            if time.monotonic() >= end:
+                run.killed_for = Status.TIMED_OUT
+        run.ended_at = time.monotonic()
     return outcome_of(run, limits)
+
+
+def working_isolation(allow_unsafe: bool = False) -> Isolation:
+    """Return the strongest isolation of this machine.
+
+    Raises:
+        SandboxRefusedError: None works, and programs without one are not allowed.
+    """
+    isolation, cause = detect()
+    if isolation is Isolation.NONE and not (allow_unsafe or is_unsafe_allowed()):
+        raise SandboxRefusedError(f"no isolation works on this machine: {cause}; {REMEDY}")
+    return isolation
 
 
 @cache
@@ -122,7 +138,9 @@ def detect() -> tuple[Isolation, str]:
     return Isolation.NONE, "; ".join(causes)
 
 
-def job_of(source: str, limits: Limits, call: Call | None, isolation: Isolation) -> dict:
+def job_of(
+    source: str, limits: Limits, call: Call | None, isolation: Isolation, preludes: Sequence[str] = ()
+) -> dict:
     is_root = os.geteuid() == 0
     namespaces = isolation is Isolation.NAMESPACES
     user, threads = os.geteuid(), limits.threads
@@ -134,6 +152,7 @@ def job_of(source: str, limits: Limits, call: Call | None, isolation: Isolation)
         threads += 1 + threads_of_user(user)  # the launcher
     return {
         "source": source,
+        "preludes": list(preludes),
         "call": asdict(call) if call else None,
         "limits": asdict(limits),
         "namespaces": namespaces,
@@ -146,8 +165,10 @@ def job_of(source: str, limits: Limits, call: Call | None, isolation: Isolation)
     }
 
 
-@dataclass
-class _Stream:
+@dataclass(eq=False)
+class Stream:
+    """A file descriptor of a program, and the part of its content that is kept."""
+
     file: int
     limit: int  # of bytes; a program that writes more is killed
     kept: int  # the first bytes that are kept, or the last
@@ -172,9 +193,10 @@ class Run:
     """A program that was started, and what it has written so far."""
 
     popen: subprocess.Popen
+    job: dict
     lifeline: int
-    confined: bool
-    streams: dict[str, _Stream]
+    streams: dict[str, Stream]
+    selector: selectors.BaseSelector  # of the streams that have not ended
     started_at: float | None = None
     ended_at: float = 0.0
     killed_for: Status | None = None
@@ -183,10 +205,33 @@ class Run:
         lines = (line.partition(" ") for line in self.streams["status"].text.splitlines())
         return next((rest for first, _, rest in lines if first == word), None)
 
+    def read(self, end: float) -> list[Stream]:
+        """Read what comes next, before `end`, and return the streams that ended."""
+        ended = []
+        for key, _ in self.selector.select(max(end - time.monotonic(), 0)):
+            if not key.data.read():
+                self.selector.unregister(key.fd)
+                ended.append(key.data)
+            elif key.data.num_bytes > key.data.limit:
+                self.killed_for = Status.OUTPUT_LIMIT
+            elif key.data is self.streams["status"]:
+                self._follow()
+        return ended
+
+    def _follow(self) -> None:
+        if self.started_at is None and self.reported("started") is not None:
+            self.started_at = time.monotonic()
+        elif self.job["namespaces"] and self.reported("unshared") is not None and self.started_at is None:
+            try:
+                _map_users(self.popen.pid, self.job["user"])
+                os.write(self.lifeline, b"!")
+            except OSError as error:
+                raise SandboxError(f"the users of the sandbox cannot be set: {error}") from error
+
 
 @contextmanager
 def started(job: dict, stdin: bytes, kept: int, connection: int | None = None) -> Iterator[Run]:
-    """Start a program; kill it at the end.
+    """Start a program in an empty folder; kill it at the end.
 
     Args:
         kept: The first bytes of stdout and of the value that are kept.
@@ -199,7 +244,8 @@ def started(job: dict, stdin: bytes, kept: int, connection: int | None = None) -
         "value": (limit, kept),
         "status": (STATUS_LIMIT, STATUS_LIMIT),
     }
-    with ExitStack() as files, ExitStack() as passed:
+    own = nullcontext("/") if job["namespaces"] else tempfile.TemporaryDirectory()  # there it makes its own
+    with own as folder, selectors.DefaultSelector() as selector, ExitStack() as files, ExitStack() as passed:
         contents = {"job": marshal.dumps(job), "stdin": stdin}
         theirs = {name: _memory_file(name, content, passed) for name, content in contents.items()}
         streams = {}
@@ -208,11 +254,12 @@ def started(job: dict, stdin: bytes, kept: int, connection: int | None = None) -
             del limits["value"]
         for name, bounds in limits.items():
             ours, theirs[name] = _pipe(files, passed)
-            streams[name] = _Stream(ours, *bounds)
+            streams[name] = Stream(ours, *bounds)
+            selector.register(ours, selectors.EVENT_READ, streams[name])
         theirs["lifeline"], lifeline = _pipe(passed, files)
-        popen = _launch(theirs, job["folder"])
+        popen = _launch(theirs, folder)
         passed.close()
-        run = Run(popen, lifeline, job["confined"], streams)
+        run = Run(popen, job, lifeline, streams, selector)
         try:
             yield run
         finally:
@@ -252,36 +299,6 @@ def _pipe(readers: ExitStack, writers: ExitStack) -> tuple[int, int]:
     return reader, writer
 
 
-def _watch(run: Run, limits: Limits, job: dict) -> None:
-    begin = time.monotonic()
-    with selectors.DefaultSelector() as selector:
-        for stream in run.streams.values():
-            selector.register(stream.file, selectors.EVENT_READ, stream)
-        while selector.get_map() and run.killed_for is None:
-            end = begin + START_LIMIT_S if run.started_at is None else run.started_at + limits.wall_s
-            for key, _ in selector.select(max(end - time.monotonic(), 0)):
-                if not key.data.read():
-                    selector.unregister(key.fd)
-                elif key.data.num_bytes > key.data.limit:
-                    run.killed_for = Status.OUTPUT_LIMIT
-                elif key.data is run.streams["status"]:
-                    follow(run, job)
-            if time.monotonic() >= end:
-                run.killed_for = Status.TIMED_OUT
-    run.ended_at = time.monotonic()
-
-
-def follow(run: Run, job: dict) -> None:
-    if run.started_at is None and run.reported("started") is not None:
-        run.started_at = time.monotonic()
-    elif job["namespaces"] and run.reported("unshared") is not None and run.started_at is None:
-        try:
-            _map_users(run.popen.pid, job["user"])
-            os.write(run.lifeline, b"!")
-        except OSError as error:
-            raise SandboxError(f"the users of the sandbox cannot be set: {error}") from error
-
-
 def _map_users(pid: int, user: int) -> None:
     """Map two users into the launcher's user namespace: its own, and the program's."""
     if os.geteuid() == 0:
@@ -295,7 +312,7 @@ def _map_users(pid: int, user: int) -> None:
 
 def _end(run: Run, files: ExitStack) -> None:
     files.close()  # the lifeline among them
-    if not run.confined:
+    if not run.job["confined"]:
         _kill_group(run)  # the program may have started others
     try:
         run.popen.wait(END_LIMIT_S)
@@ -315,7 +332,9 @@ def outcome_of(run: Run, limits: Limits) -> Outcome:
         why = run.reported("failed") or stderr or "it did not start in time"
         raise SandboxError(f"the sandbox could not be set up: {why}")
     ended = run.reported("ended")
-    if ended is None and run.killed_for is None and run.confined:  # an unconfined program can cause this
+    if (
+        ended is None and run.killed_for is None and run.job["confined"]
+    ):  # an unconfined program can cause this
         raise SandboxError("the sandbox failed: its launcher died before it reported how the program ended")
     status, cpu_s, peak_kb = (ended or f"{signal.SIGKILL:d} 0 0").split()
     code = os.waitstatus_to_exitcode(int(status))

@@ -14,22 +14,13 @@ import json
 import selectors
 import socket
 import struct
-import tempfile
 import time
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from verl.sandbox.outcome import (
-    REMEDY,
-    Isolation,
-    Limits,
-    SandboxError,
-    SandboxRefusedError,
-    Status,
-    is_unsafe_allowed,
-)
-from verl.sandbox.runner import START_LIMIT_S, Run, detect, follow, job_of, outcome_of, started
+from verl.sandbox.outcome import Isolation, Limits, SandboxError, Status
+from verl.sandbox.runner import START_LIMIT_S, Run, Stream, job_of, outcome_of, started, working_isolation
 
 SESSION_LIMITS = Limits(cpu_s=600, memory_mb=2048)  # of all cells together; `wall_s` is that of one
 GRACE_S = 2.0  # for a cell that was interrupted to end
@@ -37,6 +28,7 @@ EXIT_WAIT_S = 2.0
 KEPT_BYTES = 1 << 16  # of what is written past `sys.stdout`, which only an error shows
 MAX_ANSWER = 32 << 20  # bytes
 SIZE = struct.Struct("!I")
+MAX_MESSAGE = SIZE.size + MAX_ANSWER
 ENDINGS = {
     Status.TIMED_OUT: "it took too long and could not be interrupted",
     Status.OUT_OF_MEMORY: "it needed too much memory",
@@ -56,7 +48,7 @@ class SessionEndedError(RuntimeError):
     """The program of a session ended, and its variables are lost; the message says why."""
 
 
-class Session:
+class Session(AbstractContextManager["Session"]):
     """Runs cells until it is closed or ends; not thread-safe.
 
     Raises:
@@ -69,30 +61,21 @@ class Session:
         self.limits = limits
         isolation = isolation or working_isolation(allow_unsafe)
         self._files = ExitStack()
-        self._answer = bytearray()
         self._is_closed = False
-        folder = "/"
-        if isolation is not Isolation.NAMESPACES:  # there it has a folder of its own
-            folder = self._files.enter_context(tempfile.TemporaryDirectory())
         source = (Path(__file__).parent / "cells.py").read_text(encoding="utf-8")
-        self._job = job_of(source, limits, None, isolation) | {"folder": folder, "preludes": []}
+        job = job_of(source, limits, None, isolation)
         self._socket, theirs = socket.socketpair()
         self._files.callback(self._socket.close)
+        self._answer = Stream(self._socket.fileno(), MAX_MESSAGE, MAX_MESSAGE)
         with self._files as undo, theirs:
-            self._run: Run = undo.enter_context(started(self._job, b"", KEPT_BYTES, theirs.fileno()))
-            self._selector = undo.enter_context(selectors.DefaultSelector())
-            for stream in self._run.streams.values():
-                self._selector.register(stream.file, selectors.EVENT_READ, stream)
+            self._run: Run = undo.enter_context(started(job, b"", KEPT_BYTES, theirs.fileno()))
             end = time.monotonic() + START_LIMIT_S
             while self._run.started_at is None:
-                if not self._selector.get_map() or time.monotonic() > end:
+                if not self._run.selector.get_map() or time.monotonic() > end:
                     outcome_of(self._run, limits)  # raises the reason
                 self._read(end)
-            self._selector.register(self._socket, selectors.EVENT_READ, None)
+            self._run.selector.register(self._socket, selectors.EVENT_READ, self._answer)
             self._files = undo.pop_all()
-
-    def __enter__(self) -> "Session":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -117,7 +100,8 @@ class Session:
         }  # fmt: skip
         message = json.dumps(request).encode()
         end = time.monotonic() + limit_s + GRACE_S
-        self._answer.clear()
+        self._answer.content.clear()
+        self._answer.num_bytes = 0
         try:
             self._socket.settimeout(limit_s + GRACE_S)
             self._socket.sendall(SIZE.pack(len(message)) + message)
@@ -137,31 +121,21 @@ class Session:
 
     def _read(self, end: float) -> None:
         """Read some of what the sandbox writes; raise an EOFError when its program has ended."""
-        for key, _ in self._selector.select(max(end - time.monotonic(), 0)):
-            if key.data is None:
-                part = self._socket.recv(1 << 16)
-                if not part:
-                    raise EOFError
-                self._answer += part
-            elif not key.data.read():
-                self._selector.unregister(key.fd)
-            elif key.data.num_bytes > key.data.limit:
-                self._run.killed_for = Status.OUTPUT_LIMIT
-                raise EOFError
-            elif key.data is self._run.streams["status"]:
-                follow(self._run, self._job)
+        if self._answer in self._run.read(end) or self._run.killed_for is not None:
+            raise EOFError
 
     def _whole_answer(self) -> Cell | None:
-        if len(self._answer) < SIZE.size:
+        content = self._answer.content
+        if len(content) < SIZE.size:
             return None
-        (size,) = SIZE.unpack(self._answer[: SIZE.size])
+        (size,) = SIZE.unpack(content[: SIZE.size])
         if size > MAX_ANSWER:
             self._run.killed_for = Status.OUTPUT_LIMIT
             raise EOFError
-        if len(self._answer) < SIZE.size + size:
+        if len(content) < SIZE.size + size:
             return None
         try:
-            answer = json.loads(self._answer[SIZE.size :])
+            answer = json.loads(content[SIZE.size :])
             images = [base64.b64decode(image) for image in answer["images"]]
             return Cell(str(answer["text"]), images, bool(answer["failed"]))
         # the code wrote to the connection
@@ -172,10 +146,9 @@ class Session:
         """Return why the program ended, and close the session."""
         end = time.monotonic() + EXIT_WAIT_S
         with suppress(KeyError):
-            self._selector.unregister(self._socket)
-        while self._run.killed_for is None and self._selector.get_map() and time.monotonic() < end:
-            with suppress(EOFError):
-                self._read(end)
+            self._run.selector.unregister(self._socket)
+        while self._run.killed_for is None and self._run.selector.get_map() and time.monotonic() < end:
+            self._run.read(end)
         self._run.ended_at = time.monotonic()
         try:
             outcome = outcome_of(self._run, self.limits)
@@ -186,15 +159,3 @@ class Session:
         if outcome.signal is not None:
             return ENDINGS.get(outcome.status, f"signal {outcome.signal} ended it")
         return ENDINGS.get(outcome.status, "it ended its own process")
-
-
-def working_isolation(allow_unsafe: bool = False) -> Isolation:
-    """Return the strongest isolation of this machine.
-
-    Raises:
-        SandboxRefusedError: None works, and programs without one are not allowed.
-    """
-    isolation, cause = detect()
-    if isolation is Isolation.NONE and not (allow_unsafe or is_unsafe_allowed()):
-        raise SandboxRefusedError(f"no isolation works on this machine: {cause}; {REMEDY}")
-    return isolation

@@ -88,12 +88,12 @@ def judge(
 
 
 def _judge(source: str, case: Case, limits: Limits, allow_unsafe: bool) -> Verdict:
-    expected = _expected_text(case)
+    call, expected = _asked(case)
     outcome = run(
         source,
         stdin=case.stdin if isinstance(case, StdinCase) else "",
         limits=limits,
-        call=_call_of(case),
+        call=call,
         preludes=[PRELUDE, case.prefix] if isinstance(case, AssertCase) else [PRELUDE],
         kept_bytes=LONGEST_BYTES + LONGEST_MULTIPLE * len(expected),
         allow_unsafe=allow_unsafe,
@@ -107,18 +107,13 @@ def _judge(source: str, case: Case, limits: Limits, allow_unsafe: bool) -> Verdi
     return Verdict(kind, _for_report(outcome))
 
 
-def _call_of(case: Case) -> Call | None:
+def _asked(case: Case) -> tuple[Call | None, str]:
+    """Return the call that a test makes, and the text that it expects."""
     if isinstance(case, StdinCase):
-        return None
+        return None, case.stdout
     if isinstance(case, CallCase):
-        return Call(case.function, json.dumps(case.arguments))
-    return Call(case.expression, None, case.before)
-
-
-def _expected_text(case: Case) -> str:
-    if isinstance(case, StdinCase):
-        return case.stdout
-    return to_text(case.expected, as_json=isinstance(case, CallCase))
+        return Call(case.function, json.dumps(case.arguments)), to_text(case.expected, as_json=True)
+    return Call(case.expression, None, case.before), to_text(case.expected)
 
 
 def _is_right(case: Case, outcome: Outcome, expected: str) -> bool:
@@ -128,12 +123,11 @@ def _is_right(case: Case, outcome: Outcome, expected: str) -> bool:
 
 
 def _for_report(outcome: Outcome) -> Outcome:
-    stdout, stderr, value = outcome.stdout, outcome.stderr, outcome.value
     return replace(
         outcome,
-        stdout=stdout[:KEPT_CHARACTERS],
-        stderr=stderr[-KEPT_CHARACTERS:],
-        value=value and value[:KEPT_CHARACTERS],
+        stdout=outcome.stdout[:KEPT_CHARACTERS],
+        stderr=outcome.stderr[-KEPT_CHARACTERS:],
+        value=outcome.value and outcome.value[:KEPT_CHARACTERS],
     )
 
 

@@ -21,9 +21,8 @@ from verl.config.worker import RewardConfig, WorkerConfig
 from verl.data.bad_rows import BadRowError
 from verl.data.first_look import CONVERSATION_ROWS, PROMPT_ROWS, check_chat_template, look_at_data
 from verl.data.plain_files import Row
-from verl.rewards.failures import reason
 from verl.rewards.function import split_calls
-from verl.rewards.manager import pickle_inputs
+from verl.rewards.manager import pickle_inputs, reason
 from verl.rewards.pool import Batch, Call, RewardPool
 from verl.rewards.servers import Specs, specs_of
 from verl.trainer.reward_samples import PlainRows, Response, sample_responses

@@ -12,8 +12,7 @@ import openai
 import pytest
 
 from verl.agents.endpoint import server
-from verl.agents.endpoint.chat_messages import assistant_message
-from verl.agents.endpoint.errors import context_full
+from verl.agents.endpoint.chat_messages import ApiError, assistant_message
 from verl.agents.endpoint.replies import CHUNK, Reply
 from verl.agents.endpoint.server import MODEL, Endpoint
 from verl.agents.interface import ToolCall
@@ -54,7 +53,7 @@ def no_urls(url):
 
 @pytest.fixture(scope="module")
 def endpoint():
-    with Endpoint(no_urls, takes_media=True, shows_tools=True) as endpoint:
+    with Endpoint(no_urls, shows_tools=True) as endpoint:
         yield endpoint
 
 
@@ -205,7 +204,8 @@ def test_fields_that_change_nothing_are_taken(leader, client):
 
 
 def test_the_errors_of_a_conversation_are_the_clients_own(leader, client):
-    leader.answer = lambda call: call.refuse(context_full("no room"))
+    full = ApiError("no room", code="context_length_exceeded", param="messages")
+    leader.answer = lambda call: call.refuse(full)
 
     with pytest.raises(openai.BadRequestError) as refused:
         ask(client)
@@ -316,7 +316,7 @@ def test_a_client_that_disconnects_is_noted(endpoint, leader):
 
 
 def test_the_end_of_the_server_leaves_no_client_waiting():
-    endpoint = Endpoint(no_urls, takes_media=False, shows_tools=False)
+    endpoint = Endpoint(None, shows_tools=False)
     leader = Leader(endpoint)
     leader.answer = lambda call: None
     client = openai.OpenAI(base_url=endpoint.base_url, api_key=endpoint.open("x"), max_retries=0, timeout=300)
@@ -339,7 +339,7 @@ def test_the_end_of_the_server_leaves_no_client_waiting():
 
 
 def test_a_text_model_refuses_images_and_a_template_without_tools_refuses_tools():
-    with Endpoint(no_urls, takes_media=False, shows_tools=False) as endpoint:
+    with Endpoint(None, shows_tools=False) as endpoint:
         leader = Leader(endpoint)
         client = openai.OpenAI(base_url=endpoint.base_url, api_key=endpoint.open("x"), max_retries=0)
         image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aaaa"}}
@@ -352,7 +352,7 @@ def test_a_text_model_refuses_images_and_a_template_without_tools_refuses_tools(
 
 def test_a_call_is_announced_before_it_can_be_taken_and_a_wrong_one_is_not():
     announced, taken = [], []
-    with Endpoint(no_urls, takes_media=False, shows_tools=False, on_call=announced.append) as endpoint:
+    with Endpoint(None, shows_tools=False, on_call=announced.append) as endpoint:
         client = openai.OpenAI(
             base_url=endpoint.base_url, api_key=endpoint.open("one"), max_retries=0, timeout=20
         )

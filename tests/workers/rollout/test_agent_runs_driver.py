@@ -182,7 +182,7 @@ def lead(tiny, engine, tmp_path):
 def services_of(rules):
     pool = ToolPool(rules.options)
     read_url = rules.media.loader.on_disk
-    return AgentServices(pool, Endpoint(read_url, takes_media=True, shows_tools=True, on_call=pool.hold))
+    return AgentServices(pool, Endpoint(read_url, shows_tools=True, on_call=pool.hold))
 
 
 def rules_with(tiny, form, max_tokens, options):

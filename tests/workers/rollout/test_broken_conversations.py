@@ -107,7 +107,7 @@ class ReadyPool:
 
     def ready(self, timeout_s):
         called, self.called = self.called, []
-        return [(key, [Observation("5")], None) for key in called]
+        return [(key, [Observation("5")]) for key in called]
 
     def end(self, key):
         pass

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from verl.agents.endpoint.errors import ApiError
 from verl.agents.interface import MAX_DEPTH, Message, Reference, ToolCall, is_too_deep
 from verl.data.media.references import DATA_URL, inline_bytes
 from verl.models.families.interface import Kind
@@ -22,7 +21,25 @@ TEXT_PARTS = ("text", "input_text", "output_text", "refusal")  # all but the las
 MEDIA_PARTS: dict[str, Kind] = {"image_url": "image", "video_url": "video"}
 LOCAL = "file://"
 
-ReadUrl = Callable[[str], Reference]  # of one that names a file on the web
+ReadUrl = Callable[[str], Reference] | None  # of a medium on the web; None: the model reads no media
+
+
+class ApiError(Exception):
+    """A call that is answered with an error, in OpenAI's form, so that SDKs raise their own exceptions.
+
+    Args:
+        param: The field of the request that is refused.
+    """
+
+    def __init__(
+        self, message: str, status: int = 400, code: str | None = None, param: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status, self.code, self.param = status, code, param
+
+    def body(self) -> dict[str, Any]:
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
 @dataclass(frozen=True)
@@ -56,7 +73,7 @@ class ChatMessage:
         return found.digest()
 
 
-def read_messages(value: Any, read_url: ReadUrl, *, takes_media: bool) -> list[ChatMessage]:
+def read_messages(value: Any, read_url: ReadUrl) -> list[ChatMessage]:
     """Read the field `messages` of a request.
 
     Raises:
@@ -65,8 +82,7 @@ def read_messages(value: Any, read_url: ReadUrl, *, takes_media: bool) -> list[C
     if not isinstance(value, list) or not value:
         raise ApiError("`messages` must be a list of at least one message", param="messages")
     messages = [
-        _read_message(message, f"messages[{number}]", read_url, takes_media)
-        for number, message in enumerate(value)
+        _read_message(message, f"messages[{number}]", read_url) for number, message in enumerate(value)
     ]
     if messages[-1].message["role"] == "assistant":
         raise ApiError(
@@ -86,11 +102,11 @@ def assistant_message(text: str, calls: Sequence[ToolCall], call_ids: Sequence[s
     return ChatMessage(message, calls=tuple(calls), call_ids=tuple(call_ids))
 
 
-def _read_message(value: Any, where: str, read_url: ReadUrl, takes_media: bool) -> ChatMessage:
+def _read_message(value: Any, where: str, read_url: ReadUrl) -> ChatMessage:
     if not isinstance(value, dict) or value.get("role") not in ROLES:
         raise ApiError(f"`{where}` must be an object whose `role` is one of {sorted(ROLES)}", param=where)
     role = ROLES[value["role"]]
-    content, media = _read_content(value.get("content"), f"{where}.content", read_url, takes_media)
+    content, media = _read_content(value.get("content"), f"{where}.content", read_url)
     if role == "assistant":
         calls, call_ids = _read_calls(value.get("tool_calls"), f"{where}.tool_calls")
         if media:
@@ -110,7 +126,7 @@ def _read_message(value: Any, where: str, read_url: ReadUrl, takes_media: bool) 
 
 
 def _read_content(
-    content: Any, where: str, read_url: ReadUrl, takes_media: bool
+    content: Any, where: str, read_url: ReadUrl
 ) -> tuple[str | list[dict[str, str]], list[tuple[Kind, Reference]]]:
     """Return a content, one text if it has no media, and its media."""
     if content is None or isinstance(content, str):
@@ -127,7 +143,7 @@ def _read_content(
         ):
             parts.append({"type": "text", "text": text})
         elif kind in MEDIA_PARTS:
-            if not takes_media:
+            if read_url is None:
                 raise ApiError(f"`{place}`: the model reads no images and videos", param=place)
             parts.append({"type": MEDIA_PARTS[kind]})
             media.append((MEDIA_PARTS[kind], _reference(part.get(kind), place, read_url)))
@@ -139,7 +155,7 @@ def _read_content(
     return parts, media
 
 
-def _reference(value: Any, where: str, read_url: ReadUrl) -> Reference:
+def _reference(value: Any, where: str, read_url: Callable[[str], Reference]) -> Reference:
     url = value.get("url") if isinstance(value, dict) else value
     if not isinstance(url, str) or not url:
         raise ApiError(f"`{where}` must have a `url`", param=where)

@@ -27,11 +27,11 @@ class Reply(NamedTuple):
 
 def completion(request: ChatRequest, reply: Reply) -> dict[str, Any]:
     """Return the body of an answer."""
-    message: dict[str, Any] = {"role": "assistant", "content": reply.message.text or None, "refusal": None}
-    if calls := _calls(reply):
+    calls = _calls(reply)
+    content = reply.message.text or (None if calls else "")
+    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+    if calls:
         message["tool_calls"] = calls
-    else:
-        message["content"] = reply.message.text
     choice = {
         "index": 0, "message": message, "finish_reason": reply.finish_reason, "token_ids": reply.token_ids,
         "logprobs": _log_probs(reply) if request.has_log_probs else None,

@@ -6,10 +6,10 @@ A field is honoured, has no effect by design, or must have the only value that t
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
-from verl.agents.endpoint.chat_messages import ChatMessage, ReadUrl, read_messages
-from verl.agents.endpoint.errors import ApiError
+from verl.agents.endpoint.chat_messages import ApiError, ChatMessage, ReadUrl, read_messages
 from verl.utils.rank_logger import get_logger
 
 HONOURED = (
@@ -37,7 +37,6 @@ FIXED: dict[str, tuple[Any, ...]] = {
     "function_call": ("none", "auto"),
 }
 logger = get_logger(__name__, all_ranks=True)
-_logged: set[str] = set()
 
 
 @dataclass(frozen=True)
@@ -55,12 +54,11 @@ class ChatRequest:
     has_log_probs: bool = False
 
 
-def read_request(body: Any, read_url: ReadUrl, *, takes_media: bool, shows_tools: bool) -> ChatRequest:
+def read_request(body: Any, read_url: ReadUrl, *, shows_tools: bool) -> ChatRequest:
     """Read the body of a chat completion.
 
     Args:
-        read_url: Returns a reference to a medium on the web, or raises a ValueError.
-        takes_media: The model reads images and videos.
+        read_url: Returns a reference to a medium on the web, or raises a ValueError; None for a text model.
         shows_tools: The chat template does.
 
     Raises:
@@ -73,7 +71,7 @@ def read_request(body: Any, read_url: ReadUrl, *, takes_media: bool, shows_tools
     if choice not in (None, "auto", "none"):
         raise ApiError("`tool_choice` must be auto or none: turns are sampled freely", param="tool_choice")
     tools = _read_tools(body.get("tools"))
-    messages = read_messages(body.get("messages"), read_url, takes_media=takes_media)
+    messages = read_messages(body.get("messages"), read_url)
     if not shows_tools and (tools or any(one.calls or one.answers for one in messages)):
         raise ApiError(
             "the chat template of the model shows no tools: set another one with"
@@ -114,12 +112,9 @@ def _check_fields(body: Mapping[str, Any]) -> None:
             )
 
 
+@cache
 def _log_once(name: str) -> None:
-    if name not in _logged:
-        _logged.add(name)
-        logger.info(
-            "an agent set `%s`, which has no effect: turns are sampled as the run's options say", name
-        )
+    logger.info("an agent set `%s`, which has no effect: turns are sampled as the run's options say", name)
 
 
 def _read_tools(value: Any) -> list[Mapping[str, Any]]:

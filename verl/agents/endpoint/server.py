@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """An OpenAI-compatible endpoint over a rollout engine, on 127.0.0.1, whose keys are conversations.
 
-    with Endpoint(read_url, takes_media=True, shows_tools=True) as endpoint:
+    with Endpoint(read_url, shows_tools=True) as endpoint:
         api_key = endpoint.open(key)                 # a conversation; agents call with it
         for call in endpoint.take(0.1):              # in the order of their arrival
             call.answer(reply)                       # or call.refuse(error)
@@ -16,7 +16,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable, Hashable, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -27,8 +27,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from verl.agents.endpoint.chat_messages import ReadUrl
-from verl.agents.endpoint.errors import ApiError
+from verl.agents.endpoint.chat_messages import ApiError, ReadUrl
 from verl.agents.endpoint.replies import Reply, completion, events
 from verl.agents.endpoint.requests import ChatRequest, read_request
 from verl.agents.interface import MAX_DEPTH, is_too_deep
@@ -48,31 +47,26 @@ logger = get_logger(__name__, all_ranks=True)
 class IncomingCall:
     """A call of an agent that waits for its answer; its client may have gone."""
 
-    def __init__(self, key: Hashable, request: ChatRequest, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, key: Hashable, request: ChatRequest) -> None:
         self.key, self.request, self.is_gone = key, request, False  # is_gone: the client has disconnected
-        self.future: asyncio.Future[Reply] = loop.create_future()
-        self._loop = loop
+        self.future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
 
     def answer(self, reply: Reply) -> None:
-        self._set(reply, None)
+        self._settle(self.future.set_result, reply)
 
     def refuse(self, error: ApiError) -> None:
-        self._set(None, error)
+        self._settle(self.future.set_exception, error)
 
-    def _set(self, reply: Reply | None, error: ApiError | None) -> None:
-        def set_now() -> None:
-            if self.future.done():
-                return
-            if error is not None:
-                self.future.set_exception(error)
-            elif reply is not None:
-                self.future.set_result(reply)
+    def _settle(self, settle: Callable[[Any], None], value: Reply | ApiError) -> None:
+        def settle_now() -> None:
+            if not self.future.done():
+                settle(value)
 
         with suppress(RuntimeError):  # the server has ended
-            self._loop.call_soon_threadsafe(set_now)
+            self.future.get_loop().call_soon_threadsafe(settle_now)
 
 
-class Endpoint:
+class Endpoint(AbstractContextManager["Endpoint"]):
     """The server and the calls that wait.
 
     Args:
@@ -84,13 +78,10 @@ class Endpoint:
         self,
         read_url: ReadUrl,
         *,
-        takes_media: bool,
         shows_tools: bool,
         on_call: Callable[[Hashable], None] = lambda key: None,
     ) -> None:
-        self._on_call = on_call
-        self._options = {"takes_media": takes_media, "shows_tools": shows_tools}
-        self._read_url = read_url
+        self._on_call, self._read_url, self._shows_tools = on_call, read_url, shows_tools
         self._keys: dict[str, Hashable] = {}
         self._calls: SimpleQueue[IncomingCall] = SimpleQueue()
         self._listening = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
@@ -100,8 +91,9 @@ class Endpoint:
             Route("/v1/models", self._models),
             Route("/{path:path}", self._unknown, methods=["GET", "POST", "PUT", "DELETE", "PATCH"]),
         ]
+        answers = {ApiError: _refused, ClientDisconnect: _gone, Exception: _crashed}
         config = uvicorn.Config(
-            Starlette(routes=routes, exception_handlers={Exception: _crashed}),
+            Starlette(routes=routes, exception_handlers=answers),
             log_config=None,
             log_level="warning",
             access_log=False,
@@ -113,9 +105,6 @@ class Endpoint:
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._serve, name="agent-endpoint", daemon=True)
         self._thread.start()
-
-    def __enter__(self) -> "Endpoint":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -152,28 +141,17 @@ class Endpoint:
         asyncio.run(self._server.serve(sockets=[self._listening]))
 
     async def _models(self, request: Request) -> Response:
-        try:
-            self._key_of(request)
-        except ApiError as error:
-            return _failure(error)
+        self._key_of(request)
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "verl"}
         return _json({"object": "list", "data": [model]})
 
     async def _unknown(self, request: Request) -> Response:
-        path = request.url.path
-        return _failure(ApiError(f"there is no {request.method} {path}", status=404, code="not_found"))
+        raise ApiError(f"there is no {request.method} {request.url.path}", status=404, code="not_found")
 
     async def _complete(self, request: Request) -> Response:
-        try:
-            key = self._key_of(request)
-            body = await _read_body(request)
-            asked = await run_in_threadpool(self._read, body)
-            call = IncomingCall(key, asked, asyncio.get_running_loop())
-            reply = await self._wait(request, call)
-        except ApiError as error:
-            return _failure(error)
-        except ClientDisconnect:
-            return Response(status_code=499)
+        key = self._key_of(request)
+        asked = await run_in_threadpool(self._read, await _read_body(request))
+        reply = await self._wait(request, IncomingCall(key, asked))
         if asked.streams:
             return StreamingResponse(events(asked, reply), media_type="text/event-stream")
         return _json(completion(asked, reply))
@@ -196,7 +174,7 @@ class Endpoint:
             raise ApiError(f"the body is no JSON: {error}", code="invalid_json") from error
         if is_too_deep(value, MAX_BODY_DEPTH):
             raise ApiError(f"the body has over {MAX_BODY_DEPTH} levels of lists and objects")
-        return read_request(value, self._read_url, **self._options)
+        return read_request(value, self._read_url, shows_tools=self._shows_tools)
 
     async def _wait(self, request: Request, call: IncomingCall) -> Reply:
         """Wait for the answer, and drop the call when its client disconnects."""
@@ -234,13 +212,18 @@ async def _read_body(request: Request) -> bytes:
     return bytes(body)
 
 
+async def _refused(request: Request, error: ApiError) -> Response:
+    return _json(error.body(), error.status)
+
+
+async def _gone(request: Request, error: ClientDisconnect) -> Response:
+    return Response(status_code=499)
+
+
 async def _crashed(request: Request, error: Exception) -> Response:
     logger.error("a call of an agent failed in the endpoint", exc_info=error)
-    return _failure(ApiError(f"the endpoint failed: {error!r}", status=500, code="internal_error"))
-
-
-def _failure(error: ApiError) -> Response:
-    return _json(error.body(), error.status)
+    failure = ApiError(f"the endpoint failed: {error!r}", status=500, code="internal_error")
+    return await _refused(request, failure)
 
 
 def _json(body: Mapping[str, Any], status: int = 200) -> Response:

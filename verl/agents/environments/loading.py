@@ -6,19 +6,18 @@
         @classmethod
         def prepare(cls, **kwargs): ...      optional: called once next to each engine, before all others
         def __init__(self, **kwargs): ...    `environment_kwargs`, and the column `env_kwargs` of a row
-        def reset(self, row): ...
-        def step(self, text, calls): ...
+        def reset(self, row): ...            the prompt: messages or a text; None is that of the row
+        def step(self, text, calls): ...     an `Observation`, a text or an image
         def close(self): ...
 
-Each conversation has an instance in its own process, which is forked after `prepare`. Nothing here
-imports torch.
+Each conversation has an instance in its own process, which is forked after `prepare`. Methods may be
+`async def`. Nothing here imports torch.
 """
 
 import inspect
 import json
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from verl.agents.tools.loading import NAME, LoadedTool, checked_schema, find_named
@@ -28,10 +27,6 @@ OPTION = "worker.rollout.multi_turn.environment"
 KWARGS_OPTION = "worker.rollout.multi_turn.environment_kwargs"
 COLUMN = "env_kwargs"
 METHODS = ("reset", "step", "close")
-# Names of `multi_turn.SHIPPED_ENVIRONMENTS`, and of their file and class in `shipped/`.
-SHIPPED = {"gymnasium": "gymnasium_env.py:Gymnasium"}
-
-Maker = Callable[[Mapping[str, Any]], Any]  # an environment for the conversation of a row
 
 
 def load_environments(options: MultiTurnConfig) -> list[LoadedTool]:
@@ -43,52 +38,32 @@ def load_environments(options: MultiTurnConfig) -> list[LoadedTool]:
     """
     if options.environment is None:
         return []
-    kind, path, where = _find(options.environment)
+    kind, path, where = find_named(options.environment, OPTION, {})
     kwargs = dict(options.environment_kwargs)
     try:
         _check_class(kind, kwargs)
+        schemas = _schemas_of(kind)
     except ValueError as error:
         raise ValueError(f"`{OPTION}`: {where} {error}") from error
     build = partial(prepared, kind, kwargs)
-    return [LoadedTool(kind.__name__, {}, path, True, build, "environment")]
+    return [LoadedTool(kind.__name__, schemas, path, True, build, "environment")]
 
 
-def environment_schemas(options: MultiTurnConfig) -> list[dict[str, Any]]:
-    """Return the schemas of the tools that the environment of a config offers, for chat templates."""
-    if options.environment is None:
-        return []
-    kind, _, where = _find(options.environment)
-    try:
-        return _schemas_of(kind)
-    except ValueError as error:
-        raise ValueError(f"`{OPTION}`: {where} {error}") from error
-
-
-def prepared(kind: Any, kwargs: Mapping[str, Any]) -> Maker:
-    """Call `prepare` of a class that has one, and return what makes its environments."""
+def prepared(kind: Any, kwargs: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Any]:
+    """Call `prepare` of a class that has one, and return what makes an environment for a row."""
     if hasattr(kind, "prepare"):
         kind.prepare(**kwargs)
     return partial(_made, kind, kwargs)
 
 
 def _made(kind: Any, kwargs: Mapping[str, Any], row: Mapping[str, Any]) -> Any:
-    return kind(**{**kwargs, **_kwargs_of(row)})
-
-
-def _kwargs_of(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a row; null, which files write for a missing key, replaces nothing."""
     given = row.get(COLUMN)
     if isinstance(given, str):
         given = json.loads(given)
     if given is not None and not isinstance(given, Mapping):
         raise TypeError(f"column `{COLUMN}` must be a mapping or its JSON, got {type(given).__name__}")
-    return {name: value for name, value in (given or {}).items() if value is not None}
-
-
-def _find(spec: str) -> tuple[Any, Path, str]:
-    if spec in SHIPPED:
-        spec = f"{Path(__file__).parent / 'shipped' / SHIPPED[spec]}"
-    return find_named(spec, OPTION, {})
+    # null, which files write for a missing key, replaces nothing
+    return kind(**{**kwargs, **{name: value for name, value in (given or {}).items() if value is not None}})
 
 
 def _check_class(kind: Any, kwargs: Mapping[str, Any]) -> None:
@@ -99,7 +74,6 @@ def _check_class(kind: Any, kwargs: Mapping[str, Any]) -> None:
         inspect.signature(kind).bind_partial(**kwargs)  # rows may give the others
     except TypeError as error:
         raise ValueError(f"cannot be made with `{KWARGS_OPTION}` ({kwargs}): {error}") from error
-    _schemas_of(kind)
 
 
 def _schemas_of(kind: Any) -> list[dict[str, Any]]:

@@ -12,7 +12,6 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from verl.agents.harnesses.policy import AsyncPolicy, Policy
@@ -23,7 +22,6 @@ from verl.config.multi_turn import MultiTurnConfig
 
 OPTION = "worker.rollout.multi_turn.agent"
 AGENT = "agent"  # its name in the pool
-SHIPPED = {"verifiers": "verifiers_agent.py:run"}  # the names of `multi_turn.SHIPPED_AGENTS`
 NO_PROXY = ("NO_PROXY", "no_proxy")
 RESULT = ("reward", "turn_rewards")
 # What packages import at their first call: a third of a second in the process of each conversation.
@@ -36,14 +34,10 @@ def load_agents(options: MultiTurnConfig) -> list[LoadedTool]:
     Raises:
         ValueError: The file cannot be imported, or has no such function.
     """
-    return [] if options.agent is None else [_load(options.agent, options.agent_kwargs)]
-
-
-def _load(spec: str, kwargs: Mapping[str, Any]) -> LoadedTool:
-    if spec in SHIPPED:
-        spec = f"{Path(__file__).parent / 'shipped' / SHIPPED[spec]}"
-    function, path, _ = find_named(spec, OPTION, {})
-    return LoadedTool(AGENT, {}, path, True, partial(AgentRunner, function, kwargs), AGENT)
+    if options.agent is None:
+        return []
+    function, path, _ = find_named(options.agent, OPTION, {})
+    return [LoadedTool(AGENT, [], path, True, partial(AgentRunner, function, options.agent_kwargs), AGENT)]
 
 
 class AgentRunner:

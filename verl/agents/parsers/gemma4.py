@@ -28,7 +28,6 @@ def parse(text: str, schemas: Schemas) -> list[ToolCall]:
 
 
 def _read(text: str, start: int) -> tuple[ToolCall, int]:
-    """Return the call after a start token, and where to look for the next one."""
     function = FUNCTION.match(text, start)
     if function is None:
         return malformed(f"{START} must be followed by call:NAME{{ARGUMENTS}}"), start

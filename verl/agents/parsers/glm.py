@@ -13,8 +13,8 @@ import re
 from functools import partial
 
 from verl.agents.interface import ToolCall
-from verl.agents.parsers.interface import CallFormat, Finder, Schemas, call_with, calls_after, malformed
-from verl.agents.parsers.typed_values import read_values
+from verl.agents.parsers.interface import CallFormat, Finder, Schemas, calls_after, malformed
+from verl.agents.parsers.typed_values import typed_call
 
 START, END = "<tool_call>", "</tool_call>"
 NAME = re.compile(r"\s*+([^\s<{]++)\s*+(?=<)")
@@ -28,7 +28,6 @@ def parse(text: str, schemas: Schemas) -> list[ToolCall]:
 
 
 def _read(schemas: Schemas, ends: Finder, text: str, start: int) -> tuple[ToolCall, int]:
-    """Return the call after a start tag, and where to look for the next one."""
     named = NAME.match(text, start)
     if named is None:
         return malformed(f"{START} must be followed by the name of a tool"), start
@@ -43,10 +42,7 @@ def _read(schemas: Schemas, ends: Finder, text: str, start: int) -> tuple[ToolCa
             f" end with {END}"
         )
         return malformed(problem, name), at
-    try:
-        return call_with(name, read_values(schemas, name, values)), at + len(END)
-    except ValueError as error:
-        return malformed(str(error), name), at + len(END)
+    return typed_call(schemas, name, values), at + len(END)
 
 
 GLM = CallFormat(parse, sign=r"<arg_key>", start=START)

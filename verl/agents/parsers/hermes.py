@@ -24,7 +24,6 @@ def parse(text: str, schemas: Schemas) -> list[ToolCall]:
 
 
 def _read(tags: Finder, text: str, start: int) -> tuple[ToolCall, int]:
-    """Return the call after a start tag, and where to look for the next one."""
     try:
         # The end tag may be part of a text in the arguments, so the object is read first.
         value, stop = read_object(text, start)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from verl.agents.interface import MAX_DEPTH, ToolCall, is_too_deep
 
-Schemas = Sequence[Mapping[str, Any]]  # of the tools, as `Tool.schema`
+Schemas = Sequence[Mapping[str, Any]]  # of tools: {"type": "function", "function": {"name": ...}}
 MAX_CALLS = 128  # of a turn: each costs time, whether it can be read or not
 THOUGHT, END_OF_THOUGHT = "<think>", "</think>"
 

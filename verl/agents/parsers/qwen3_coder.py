@@ -16,8 +16,8 @@ import re
 from functools import partial
 
 from verl.agents.interface import ToolCall
-from verl.agents.parsers.interface import CallFormat, Finder, Schemas, call_with, calls_after, malformed
-from verl.agents.parsers.typed_values import read_values
+from verl.agents.parsers.interface import CallFormat, Finder, Schemas, calls_after, malformed
+from verl.agents.parsers.typed_values import typed_call
 
 START, END = "<tool_call>", "</tool_call>"
 FUNCTION = re.compile(r"\s*+<function=([^>\n]++)>\s*+")
@@ -32,7 +32,6 @@ def parse(text: str, schemas: Schemas) -> list[ToolCall]:
 
 
 def _read(schemas: Schemas, ends: Finder, text: str, start: int) -> tuple[ToolCall, int]:
-    """Return the call after a start tag, and where to look for the next one."""
     function = FUNCTION.match(text, start)
     if function is None:
         return malformed(f"{START} must be followed by <function=NAME>"), start
@@ -47,11 +46,7 @@ def _read(schemas: Schemas, ends: Finder, text: str, start: int) -> tuple[ToolCa
             f"a call must be parameters, <parameter=NAME>VALUE</parameter>, and end with </function>{END}"
         )
         return malformed(problem, name), at
-    try:
-        arguments = read_values(schemas, name, values)
-    except ValueError as error:
-        return malformed(str(error), name), closing.end()
-    return call_with(name, arguments), closing.end()
+    return typed_call(schemas, name, values), closing.end()
 
 
 QWEN3_CODER = CallFormat(parse, sign=r"<function=", start=START)

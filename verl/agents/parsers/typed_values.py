@@ -5,19 +5,22 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from verl.agents.parsers.interface import Schemas
+from verl.agents.interface import ToolCall
+from verl.agents.parsers.interface import Schemas, call_with, malformed
 
 PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}  # as Qwen3-Coder's template writes them
 TYPES = {dict: "object", list: "array", str: "string", bool: "boolean", int: "integer", float: "number"}
 
 
-def read_values(schemas: Schemas, tool: str, values: Mapping[str, str]) -> dict[str, Any]:
-    """Read the arguments of a tool.
-
-    Raises:
-        ValueError: A text is of none of the types of its parameter.
-    """
-    return {name: read_value(name, text, types_of(schemas, tool, name)) for name, text in values.items()}
+def typed_call(schemas: Schemas, tool: str, values: Mapping[str, str]) -> ToolCall:
+    """Return the call of a tool, malformed if a text is of none of the types of its parameter."""
+    try:
+        typed = {
+            name: _read_value(name, text, types_of(schemas, tool, name)) for name, text in values.items()
+        }
+    except ValueError as error:
+        return malformed(str(error), tool)
+    return call_with(tool, typed)
 
 
 def types_of(schemas: Schemas, tool: str, parameter: str) -> set[str]:
@@ -46,12 +49,8 @@ def _listed(value: Any) -> Sequence[Any]:
     return value if isinstance(value, list | tuple) else () if value is None else (value,)
 
 
-def read_value(name: str, text: str, types: set[str]) -> Any:
-    """Read a value of one of the types; without types it remains a text.
-
-    Raises:
-        ValueError: The text is of none of them.
-    """
+def _read_value(name: str, text: str, types: set[str]) -> Any:
+    """Read a value of one of the types; without types it remains a text."""
     if types <= {"string"}:
         return text
     word = text.strip()

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 from verl.agents.environments.loading import load_environments
 from verl.agents.harnesses.loading import load_agents
-from verl.agents.tools.answers import AnswerLimits
 from verl.agents.tools.loading import LoadedTool, load_tools
 from verl.agents.tools.tool_server import EnvironmentServer, ToolServer
 from verl.config.multi_turn import MultiTurnConfig
@@ -24,7 +23,6 @@ from verl.utils.registry import HEADING
 from verl.utils.user_file import describe_error
 
 SERVERS = {"tool": ToolServer, "environment": EnvironmentServer, "agent": ToolServer}
-GIB = 1 << 30
 LOAD_TIMEOUT_S = 300.0  # to import the files of the tools: they may load an index, or import torch
 WATCH_POLL_S = 0.1
 HOST_NAME = "the process that all tools have in common"
@@ -39,7 +37,6 @@ class ToolFacts(NamedTuple):
     is_stateful: bool
     path: str
     kind: str = "tool"  # or environment, or agent
-    index: int = 0
 
 
 class ToolHost:
@@ -81,7 +78,7 @@ class ToolHost:
 
     async def fork(self, tool: ToolFacts) -> "ToolProcess":
         """Start a process for a tool."""
-        return await self._fork(self._tools.server_of(tool))
+        return await self._fork(partial(self._tools.serve, tool.name))
 
     def close(self) -> None:
         """Kill the process and all its forks."""
@@ -130,38 +127,23 @@ class LoadedTools:
         vars(self).update(values)
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the pool is the parallelism
         options = self.options
-        limits, memory_bytes = AnswerLimits.from_options(options), int(options.tool_memory_limit_gb * GIB)
         try:
-            members = [*load_tools(options), *load_environments(options), *load_agents(options)]
-            self.servers = [
-                SERVERS[tool.kind](
-                    tool.name,
-                    _built(tool),
-                    tool.path,
-                    is_stateful=tool.is_stateful,
-                    limits=limits,
-                    memory_bytes=memory_bytes,
-                )
-                for tool in members
-            ]
+            tools = [*load_tools(options), *load_environments(options), *load_agents(options)]
+            self.servers = {tool.name: SERVERS[tool.kind](tool, _built(tool), options) for tool in tools}
         except (ValueError, OSError) as error:
             self.loaded: list[ToolFacts] | str = str(error)
         else:
             self.loaded = [
-                ToolFacts(tool.name, tool.is_stateful, str(tool.path), tool.kind, index)
-                for index, tool in enumerate(members)
+                ToolFacts(tool.name, tool.is_stateful, str(tool.path), tool.kind) for tool in tools
             ]
-
-    def server_of(self, tool: ToolFacts) -> Serve:
-        """Return what a fork of the host runs to answer the calls of a tool."""
-        return partial(self._serve, tool.index)
 
     def tell(self, connection: Connection) -> None:
         """Send the facts of all tools, or why they cannot be loaded."""
         connection.send((0, self.loaded))
 
-    def _serve(self, index: int, connection: Connection) -> None:
-        self.servers[index].serve(connection)
+    def serve(self, name: str, connection: Connection) -> None:
+        """Answer the calls of a tool, in a fork of the host."""
+        self.servers[name].serve(connection)
 
 
 def _built(tool: LoadedTool) -> Any:

@@ -27,15 +27,21 @@ from types import ModuleType
 from typing import Any
 
 from verl.agents.tools.tool_schema import function_schema
-from verl.agents.tools.verl_tools import read_verl_tools
+from verl.agents.tools.verl_tools import VerlTool, read_verl_tools
 from verl.config.multi_turn import MultiTurnConfig
 from verl.utils.registry import HEADING
 from verl.utils.user_file import import_file
 
 OPTION = "worker.rollout.multi_turn.tools"
 KWARGS_OPTION = "worker.rollout.multi_turn.tool_kwargs"
-# Names of `multi_turn.SHIPPED_TOOLS`, and of their function or class in `shipped/`.
-SHIPPED = {"calculator": "calculator", "python": "Python", "search": "Search", "zoom": "Zoom"}
+SHIPPED = {  # by the names of `verl.config.multi_turn`, in the folders `shipped/` of `verl/agents/`
+    "calculator": "tools/shipped/calculator.py:calculator",
+    "python": "tools/shipped/python.py:Python",
+    "search": "tools/shipped/search.py:Search",
+    "zoom": "tools/shipped/zoom.py:Zoom",
+    "gymnasium": "environments/shipped/gymnasium_env.py:Gymnasium",
+    "verifiers": "harnesses/shipped/verifiers_agent.py:run",
+}
 NAME = re.compile(r"[A-Za-z_][\w-]{0,63}")  # as OpenAI allows
 
 
@@ -44,7 +50,7 @@ class LoadedTool:
     """A tool, an environment or an agent whose file was imported."""
 
     name: str
-    schema: Mapping[str, Any]
+    schemas: Sequence[Mapping[str, Any]]  # that chat templates show; an environment may have any number
     path: Path  # of its file
     is_stateful: bool
     build: Callable[[], Any]  # what is called: the function, or an instance of the class
@@ -61,16 +67,11 @@ def load_tools(options: MultiTurnConfig) -> list[LoadedTool]:
     modules: dict[Path, ModuleType] = {}
     loaded = [_load_tool(spec, options.tool_kwargs, modules) for spec in options.tools]
     if options.tool_config_path is not None:
-        for entry in read_verl_tools(Path(options.tool_config_path)):
-            path = Path(inspect.getsourcefile(entry.tool_class) or options.tool_config_path)
-            loaded.append(LoadedTool(entry.name, entry.schema, path, True, entry.build))
+        for name, schema, kind, config in read_verl_tools(Path(options.tool_config_path)):
+            path = Path(inspect.getsourcefile(kind) or options.tool_config_path)
+            loaded.append(LoadedTool(name, [schema], path, True, partial(VerlTool, kind, config, schema)))
     _check_names(loaded, options)
     return loaded
-
-
-def tool_schemas(options: MultiTurnConfig) -> list[dict[str, Any]]:
-    """Return the schemas of a config's tools, for chat templates."""
-    return [dict(tool.schema) for tool in load_tools(options)]
 
 
 def _check_names(loaded: Sequence[LoadedTool], options: MultiTurnConfig) -> None:
@@ -94,10 +95,8 @@ def _check_names(loaded: Sequence[LoadedTool], options: MultiTurnConfig) -> None
 
 
 def _load_tool(spec: str, all_kwargs: Mapping[str, Any], modules: dict[Path, ModuleType]) -> LoadedTool:
-    if spec in SHIPPED:
-        spec = f"{Path(__file__).parent / 'shipped' / spec}.py:{SHIPPED[spec]}"
     found, path, where = find_named(spec, OPTION, modules)
-    attribute = spec.rpartition(":")[2]
+    attribute = SHIPPED.get(spec, spec).rpartition(":")[2]
     try:
         if inspect.isclass(found):
             return _load_class(found, attribute, path, all_kwargs)
@@ -106,17 +105,19 @@ def _load_tool(spec: str, all_kwargs: Mapping[str, Any], modules: dict[Path, Mod
         if all_kwargs.get(attribute):
             raise ValueError(f"is a function and takes no `{KWARGS_OPTION}.{attribute}`: make it a class")
         schema = function_schema(found, attribute)
-        return LoadedTool(attribute, schema, path, False, partial(_same, found))
+        return LoadedTool(attribute, [schema], path, False, lambda: found)
     except ValueError as error:
         raise ValueError(f"`{OPTION}`: {where} {error}") from error
 
 
 def find_named(spec: str, option: str, modules: dict[Path, ModuleType]) -> tuple[Any, Path, str]:
-    """Import the function or class `file.py:NAME`; return it, its file, and its place for errors.
+    """Import `file.py:NAME` or a shipped function or class; return it, its file, and its place for errors.
 
     Args:
         modules: Files that were imported already, to which this one is added.
     """
+    if spec in SHIPPED:
+        spec = str(Path(__file__).parents[1] / SHIPPED[spec])
     file, _, attribute = spec.rpartition(":")
     path = Path(file).absolute()
     if not path.is_file():
@@ -144,10 +145,9 @@ def _find(module: ModuleType, path: Path, attribute: str, option: str) -> Any:
 
 
 def _load_class(tool_class: type, attribute: str, path: Path, all_kwargs: Mapping[str, Any]) -> LoadedTool:
-    call = tool_class.__call__ if "__call__" in dir(tool_class) else None
-    if call is None:
+    if "__call__" not in dir(tool_class):
         raise ValueError("has no method `__call__`: it is what the policy calls")
-    is_stateful = hasattr(tool_class, "create")
+    call, is_stateful = tool_class.__call__, hasattr(tool_class, "create")
     arguments = list(inspect.signature(call).parameters)
     if is_stateful and len(arguments) < 2:
         raise ValueError(
@@ -165,7 +165,7 @@ def _load_class(tool_class: type, attribute: str, path: Path, all_kwargs: Mappin
         inspect.signature(tool_class).bind(**kwargs)
     except TypeError as error:
         raise ValueError(f"cannot be made with `{KWARGS_OPTION}.{name}` ({kwargs}): {error}") from error
-    return LoadedTool(name, schema, path, is_stateful, partial(tool_class, **kwargs))
+    return LoadedTool(name, [schema], path, is_stateful, partial(tool_class, **kwargs))
 
 
 def checked_schema(schema: Any, what: str) -> Mapping[str, Any]:
@@ -177,10 +177,6 @@ def checked_schema(schema: Any, what: str) -> Mapping[str, Any]:
             ' "description": ..., "parameters": {...}}}'
         )
     return schema
-
-
-def _same(value: Any) -> Any:
-    return value
 
 
 def _line_of(found: Any) -> int:

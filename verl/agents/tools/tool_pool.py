@@ -4,7 +4,7 @@
     with ToolPool(config.worker.rollout.multi_turn) as pool:
         pool.start(key, row)                                 # a conversation
         pool.submit(key, calls)                              # those of one turn; they run at once
-        for key, observations, seconds in pool.ready(0.1):   # in the order of their completion
+        for key, observations in pool.ready(0.1):            # in the order of their completion
             ...
         pool.end(key)
 
@@ -23,7 +23,7 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -47,7 +47,7 @@ LOST_STATES = {  # what follows when the process of a state has ended
     "agent": "",
 }
 
-Finished = tuple[Hashable, list[Observation], float]
+Finished = tuple[Hashable, list[Observation]]
 Answering = Callable[[], Coroutine[Any, Any, Observation]]  # begins when it is called
 logger = get_logger(__name__, all_ranks=True)
 
@@ -60,7 +60,7 @@ class _Conversation:
     turns: set[asyncio.Task[None]] = field(default_factory=set)
 
 
-class ToolPool:
+class ToolPool(AbstractContextManager["ToolPool"]):
     """Runs the calls of many conversations.
 
     Raises:
@@ -84,9 +84,6 @@ class ToolPool:
         self._is_loaded.wait()
         if self._thread.ended is not None:
             raise ValueError(str(self._thread.ended))
-
-    def __enter__(self) -> "ToolPool":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -123,8 +120,7 @@ class ToolPool:
     def ready(self, timeout_s: float) -> list[Finished]:
         """Return the turns whose calls have all been answered; wait for one for at most `timeout_s`.
 
-        Each has its key, an observation for each call in order, and the seconds since it was submitted. For
-        an environment it is one observation.
+        Each has its key, and an observation for each call in order. For an environment it is one observation.
 
         Raises:
             RuntimeError: The pool has ended.
@@ -229,9 +225,8 @@ class ToolPool:
     async def _answer_turn(
         self, key: Hashable, conversation: _Conversation, answers: list[Answering]
     ) -> None:
-        begin = time.monotonic()
         observations = list(await asyncio.gather(*map(_settled, answers)))
-        self._finished.put((conversation, (key, observations, time.monotonic() - begin)))
+        self._finished.put((conversation, (key, observations)))
 
     async def _answer(self, conversation: _Conversation, tool: ToolFacts, call: ToolCall) -> Observation:
         messages = [("call", call.arguments)]

@@ -13,16 +13,18 @@ import resource
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from verl.agents.environments.opening import as_opening, as_step
 from verl.agents.interface import CallRefusedError, Observation
 from verl.agents.tools.answers import AnswerLimits, BadAnswerError, as_observation
+from verl.agents.tools.loading import LoadedTool
+from verl.config.multi_turn import MultiTurnConfig
 from verl.utils.processes.child_process import limit_memory, offer_to_kill
 from verl.utils.registry import HEADING
 from verl.utils.user_file import describe_error, shorten
 
+GIB = 1 << 30
 MAX_REASON = 1000  # characters of an error that the policy reads
 
 
@@ -37,11 +39,10 @@ class Answer(NamedTuple):
 class ToolServer:
     """Answers the calls of one tool, of one conversation if the tool has a state."""
 
-    def __init__(
-        self, name: str, tool: Any, path: Path, *, is_stateful: bool, limits: AnswerLimits, memory_bytes: int
-    ) -> None:
-        self.name, self.tool, self.path, self.is_stateful = name, tool, path, is_stateful
-        self.limits, self.memory_bytes = limits, memory_bytes
+    def __init__(self, loaded: LoadedTool, tool: Any, options: MultiTurnConfig) -> None:
+        self.name, self.path, self.is_stateful = loaded.name, loaded.path, loaded.is_stateful
+        self.tool, self.memory_limit_gb = tool, options.tool_memory_limit_gb
+        self.limits = AnswerLimits.from_options(options)
         self.state: Any = None
 
     def serve(self, connection: Connection) -> None:
@@ -51,7 +52,7 @@ class ToolServer:
         self._loop = asyncio.new_event_loop()  # one for all calls: a client of a tool stays usable
         asyncio.set_event_loop(self._loop)
         self._unlimited = resource.getrlimit(resource.RLIMIT_DATA)
-        limit_memory(self.memory_bytes)
+        limit_memory(int(self.memory_limit_gb * GIB))
         self._limited = resource.getrlimit(resource.RLIMIT_DATA)
         answers = {"create": self._create, "call": self._call, "close": self._close}
         with suppress(EOFError, ConnectionError):
@@ -75,8 +76,8 @@ class ToolServer:
 
     def _reason(self, error: BaseException) -> str:
         if isinstance(error, MemoryError):
-            limit = self.memory_bytes / (1 << 30)
-            return f"{self.name} failed: it needs more than the {limit:g} GiB of memory that it may use"
+            limit = f"{self.memory_limit_gb:g} GiB"
+            return f"{self.name} failed: it needs more than the {limit} of memory that it may use"
         what = shorten(f"{type(error).__name__}: {error}", MAX_REASON // 2, MAX_REASON // 2)
         return f"{self.name} failed: {what}"
 

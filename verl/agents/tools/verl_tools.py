@@ -12,8 +12,6 @@ A row's `tools_kwargs` holds {name: {"create_kwargs": {...}, "execute_kwargs": {
 import importlib
 import inspect
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +44,7 @@ class VerlTool:
         answer, reward = answer[:2] if isinstance(answer, tuple) else (answer, None)
         if isinstance(answer, str):
             return Observation(answer, reward=reward)
-        get = answer.get if isinstance(answer, Mapping) else partial(_attribute, answer)
+        get = answer.get if isinstance(answer, Mapping) else lambda name: getattr(answer, name, None)
         return Observation(get("text") or "", get("image") or (), get("video") or (), reward)
 
     async def close(self, state: tuple[str, dict[str, Any]]) -> None:
@@ -54,31 +52,18 @@ class VerlTool:
         await _awaited(self.tool.release(instance, **(kwargs.get("release_kwargs") or {})))
 
 
-@dataclass(frozen=True)
-class VerlEntry:
-    """One entry of the file."""
+def read_verl_tools(path: Path) -> Iterator[tuple[str, Mapping[str, Any], type, dict[str, Any]]]:
+    """Read the file and yield the name, the schema, the class and the config of each entry.
 
-    name: str
-    schema: Mapping[str, Any]
-    tool_class: type
-    config: dict[str, Any]
-
-    def build(self) -> VerlTool:
-        return VerlTool(self.tool_class, self.config, self.schema)
-
-
-def read_verl_tools(path: Path) -> list[VerlEntry]:
-    """Read the file and import its classes; raises a ValueError that names the entry."""
+    Raises:
+        ValueError: An entry is wrong, or its class cannot be imported; the message names it.
+    """
     try:
         entries = read_config_file(path).get("tools")
     except ValueError as error:
         raise ValueError(f"`{OPTION}`: {error}") from error
     if not isinstance(entries, list) or not entries:
         raise ValueError(f"`{OPTION}`: {path} must have a list `tools` of entries like {EXAMPLE}")
-    return list(_entries(path, entries))
-
-
-def _entries(path: Path, entries: list[Any]) -> Iterator[VerlEntry]:
     extend_import_path(path)
     for idx, entry in enumerate(entries):
         where = f"`{OPTION}`: {path}, entry {idx}"
@@ -93,14 +78,10 @@ def _entries(path: Path, entries: list[Any]) -> Iterator[VerlEntry]:
         except Exception as error:
             remedy = "; verl's own tools are not part of this package" if module.startswith("verl.") else ""
             raise ValueError(f"{where}: {class_name} cannot be imported: {error!r}{remedy}") from error
-        missing = [name for name in ("create", "execute", "release") if not hasattr(tool_class, name)]
+        missing = [each for each in ("create", "execute", "release") if not hasattr(tool_class, each)]
         if missing:
             raise ValueError(f"{where}: {class_name} has no method {missing}, as tools of verl do")
-        yield VerlEntry(name, schema, tool_class, dict(entry.get("config") or {}))
-
-
-def _attribute(answer: Any, name: str) -> Any:
-    return getattr(answer, name, None)
+        yield name, schema, tool_class, dict(entry.get("config") or {})
 
 
 async def _awaited(value: Any) -> Any:

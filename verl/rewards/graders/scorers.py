@@ -7,7 +7,6 @@ reward model. Errors are those of `Judge.ask`.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from verl.rewards.graders.endpoint import Endpoint
@@ -16,7 +15,6 @@ from verl.rewards.graders.endpoint import Endpoint
 Input = str | Sequence[Mapping[str, Any]]
 
 
-@dataclass(eq=False)
 class Scorer(Endpoint):
     """A cross-encoder or reranker, which compares two texts."""
 
@@ -26,7 +24,6 @@ class Scorer(Endpoint):
         return float((await first_entry(self, "../score", body))["score"])
 
 
-@dataclass(eq=False)
 class Classifier(Endpoint):
     """A sequence classification model, such as a reward model, which has one class."""
 
@@ -37,7 +34,6 @@ class Classifier(Endpoint):
         ]
 
 
-@dataclass(eq=False)
 class Embedder(Endpoint):
     """A model that turns texts into vectors."""
 

@@ -113,16 +113,14 @@ class ServedModel:
 
     def _keep(self, number: int) -> None:
         """Start a replica again whenever it has died, as often as that is allowed."""
-        while True:
-            how = self.replicas[number].wait()
-            while True:
-                if not self._may_restart(number, how):
-                    return
-                try:
-                    self._start(number)
-                    break
-                except (ClusterError, RuntimeError) as error:
-                    how = str(error)
+        how = self.replicas[number].wait()
+        while self._may_restart(number, how):
+            try:
+                self._start(number)
+            except (ClusterError, RuntimeError) as error:
+                how = str(error)
+            else:
+                how = self.replicas[number].wait()
 
     def _may_restart(self, number: int, how: str) -> bool:
         """Wait until a dead replica may start again, and count that; False if it may not."""

@@ -20,7 +20,7 @@ from verl.config.algorithm import AlgorithmConfig
 from verl.config.worker import RewardConfig, WorkerConfig
 from verl.protocol import DataProto, objects
 from verl.rewards import turns
-from verl.rewards.failures import FAILURES, RETRIES
+from verl.rewards.manager import FAILURES, RETRIES
 from verl.trainer.metrics import Metrics, compute_reward_metrics
 from verl.utils.plain_data import encode
 

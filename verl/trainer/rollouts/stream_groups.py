@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from verl.agents.stored import from_plain, to_plain
+from verl.agents.interface import from_plain, to_plain
 from verl.batch_keys import BEGUN
 from verl.planning.stream_plan import GroupId, StreamPlan
 from verl.protocol import DataProto, objects

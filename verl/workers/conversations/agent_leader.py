@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from verl.agents.agent_conversation import AgentConversation
 from verl.agents.contexts import OpenCall
-from verl.agents.endpoint.errors import ApiError
+from verl.agents.endpoint.chat_messages import ApiError
 from verl.agents.endpoint.server import MODEL, Endpoint, IncomingCall
 from verl.agents.harnesses.loading import AGENT
 from verl.agents.interface import AgentResult, StopReason, ToolCall
@@ -16,7 +16,14 @@ from verl.agents.rules import ConversationRules
 from verl.agents.tools.tool_pool import ToolPool
 from verl.data.media.references import MediaData
 from verl.utils.rank_logger import get_logger
-from verl.workers.conversations.keys import Columns, Key, columns_of, finished_response, stop_problem
+from verl.workers.conversations.keys import (
+    Columns,
+    Key,
+    columns_of,
+    finished_response,
+    sampled_turn,
+    stop_problem,
+)
 from verl.workers.rollout.interface import Drafts, FinishedResponse, join_drafts
 
 WAIT_S = 0.02  # for a call, while the engine has nothing to do
@@ -112,10 +119,8 @@ class AgentLeader:
         run = self._runs[key]
         incoming, call = run.calls.pop(number)
         run.drafts = join_drafts(run.drafts, turn.drafts)
-        tokens = turn.token_ids, turn.log_probs
-        run_of = turn.finish_reason, _at(run), turn.versions, turn.routes
         try:
-            reply = run.conversation.complete(call, *tokens, *run_of)
+            reply = run.conversation.complete(call, sampled_turn(turn), _at(run))
         except Exception as error:  # noqa: BLE001
             self._break_off(run, incoming, error)
             return
@@ -134,9 +139,8 @@ class AgentLeader:
                 run.is_held = True  # by the endpoint, when the call came
         for key, run in self._runs.items():
             self._drop_gone(key, run, step)
-        for finished in self.pool.ready(0.0):
-            run = self._runs.get(finished[0]) or self._parked[finished[0]]
-            answer = finished[1][0]
+        for key, [answer] in self.pool.ready(0.0):
+            run = self._runs.get(key) or self._parked[key]
             if not isinstance(answer, AgentResult):
                 answer = AgentResult(answer.text, failed=True)
             run.result = run.result or answer

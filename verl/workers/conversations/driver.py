@@ -30,6 +30,7 @@ from verl.workers.conversations.keys import (
     columns_of,
     finished_response,
     placed,
+    sampled_turn,
     samples_of,
     seed_offset,
     stop_problem,
@@ -217,8 +218,7 @@ class ConversationDriver:
 
     def _add(self, conversation: Conversation, turn: FinishedResponse, at: float) -> list[ToolCall]:
         with _breaking_off(conversation):
-            tokens = turn.token_ids, turn.log_probs
-            return conversation.add_turn(*tokens, turn.finish_reason, at, turn.versions, turn.routes)
+            return conversation.add_turn(sampled_turn(turn), at)
         return []
 
     def _call(self, key: Key, conversation: Conversation, calls: list[ToolCall]) -> None:
@@ -289,9 +289,9 @@ class ConversationDriver:
         missing = self._num_calling - len(answers)
         arrived: list[tuple[Any, list[Observation]]] = []
         if self.pool is not None and missing:
-            arrived = self._arrived(0.0 if answers or self.sampling.num_unfinished else WAIT_S)
+            arrived = self.pool.ready(0.0 if answers or self.sampling.num_unfinished else WAIT_S)
             while self.in_lockstep and sum(key in self._open for key, _ in arrived) < missing:
-                arrived += self._arrived(WAIT_S)
+                arrived += self.pool.ready(WAIT_S)
         arrived = self._agree(arrived)
         for key, observations in arrived:
             if key in self._parked:
@@ -301,10 +301,6 @@ class ConversationDriver:
             places = {key: place for place, key in enumerate(self._open)}
             answers.sort(key=lambda each: places[each[0]])
         return answers
-
-    def _arrived(self, timeout_s: float) -> list[tuple[Any, list[Observation]]]:
-        assert self.pool is not None, "the first rank of an engine has it"
-        return [(key, observations) for key, observations, _ in self.pool.ready(timeout_s)]
 
     def _agree(self, answers: list[Any]) -> list[Any]:
         answers, self._now = self.sampling.agree((answers, time.monotonic() - self._began))

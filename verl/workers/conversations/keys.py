@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from verl.agents.contexts import FinishedConversation
+from verl.agents.row import SampledTurn
 from verl.agents.rules import ConversationRules
 from verl.workers.rollout.interface import Drafts, FinishedResponse, SamplingOptions
 
@@ -32,6 +33,11 @@ def samples_of(row: Columns, sampling: SamplingOptions, begun: Begun | None) -> 
 def placed(response: FinishedResponse, sampling: SamplingOptions) -> FinishedResponse:
     """Return a response of a batch with its place among those of the call; one set of weights sampled it."""
     return replace(response, sample=response.sample - sampling.first_sample, versions=[])
+
+
+def sampled_turn(response: FinishedResponse) -> SampledTurn:
+    sampled = response.token_ids, response.log_probs, response.finish_reason
+    return SampledTurn(*sampled, response.versions, response.routes)
 
 
 def finished_response(key: Key, done: FinishedConversation, drafts: Drafts | None) -> FinishedResponse:

@@ -8,7 +8,8 @@ from typing import Any
 from verl.agents.interface import Observation
 from verl.agents.tools.answers import BadAnswerError, read_image
 from verl.sandbox.outcome import SandboxError
-from verl.sandbox.session import SESSION_LIMITS, Session, SessionEndedError, working_isolation
+from verl.sandbox.runner import working_isolation
+from verl.sandbox.session import SESSION_LIMITS, Session, SessionEndedError
 
 
 class Notebook:

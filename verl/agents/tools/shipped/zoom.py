@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Crop a part of an image of the conversation and enlarge it."""
 
-import io
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 from PIL import Image
 
 from verl.agents.interface import CallRefusedError, Observation
+from verl.data.media.references import openable
 from verl.rewards.turns import nearest_float
 from verl.utils.images import open_image, to_rgb
 
@@ -98,6 +98,4 @@ class Zoom:
 def _opened(reference: Any) -> Image.Image:
     if isinstance(reference, Image.Image):
         return to_rgb(reference)
-    if isinstance(reference, dict):
-        reference = reference.get("bytes") or reference.get("path")
-    return to_rgb(open_image(io.BytesIO(reference) if isinstance(reference, bytes) else reference))
+    return to_rgb(open_image(openable(reference)))
