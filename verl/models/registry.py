@@ -16,7 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from verl.distributed.device import to_device
 from verl.distributed.sequence_parallel import SequenceParallel
-from verl.models.attention.interface import record_block_inputs
+from verl.models.attention.interface import calls_attention, record_block_inputs
 from verl.models.attention.kernels import CHUNKED, LAYER_TYPES, SLIDING, AttentionRule
 from verl.models.attention.sequence_parallel_layouts import ring_obstacle
 from verl.models.deferred_logits import DeferredLogits, DeferringHead
@@ -163,7 +163,7 @@ def _obstacle(model: PreTrainedModel) -> str | None:
     unknown = _layer_types(text) - packable
     if unknown:
         return f"has layers of type {', '.join(sorted(unknown))}, which cannot be packed"
-    if not (model._supports_attention_backend or _calls_attention_interface(model)):
+    if not (model._supports_attention_backend or any(map(calls_attention, model.modules()))):
         return "does not use transformers' attention interface, so sequences cannot be packed"
     convolving = None if _layer_types(text) & STATE_TYPES else _convolving_layer(model)
     if convolving is not None:
@@ -185,12 +185,6 @@ def _convolving_layer(model: PreTrainedModel) -> nn.Module | None:
         if any(isinstance(part, nn.Conv1d) for part in layer.modules()):
             return layer
     return None
-
-
-def _calls_attention_interface(model: PreTrainedModel) -> bool:
-    """Return whether attention is looked up where it was registered: some models work, but do not say so."""
-    forwards = (inspect.unwrap(type(module).forward) for module in model.modules())
-    return any("ALL_ATTENTION_FUNCTIONS" in forward.__code__.co_names for forward in forwards)
 
 
 def check_model(model: PreTrainedModel, processor: Any = None) -> float:

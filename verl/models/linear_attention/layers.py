@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from verl.distributed.ulysses import gather_rows
-from verl.models.attention.interface import running_block
+from verl.models.attention.interface import calls_attention, running_block
 from verl.models.attention.layouts import Layout
 from verl.models.linear_attention.functions import FLA_KERNELS, packed_convolution, packed_delta_rule
 from verl.models.linear_attention.recurrence import Recurrence
@@ -72,11 +72,9 @@ def row_layers(model: nn.Module) -> Iterator[nn.Module]:
     """Yield the innermost modules that keep a state in a cache, but are neither attention nor delta rules."""
     for module in model.modules():
         within = (child for child in module.modules() if child is not module)
-        if _takes_cache(module) and not any(map(_takes_cache, within)):
-            forward = inspect.unwrap(type(module).forward)
-            is_attention = "ALL_ATTENTION_FUNCTIONS" in forward.__code__.co_names
-            if not is_attention and not is_linear_layer(module):
-                yield module
+        is_innermost = _takes_cache(module) and not any(map(_takes_cache, within))
+        if is_innermost and not calls_attention(module) and not is_linear_layer(module):
+            yield module
 
 
 def run_whole_rows(model: nn.Module) -> None:
