@@ -18,7 +18,8 @@ from torch import Tensor
 from verl.models.attention.blocks import Blocks
 from verl.models.attention.kernels import AttentionRule, RowRun, row_runs
 from verl.models.attention.partial_attention import AttentionCall, Span, attend_calls
-from verl.models.attention.row_attention import attend_rows, is_local, local_call
+from verl.models.attention.row_attention import attend_runs, is_local, local_call
+from verl.models.attention.varlen_kernels import kernel_for
 from verl.models.linear_attention.recurrence import Recurrence, group_segments, row_segments
 
 T = TypeVar("T")
@@ -88,8 +89,10 @@ class PackedLayout:
             groups = [(length, ()) for length in self.sequences.lengths]
             rows = _local_call(self, groups, rule, self.sequences)
         later = later_calls(self.later, rule)
-        if not later and sinks is None:
-            return attend_rows(query, key, value, rows, rule)
+        # A soft cap recomputes its scores in backward, so that no scores of a long sequence are kept.
+        is_plain = not later and sinks is None and rule.softcap is None
+        if is_plain and kernel_for(query, value, None) is None:
+            return attend_runs(query, key, value, rows.runs, rule)
         return _attend(query, key, value, (rows, *later), rule, sinks)
 
 

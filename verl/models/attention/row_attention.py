@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention within each sequence of a packed batch, under every rule that models use.
+"""Attention within each sequence of a packed batch, where the process has no kernel for all rows at once.
 
-The process's kernel takes all rows at once, where one takes such tensors. Otherwise it is one dense attention
-for each run of equally long sequences, exact in float32, without a mask over all packed tokens. A soft cap
-recomputes its scores in backward, so that no scores of a long sequence are kept.
+It is one dense attention for each run of equally long sequences, exact in float32, without a mask over all
+packed tokens.
 
 Local attention, to the last tokens of a window or to the same chunk, also has rows for responses that follow
 a shared prompt and see the end of it: a copy of the prompt's last keys comes before the response's own, and
@@ -19,23 +18,13 @@ from torch import Tensor
 
 from verl.distributed.device import has_kernels
 from verl.models.attention.kernels import AttentionRule, RowRun
-from verl.models.attention.partial_attention import AttentionCall, Span, attend_calls
-from verl.models.attention.varlen_kernels import kernel_for
+from verl.models.attention.partial_attention import AttentionCall, Span
 
 
-def attend_rows(
-    query: Tensor, key: Tensor, value: Tensor, rows: AttentionCall, rule: AttentionRule
-) -> Tensor:
-    """Compute attention (1, N, H, D) of (1, H, N, D) queries to (1, Hkv, N, D) keys of their own sequence."""
-    if rule.softcap is None and kernel_for(query, value, rule.softcap) is None:
-        return _attend_by_run(query, key, value, rows.runs, rule)
-    q, k, v = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))  # (N, H, D) each
-    return attend_calls(q, k, v, [rows], rule).unsqueeze(0)
-
-
-def _attend_by_run(
+def attend_runs(
     query: Tensor, key: Tensor, value: Tensor, runs: Sequence[RowRun], rule: AttentionRule
 ) -> Tensor:
+    """Compute attention (1, N, H, D) of (1, H, N, D) queries to (1, Hkv, N, D) keys of their own sequence."""
     sizes = [run.rows * run.q_length for run in runs]
     parts = zip(runs, query.split(sizes, 2), key.split(sizes, 2), value.split(sizes, 2), strict=True)
     outs = []
