@@ -201,7 +201,7 @@ def _selected_parameters(
     if not found:
         raise ValueError(
             f"`{option}` ({', '.join(adapter.target_parameters)}) matches no tensor of"
-            f" {type(model).__name__} outside of its linear modules; {_free_kinds(known)}"
+            f" {type(model).__name__} outside of its linear modules; it has {_kinds(known, 2) or 'none'}"
         )
     for target in adapter.target_parameters:
         if not any(f".{name}".endswith(f".{target}") for name in found):
@@ -218,11 +218,6 @@ def _free_parameters(model: nn.Module) -> list[str]:
         for name, param in module.named_parameters(recurse=False)
         if param.ndim in (2, JOINT)
     ]
-
-
-def _free_kinds(names: list[str]) -> str:
-    kinds = sorted({".".join(name.split(".")[-2:]) for name in names})
-    return f"it has {', '.join(kinds[:MOST_NAMED])}" if kinds else "it has none"
 
 
 def _endings(names: Iterable[str]) -> tuple[str, ...]:
@@ -280,8 +275,8 @@ def compile_pattern(pattern: str, option: str) -> re.Pattern[str]:
         raise ValueError(f"`{option}` ({pattern}) is not a regular expression: {error}") from error
 
 
-def _kinds(names: Iterable[str]) -> str:
-    kinds = sorted({name.rpartition(".")[2] for name in names})
+def _kinds(names: Iterable[str], parts: int = 1) -> str:
+    kinds = sorted({".".join(name.split(".")[-parts:]) for name in names})
     return ", ".join(kinds[:MOST_NAMED]) + (" ..." if len(kinds) > MOST_NAMED else "")
 
 

@@ -60,23 +60,14 @@ def prompt_sharing_obstacle(config: PretrainedConfig) -> str | None:
 def check_sequence_parallel(config: PretrainedConfig, sp: SequenceParallel) -> None:
     """Raise a ValueError if the model's attention does not support this division of packed sequences."""
     text = config.get_text_config()
-    if text.num_attention_heads % sp.ulysses_size:
-        raise ValueError(
-            f"`ulysses_size` ({sp.ulysses_size}) must divide the {text.num_attention_heads} attention heads"
-            f" of {config.model_type}: choose another, or use `ring_size`"
-        )
-    heads, has_state = _linear_heads(text), bool(_layer_types(text) & STATE_TYPES)
-    if heads % sp.ulysses_size:
-        raise ValueError(
-            f"`ulysses_size` ({sp.ulysses_size}) must divide the {heads} heads of the linear attention layers"
-            f" of {config.model_type}: choose another"
-        )
-    if has_state and sp.ring_size > 1:
-        raise ValueError(
-            f"`ring_size` ({sp.ring_size}) must be 1 for {config.model_type}: its linear attention layers"
-            " carry a state from token to token, so the ranks of a ring would wait for each other: use"
-            " `ulysses_size`"
-        )
+    linear = (_linear_heads(text), "heads of the linear attention layers")
+    for heads, name in ((text.num_attention_heads, "attention heads"), linear):
+        if heads % sp.ulysses_size:
+            other = "" if _layer_types(text) & STATE_TYPES else ", or use `ring_size`"
+            raise ValueError(
+                f"`ulysses_size` ({sp.ulysses_size}) must divide the {heads} {name} of {config.model_type}:"
+                f" choose another{other}"
+            )
     reason = _ring_obstacle(config) if sp.ring_size > 1 else None
     if reason is not None:
         raise ValueError(
@@ -87,6 +78,8 @@ def check_sequence_parallel(config: PretrainedConfig, sp: SequenceParallel) -> N
 
 def _ring_obstacle(config: PretrainedConfig) -> str | None:
     family, text = family_of(config), config.get_text_config()
+    if _layer_types(text) & STATE_TYPES:
+        return "linear attention layers carry a state from token to token, for which ranks would wait"
     if isinstance(family, MediaFamily) and family.block_layers(config):
         return "tokens of an image cannot attend to each other in both directions"
     return ring_obstacle(_attention_rule(text), text.max_position_embeddings)
