@@ -31,7 +31,7 @@ from verl.models.families.interface import (
     join_tensors,
     processed_video,
 )
-from verl.models.families.tiny_sizes import TEXT, TinyModel, square, tiny_processor
+from verl.models.families.tiny_sizes import TEXT, VISION, TinyModel, square, tiny_processor
 
 NEWLINES = ("\n", "\n\n", "\n\n\n", "\n\n\n\n")  # runs of newlines that are one token each
 LONGEST_RUN = 31  # the longest one of Gemma's tokenizers
@@ -42,15 +42,12 @@ TINY_4 = TINY_WINDOW | dict(
     global_head_dim=64, vocab_size_per_layer_input=512, hidden_size_per_layer_input=16,
     final_logit_softcapping=30.0,
 )  # fmt: skip
-TOWER_3 = dict(
-    hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, image_size=56,
-    patch_size=14, vision_use_head=False,
-)  # fmt: skip
+TOWER_3 = VISION | dict(num_attention_heads=2, image_size=56, patch_size=14, vision_use_head=False)
 POOLING_4: dict[str, Any] = dict(patch_size=4, pooling_kernel_size=2)
 FEWEST_4 = 70  # tokens of an image, as the image processor allows
-TOWER_4 = POOLING_4 | dict(
-    hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
-    head_dim=32, position_embedding_size=256, default_output_length=FEWEST_4,  # read by vLLM
+TOWER_4 = VISION | POOLING_4 | dict(
+    num_attention_heads=2, num_key_value_heads=2, head_dim=32, position_embedding_size=256,
+    default_output_length=FEWEST_4,  # read by vLLM
 )  # fmt: skip
 SIZES_4 = POOLING_4 | {"max_soft_tokens": FEWEST_4}
 TOKENS_3 = {

@@ -22,6 +22,7 @@ from verl.models.families.interface import Kind, MediaShape, Medium
 from verl.models.families.mrope import frames_of
 from verl.models.families.qwen_vl import (
     PIXELS,
+    TINY_TOWER,
     TOWERS_TAKE_INPUTS,
     PatchGridFamily,
     frame_times,
@@ -45,10 +46,6 @@ TINY_MOE = dict(
     n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, n_shared_experts=1,
     first_k_dense_replace=1, norm_topk_prob=True, use_qk_norm=False,  # which vLLM reads
 )  # fmt: skip
-TINY_TOWER = dict(
-    depth=2, num_heads=4, hidden_size=64, intermediate_size=128, out_hidden_size=128, patch_size=14,
-    image_size=112,
-)  # fmt: skip
 # Images of 4 to 64 tokens; pixels of both frames of a temporal patch count, for images too.
 TINY_LIMITS = {"size": dict(shortest_edge=2 * 4 * 28**2, longest_edge=2 * 64 * 28**2)}
 
@@ -57,7 +54,7 @@ def _tiny(model_type: str, processor: str, **text: Any) -> TinyModel:
     return TinyModel(
         model_type,
         TINY_TEXT | text,
-        TINY_TOWER,
+        TINY_TOWER | dict(patch_size=14, image_size=112),
         special_tokens=tuple(TOKEN_IDS.values()),
         token_ids=TOKEN_IDS,
         image=IMAGE,

@@ -23,12 +23,8 @@ from verl.models.families.interface import (
     VisionFamily,
     example_pixels,
 )
-from verl.models.families.tiny_sizes import TEXT, TinyModel, tiny_processor
+from verl.models.families.tiny_sizes import TEXT, VISION, TinyModel, tiny_processor
 
-TINY_TOWER = dict(
-    hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, patch_size=14,
-    image_size=224,
-)  # fmt: skip
 TINY_EPSILON = {"rms_norm_eps": 1e-5}  # the projector's too; vLLM has a constant
 # Ministral 3 enlarges queries after each `original_max_position_embeddings` tokens.
 TINY_YARN = {
@@ -42,7 +38,7 @@ def _tiny(text: dict[str, Any]) -> TinyModel:
     return TinyModel(
         "mistral3",
         TEXT | TINY_EPSILON | text,
-        TINY_TOWER,
+        VISION | dict(patch_size=14, image_size=224),
         special_tokens=TINY_TOKENS,
         token_ids={"image_token_index": "[IMG]"},
         image="[IMG]",
