@@ -129,7 +129,13 @@ class PatchGridFamily(VisionFamily):
 
     def constants(self, config: Any) -> MropeConstants:
         """Return what positions depend on in a model's config."""
-        return MropeConstants.from_config(config)
+        return MropeConstants(
+            image_token_id=config.image_token_id,
+            video_token_id=config.video_token_id,
+            spatial_merge_size=config.vision_config.spatial_merge_size,
+            tokens_per_second=getattr(config.vision_config, "tokens_per_second", 1.0),
+            audio_token_id=getattr(config, "audio_token_id", None),
+        )
 
     def positions(self, config: Any, input_ids: Tensor, shape: MediaShape) -> Tensor:
         constants, facts = self.constants(config), [video.facts for video in shape.videos]
