@@ -20,7 +20,7 @@ from verl.models.attention.interface import calls_attention, record_block_inputs
 from verl.models.attention.kernels import CHUNKED, LAYER_TYPES, SLIDING, AttentionRule
 from verl.models.attention.sequence_parallel_layouts import ring_obstacle
 from verl.models.deferred_logits import DeferredLogits, DeferringHead
-from verl.models.families.interface import WHAT_TO_WRITE, MediaFamily, Medium
+from verl.models.families.interface import WHAT_TO_WRITE, MediaFamily, Medium, needs_family
 from verl.models.families.registry import family_of, is_named
 from verl.models.linear_attention.layers import (
     STATE_TYPES,
@@ -219,10 +219,9 @@ def _check_features(model: PreTrainedModel, media: Sequence[Medium]) -> None:
     )
     allowed = TOLERANCE[together[0].dtype]
     if not difference <= allowed:
-        raise NotImplementedError(
+        raise needs_family(
             f"{type(model).__name__} ({model.config.model_type}) computes other features of an image together"
-            f" with others: they differ by {difference:.2g} of their size, at most {allowed:g} is allowed:"
-            f" {WHAT_TO_WRITE}"
+            f" with others: they differ by {difference:.2g} of their size, at most {allowed:g} is allowed"
         )
 
 
