@@ -117,7 +117,7 @@ class TextShape:
             for weight in weights
         )
         self.head = head.numel()
-        self.states = state_operations(model)
+        self.states = sum(map(state_operations, model.modules()))
         heads, attends = layer_heads(config), attending_layers(model.get_decoder(), config.num_hidden_layers)
         self.channels = [
             each.queries * each.dim * attending for each, attending in zip(heads, attends, strict=True)
@@ -230,11 +230,6 @@ STATES = (
 )
 
 
-def state_operations(model: nn.Module) -> int:
-    """Count the operations of a token in the recurrences of all layers with a state."""
-    return sum(map(_of_module, model.modules()))
-
-
 def attending_layers(decoder: nn.Module, num_layers: int) -> list[bool]:
     """Return for each layer of a decoder if its tokens attend to each other.
 
@@ -244,7 +239,8 @@ def attending_layers(decoder: nn.Module, num_layers: int) -> list[bool]:
     return found if len(found) == num_layers and any(found) else [True] * num_layers
 
 
-def _of_module(module: nn.Module) -> int:
+def state_operations(module: nn.Module) -> int:
+    """Count the operations of a token in the recurrence of a layer with a state; 0 for other modules."""
     for sizes, operations, marks in STATES:
         if all(hasattr(module, name) for name in (*sizes, *marks)):
             return operations * math.prod(getattr(module, name) for name in sizes)

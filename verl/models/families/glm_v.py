@@ -26,7 +26,6 @@ from verl.models.families.qwen_vl import (
     TOWERS_TAKE_INPUTS,
     PatchGridFamily,
     frame_times,
-    tower_inputs,
 )
 from verl.models.families.tiny_sizes import TEXT, TinyModel, mrope, tiny_processor
 
@@ -113,17 +112,17 @@ class GlmV(PatchGridFamily):
         return {"pixel_values": pixels, "image_grid_thw": torch.tensor(grids, device=pixels.device)}
 
     def encode(self, owner: Any, media: Sequence[Medium]) -> list[Tensor]:
-        pixels = torch.cat([medium.tensors[PIXELS[medium.kind]] for medium in media])
-        grids = torch.tensor(frames_of(medium.facts["grid_thw"] for medium in media))
-        if TOWERS_TAKE_INPUTS:
-            inputs = tower_inputs(owner.visual, grids, pixels.device)
-            on_device = owner.visual.embeddings.register_forward_pre_hook(_with_sizes_on_device)
-        else:
-            grids, inputs, on_device = grids.to(pixels.device), {}, nullcontext()  # the tower reads them back
-        with on_device:
-            encoded = owner.get_image_features(pixels, grids, return_dict=True, **inputs)
-        frames = iter(encoded.pooler_output)
-        return [torch.cat(list(islice(frames, medium.facts["grid_thw"][0]))) for medium in media]
+        counts = [medium.facts["grid_thw"][0] for medium in media]
+        frames = [
+            self.cut(owner.config, medium, first, first + 1)
+            for medium, count in zip(media, counts, strict=True)
+            for first in range(count)
+        ]
+        embeddings = owner.visual.embeddings
+        hook = embeddings.register_forward_pre_hook(_with_sizes_on_device) if TOWERS_TAKE_INPUTS else None
+        with hook or nullcontext():
+            features = iter(super().encode(owner, frames))
+        return [torch.cat(list(islice(features, count))) for count in counts]
 
 
 def _in_videos(config: Any, input_ids: Tensor) -> Tensor:

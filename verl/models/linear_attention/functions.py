@@ -107,8 +107,9 @@ def _padded_rows(rule: Rule, tensors: list[Tensor], plan: PaddedPlan) -> Tensor:
             query, key, value, g, beta = (tensor[tokens] for tensor in padded)
             first = None if initial is None else initial[number]
             out, last = rule(
-                query, key, value, g=g, beta=beta, initial_state=first, output_final_state=wave.is_followed
-            )
+                query, key, value, g=g, beta=beta, initial_state=first,
+                output_final_state=wave is not plan.waves[-1],
+            )  # fmt: skip
             outs.append(out.flatten(0, 1))
             if last is not None:
                 states.append(last)
@@ -126,7 +127,7 @@ def _varlen_rows(kernel: Rule, tensors: list[Tensor], plan: VarlenPlan) -> Tenso
             g=g,
             beta=beta,
             initial_state=None if wave.parents is None or states is None else states[wave.parents],
-            output_final_state=wave.is_followed,
+            output_final_state=wave is not plan.waves[-1],
             cu_seqlens=wave.cu_seqlens,
             cu_seqlens_cpu=wave.cu_seqlens_cpu,
         )
