@@ -14,7 +14,6 @@ import torch
 
 from tests.helpers.plain_attention import PlainKernel
 from verl.models.attention import flash_packages, varlen_kernels
-from verl.models.attention.blocks import Blocks
 from verl.models.attention.flash_packages import (
     FlashAttention2,
     FlashAttention3,
@@ -23,7 +22,7 @@ from verl.models.attention.flash_packages import (
     select_kernels,
 )
 from verl.models.attention.kernels import AttentionRule, RowRun, Rows
-from verl.models.attention.layouts import PackedLayout, SharedLayout
+from verl.models.attention.layouts import Blocks, PackedLayout, SharedLayout
 from verl.models.attention.varlen_kernels import KernelChoice, use_kernels
 
 PLAIN = PlainKernel()

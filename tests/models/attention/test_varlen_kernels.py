@@ -12,10 +12,9 @@ from verl.distributed.backends import BACKENDS
 from verl.distributed.sequence_parallel import SequenceParallel
 from verl.distributed.token_sharding import SequenceGroup, shard_plan
 from verl.models.attention import varlen_kernels
-from verl.models.attention.blocks import Blocks
 from verl.models.attention.flash_packages import choose_kernels
 from verl.models.attention.kernels import AttentionRule
-from verl.models.attention.layouts import PackedLayout, SharedLayout
+from verl.models.attention.layouts import Blocks, PackedLayout, SharedLayout
 from verl.models.attention.partial_attention import (
     AttentionCall,
     Span,

@@ -19,9 +19,8 @@ from torch.autograd.function import once_differentiable
 from verl.distributed.sequence_parallel import SequenceParallel
 from verl.distributed.token_sharding import RingShard, ShardPlan
 from verl.distributed.ulysses import heads_to_tokens, tokens_to_heads
-from verl.models.attention.blocks import Blocks
 from verl.models.attention.kernels import AttentionRule
-from verl.models.attention.layouts import Layout, PackedLayout, SharedLayout, cached_on
+from verl.models.attention.layouts import Blocks, Layout, PackedLayout, SharedLayout, cached_on
 from verl.models.attention.partial_attention import (
     AttentionCall,
     Span,

@@ -19,7 +19,7 @@ from PIL import Image
 from torch import Tensor
 from torch.nn.functional import pad
 
-from verl.models.attention.blocks import FULL, SLIDING
+from verl.models.attention.kernels import FULL, SLIDING
 from verl.models.families.interface import (
     ExampleRow,
     MediaShape,
