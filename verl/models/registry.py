@@ -150,19 +150,19 @@ def _obstacle(model: PreTrainedModel) -> str | None:
             " `worker.actor.model.override_config.output_router_logits` to false, and"
             " `worker.actor.model.router_aux_loss_coef` for a loss that balances the experts"
         )
-    packable = {*LAYER_TYPES, *WITHOUT_MIXING}
-    if next(linear_layers(model), None) is not None or next(row_layers(model), None) is not None:
+    packable, with_state = {*LAYER_TYPES, *WITHOUT_MIXING}, list(row_layers(model))
+    if with_state or next(linear_layers(model), None) is not None:
         packable |= STATE_TYPES
     unknown = _layer_types(text) - packable
     if unknown:
         return f"has layers of type {', '.join(sorted(unknown))}, which cannot be packed"
     if not (model._supports_attention_backend or any(map(calls_attention, model.modules()))):
         return "does not use transformers' attention interface, so sequences cannot be packed"
-    convolving = None if _layer_types(text) & STATE_TYPES else _convolving_layer(model)
-    if convolving is not None:
+    convolving = [each for each in with_state if any(isinstance(part, nn.Conv1d) for part in each.modules())]
+    if convolving and not _layer_types(text) & STATE_TYPES:
         return (
-            f"convolves tokens in {type(convolving).__name__}, and its config names no `layer_types` with a"
-            " state, so sequences cannot be packed"
+            f"convolves tokens in {type(convolving[0]).__name__}, and its config names no `layer_types` with"
+            " a state, so sequences cannot be packed"
         )
     parameters = inspect.signature(model.forward).parameters.values()
     if all(parameter.kind is not inspect.Parameter.VAR_KEYWORD for parameter in parameters):
@@ -170,13 +170,6 @@ def _obstacle(model: PreTrainedModel) -> str | None:
     head = model.get_output_embeddings()
     if type(head) is not nn.Linear:
         return f"has a {type(head).__name__} as its head; only a linear head is supported"
-    return None
-
-
-def _convolving_layer(model: PreTrainedModel) -> nn.Module | None:
-    for layer in row_layers(model):
-        if any(isinstance(part, nn.Conv1d) for part in layer.modules()):
-            return layer
     return None
 
 

@@ -54,9 +54,6 @@ class VilaProcessor:
         """Render a conversation whose contents are texts or lists of parts."""
         return self.tokenizer.apply_chat_template(messages, chat_template=self.chat_template, **kwargs)
 
-    def decode(self, *args: Any, **kwargs: Any) -> str:
-        return self.tokenizer.decode(*args, **kwargs)
-
     def __call__(
         self,
         text: Sequence[str],
