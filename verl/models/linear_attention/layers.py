@@ -48,11 +48,7 @@ Rule = Callable[..., tuple[Tensor, Tensor | None]]
 
 def linear_layers(model: nn.Module) -> Iterator[nn.Module]:
     """Yield the layers of a gated delta rule behind a causal convolution."""
-    return filter(is_linear_layer, model.modules())
-
-
-def is_linear_layer(module: nn.Module) -> bool:
-    return _rule_of(type(module)) is not None
+    return (module for module in model.modules() if _rule_of(type(module)) is not None)
 
 
 def pack_linear_layers(model: nn.Module) -> None:
@@ -88,7 +84,7 @@ def row_layers(model: nn.Module) -> Iterator[nn.Module]:
     for module in model.modules():
         within = (child for child in module.modules() if child is not module)
         is_innermost = _takes_cache(module) and not any(map(_takes_cache, within))
-        if is_innermost and not calls_attention(module) and not is_linear_layer(module):
+        if is_innermost and not calls_attention(module) and _rule_of(type(module)) is None:
             yield module
 
 
