@@ -22,6 +22,7 @@ from torch.nn.functional import pad
 from verl.models.attention.kernels import FULL, SLIDING
 from verl.models.families.interface import (
     ExampleRow,
+    Kind,
     MediaShape,
     Medium,
     MediumShape,
@@ -174,26 +175,21 @@ class Gemma4(VisionFamily):
     # --- tokens and positions
 
     def image_shape(self, processor: Any, height: int, width: int) -> MediumShape:
-        rows, columns = patch_grid(processor.image_processor, height, width)
-        features = rows * columns // processor.image_processor.pooling_kernel_size**2
-        start, end = edges(processor)
-        tokens = [start, *[processor.image_token_id] * features, end]
-        return MediumShape(tokens, {"grid": [1, rows, columns], "features": features})
+        rows, columns, tokens = frame_shape(processor, "image", height, width)
+        return MediumShape(tokens, {"grid": [1, rows, columns], "features": len(tokens) - 2})
 
     def video_shape(
         self, processor: Any, num_frames: int, height: int, width: int, meta: Mapping[str, Any]
     ) -> MediumShape:
-        rows, columns = patch_grid(processor.video_processor, height, width)
-        features = rows * columns // processor.video_processor.pooling_kernel_size**2
-        start, end = edges(processor)
-        frame = [start, *[processor.video_token_id] * features, end]
+        rows, columns, frame = frame_shape(processor, "video", height, width)
         tokens: list[int] = []
         for index in meta["frames_indices"]:
             seconds = int(index / meta["fps"])
             space = " " if tokens else ""
             stamp = f"{space}{seconds // 60:02d}:{seconds % 60:02d} "
             tokens += processor.tokenizer.encode(stamp, add_special_tokens=False) + frame
-        return MediumShape(tokens, {"grid": [num_frames, rows, columns], "features": num_frames * features})
+        features = num_frames * (len(frame) - 2)
+        return MediumShape(tokens, {"grid": [num_frames, rows, columns], "features": features})
 
     def block_layers(self, config: Any) -> tuple[str, ...]:
         return (SLIDING,) if config.get_text_config().use_bidirectional_attention == "vision" else ()
@@ -293,14 +289,9 @@ def newline_tokens(tokenizer: Any) -> dict[int, int]:
     return {token: count for token, count in lengths.items() if token not in (None, tokenizer.unk_token_id)}
 
 
-def edges(processor: Any) -> tuple[int, int]:
-    """Return the tokens before and after an image or a frame."""
-    start, end = processor.tokenizer.convert_tokens_to_ids([processor.boi_token, processor.eoi_token])
-    return start, end
-
-
-def patch_grid(media_processor: Any, height: int, width: int) -> tuple[int, int]:
-    """Return patches in height and width after the processor's own resizing."""
+def frame_shape(processor: Any, kind: Kind, height: int, width: int) -> tuple[int, int, list[int]]:
+    """Return patches in height and width of an image or frame, and its tokens: features between two edges."""
+    media_processor = getattr(processor, f"{kind}_processor")
     resize: Callable[..., tuple[int, int]]
     resize = vars(sys.modules[type(media_processor).__module__])["get_aspect_ratio_preserving_size"]
     patch, kernel = media_processor.patch_size, media_processor.pooling_kernel_size
@@ -308,7 +299,10 @@ def patch_grid(media_processor: Any, height: int, width: int) -> tuple[int, int]
         height, width, patch_size=patch, max_patches=media_processor.max_soft_tokens * kernel**2,
         pooling_kernel_size=kernel,
     )  # fmt: skip
-    return height // patch, width // patch
+    rows, columns = height // patch, width // patch
+    start, end = processor.tokenizer.convert_tokens_to_ids([processor.boi_token, processor.eoi_token])
+    features = [getattr(processor, f"{kind}_token_id")] * (rows * columns // kernel**2)
+    return rows, columns, [start, *features, end]
 
 
 def without_padding(pixels: Tensor, positions: Tensor) -> dict[str, Tensor]:

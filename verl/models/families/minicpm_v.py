@@ -244,12 +244,10 @@ def _tokens(
 def _numbered(processor: Any, shapes: Sequence[MediumShape]) -> list[MediumShape]:
     """Put the number of each medium of a prompt before its tokens."""
     start, end = processor.image_id_start_token, processor.image_id_end_token
-    numbers = [
-        processor.tokenizer.encode(f"{start}{index}{end}", add_special_tokens=False)
-        for index in range(len(shapes))
-    ]
+    encode = partial(processor.tokenizer.encode, add_special_tokens=False)
     return [
-        replace(shape, tokens=number + shape.tokens) for number, shape in zip(numbers, shapes, strict=True)
+        replace(shape, tokens=encode(f"{start}{index}{end}") + shape.tokens)
+        for index, shape in enumerate(shapes)
     ]
 
 
