@@ -214,7 +214,7 @@ def _attend_dense(query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule
     """Compute attention within each row of (rows, H, length, D) tensors."""
     length = query.shape[2]
     if has_kernels(query.device):  # its fused kernels need equal heads
-        key, value = (repeat_heads(tensor, query.shape[1]) for tensor in (key, value))
+        key, value = _repeat_heads(key, query), _repeat_heads(value, query)
     if rule.window is not None and rule.window < length:
         return _attend_in_window(query, key, value, rule.scale, rule.window)
     grouped = key.shape[1] != query.shape[1]
@@ -225,7 +225,7 @@ def _attend_dense(query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule
 
 def _attend_in_window(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int) -> Tensor:
     """Attend in chunks of queries, so that no mask is larger than chunk x (chunk + window)."""
-    key, value = (repeat_heads(tensor, query.shape[1]) for tensor in (key, value))
+    key, value = _repeat_heads(key, query), _repeat_heads(value, query)
     length, chunk = query.shape[2], max(window, 64)
     outs = []
     for start in range(0, length, chunk):
@@ -238,7 +238,6 @@ def _attend_in_window(query: Tensor, key: Tensor, value: Tensor, scale: float, w
     return torch.cat(outs, 2)
 
 
-def repeat_heads(tensor: Tensor, heads: int) -> Tensor:
-    """Repeat the key heads of (rows, Hkv, length, D) keys or values for the heads of queries."""
-    repeats = heads // tensor.shape[1]
+def _repeat_heads(tensor: Tensor, query: Tensor) -> Tensor:
+    repeats = query.shape[1] // tensor.shape[1]
     return tensor if repeats == 1 else tensor.repeat_interleave(repeats, 1)

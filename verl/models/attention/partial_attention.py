@@ -19,15 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from verl.distributed.device import has_kernels
-from verl.models.attention.kernels import (
-    AttentionRule,
-    RowRun,
-    Rows,
-    repeat_heads,
-    row_runs,
-    run_backward,
-    run_forward,
-)
+from verl.models.attention.kernels import AttentionRule, RowRun, Rows, row_runs, run_backward, run_forward
 from verl.models.attention.varlen_kernels import kernel_for
 
 
@@ -269,7 +261,9 @@ def _queries(tokens: Tensor, run: RowRun) -> Tensor:
 
 def _keys(tokens: Tensor, q: Tensor, run: RowRun) -> Tensor:
     """Return (rows, H, Lk, D), with key heads repeated for the heads of q."""
-    return repeat_heads(tokens[run.k_slice].unflatten(0, (run.rows, -1)).transpose(1, 2), q.shape[1])
+    rows = tokens[run.k_slice].unflatten(0, (run.rows, -1)).transpose(1, 2)
+    repeats = q.shape[1] // tokens.shape[1]
+    return rows if repeats == 1 else rows.repeat_interleave(repeats, 1)
 
 
 def _tokens(rows: Tensor) -> Tensor:  # (rows, H, L, D) to (rows * L, H, D)
