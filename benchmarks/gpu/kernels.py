@@ -24,7 +24,7 @@ from benchmarks.gpu.part import Place, Report, largest_difference, run_part
 from verl.distributed.sequence_parallel import SequenceParallel
 from verl.distributed.token_sharding import SequenceGroup, ShardPlan, shard_plan
 from verl.models import fused_log_probs
-from verl.models.attention.flash_packages import PACKAGES
+from verl.models.attention.kernels import AttentionRule
 from verl.models.attention.layouts import Layout, PackedLayout, SharedLayout
 from verl.models.attention.partial_attention import (
     AttentionCall,
@@ -33,9 +33,8 @@ from verl.models.attention.partial_attention import (
     add_gradients,
     attend_calls,
 )
-from verl.models.attention.row_attention import AttentionRule
 from verl.models.attention.sequence_parallel_layouts import RingLayout
-from verl.models.attention.varlen_kernels import KernelChoice, TorchKernel, use_kernels
+from verl.models.attention.varlen_kernels import PACKAGES, KernelChoice, TorchKernel, use_kernels
 from verl.models.fused_log_probs import linear_log_probs, softmax_for
 from verl.models.head.eager_softmax import EagerSoftmax
 from verl.models.head.logit_chunks import HeadLogits

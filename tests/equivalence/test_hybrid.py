@@ -24,7 +24,7 @@ from tests.equivalence.test_packed_forward import (
 )
 from tests.equivalence.test_shared_prompts import media_batch, text_batch
 from verl.models import registry
-from verl.models.linear_attention import functions
+from verl.models.linear_attention import layers
 from verl.models.linear_attention.layers import linear_layers
 from verl.models.registry import check_model, prepare_model
 from verl.models.tiny import save_tiny_model
@@ -122,7 +122,7 @@ def varlen_kernel(query, key, value, *, g, beta, initial_state, output_final_sta
 
 @pytest.mark.parametrize("shared", [False, True], ids=["packed", "shared"])
 def test_kernels_with_boundaries_compute_the_same(folders, monkeypatch, shared):
-    monkeypatch.setattr(functions, "_varlen_kernel", lambda function, query: varlen_kernel)
+    monkeypatch.setattr(layers, "_varlen_kernel", lambda function, query: varlen_kernel)
 
     if shared:
         shared_prompts.assert_same(folders("qwen3_5_text"), text_batch())

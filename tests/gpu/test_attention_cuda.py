@@ -4,9 +4,8 @@
 import pytest
 import torch
 
-from verl.models.attention.blocks import Blocks
-from verl.models.attention.layouts import PackedLayout, SharedLayout
-from verl.models.attention.row_attention import AttentionRule
+from verl.models.attention.kernels import AttentionRule
+from verl.models.attention.layouts import Blocks, PackedLayout, SharedLayout
 from verl.models.fused_log_probs import linear_log_probs
 from verl.models.head.logit_chunks import HeadLogits, LogitTransform
 

@@ -141,9 +141,9 @@ def test_the_vision_tower_runs_all_images_through_one_packed_attention_per_layer
     model = auto_class(AutoConfig.from_pretrained(folder)).from_pretrained(folder)
     prepare_model(model)
     calls = []
-    original = layouts.attend_rows
+    original = layouts.attend_runs
     monkeypatch.setattr(
-        layouts, "attend_rows", lambda *args: calls.append(args[-1].is_causal) or original(*args)
+        layouts, "attend_runs", lambda *args: calls.append(args[-1].is_causal) or original(*args)
     )
 
     check_model(model)

@@ -91,7 +91,7 @@ class LinkGroup:
 def write_model(folder: Path, shape: str, override: dict[str, Any]) -> None:
     """Write the config of a model, with the tokenizer and the processor of a tiny one."""
     from verl.models.auto import AutoConfig
-    from verl.models.tiny import TINY_MODELS, build_processor, train_tokenizer
+    from verl.models.tiny import TINY_MODELS, train_tokenizer
     from verl.models.vila.processor import VilaProcessor
 
     kind, fields = SHAPES[shape]
@@ -109,7 +109,8 @@ def write_model(folder: Path, shape: str, override: dict[str, Any]) -> None:
     tokenizer.save_pretrained(folder)
     tokenizer.save_pretrained(folder / SCORER)
     if kind in TINY_MODELS and TINY_MODELS[kind].processor:
-        processor = build_processor(TINY_MODELS[kind], tokenizer)
+        processor = TINY_MODELS[kind].processor(tokenizer)
+        processor.chat_template = tokenizer.chat_template
         processor.image_processor.size = {"shortest_edge": PATCH**2, "longest_edge": 1 << 24}  # pixels
         processor.save_pretrained(folder)
 

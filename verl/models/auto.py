@@ -9,9 +9,9 @@ from importlib import import_module
 
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
+    AutoModelForCausalLM,  # noqa: F401 - imported from here
     AutoModelForImageTextToText,
-    AutoModelForMultimodalLM,
+    AutoModelForMultimodalLM,  # noqa: F401
     AutoProcessor,
     AutoTokenizer,
 )
@@ -19,16 +19,6 @@ from transformers import (
 from verl.models.vila.config import VilaConfig
 from verl.models.vila.model import VilaForConditionalGeneration
 from verl.models.vila.processor import VilaProcessor, VilaTokenizer
-
-__all__ = (
-    "AutoConfig",
-    "AutoModelForCausalLM",
-    "AutoModelForImageTextToText",
-    "AutoModelForMultimodalLM",
-    "AutoProcessor",
-    "AutoTokenizer",
-    "use_modelscope_hub_if_asked",
-)
 
 AutoConfig.register(VilaConfig.model_type, VilaConfig)
 AutoModelForImageTextToText.register(VilaConfig, VilaForConditionalGeneration)

@@ -6,11 +6,9 @@ work counts: causal attention to earlier tokens, head products of response token
 recomputation of gradient checkpointing.
 """
 
-import inspect
 import math
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -19,11 +17,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from verl.distributed.device import device_name
 from verl.distributed.known_gpus import find_gpu
+from verl.models.attention.interface import calls_attention
 from verl.models.hub_names import meta_model
 from verl.models.layer_configs import experts_per_token, layer_heads
 
 Grid = Sequence[int]  # (time, height, width) in patches of an image or video
-ATTENTION = "ALL_ATTENTION_FUNCTIONS"  # transformers' name for its attention functions
 
 
 def peak_flops(device_name: str) -> float | None:
@@ -103,7 +101,7 @@ class TextShape:
 
     def __init__(self, model: PreTrainedModel) -> None:
         config = model.config.get_text_config()
-        encoders = [*vision_towers(model), *submodels(model, "audio_config")]
+        encoders = [*submodels(model, "vision_config"), *submodels(model, "audio_config")]
         in_encoders = {id(weight) for encoder in encoders for weight in encoder.parameters()}
         head = model.get_output_embeddings().weight  # type: ignore[union-attr] (a causal model has one)
         weights = [
@@ -119,7 +117,7 @@ class TextShape:
             for weight in weights
         )
         self.head = head.numel()
-        self.states = state_operations(model)
+        self.states = sum(map(state_operations, model.modules()))
         heads, attends = layer_heads(config), attending_layers(model.get_decoder(), config.num_hidden_layers)
         self.channels = [
             each.queries * each.dim * attending for each, attending in zip(heads, attends, strict=True)
@@ -143,7 +141,7 @@ class VisionShape:
 
     def __init__(self, model: PreTrainedModel) -> None:
         config = model.config.vision_config
-        (tower,) = vision_towers(model)
+        (tower,) = submodels(model, "vision_config")
         # The layers after adjacent patches are merged.
         merged = {id(weight) for name, weight in tower.named_parameters() if "merger" in name}
         sizes = [(id(weight) in merged, weight.numel()) for weight in matrices(tower)]
@@ -174,10 +172,6 @@ class VisionShape:
             return length // self.window * self.window**2 + (length % self.window) ** 2
 
         return squares(height) * squares(width)
-
-
-def vision_towers(model: PreTrainedModel) -> list[PreTrainedModel]:
-    return submodels(model, "vision_config")
 
 
 def submodels(model: PreTrainedModel, name: str) -> list[PreTrainedModel]:
@@ -236,27 +230,18 @@ STATES = (
 )
 
 
-def state_operations(model: nn.Module) -> int:
-    """Count the operations of a token in the recurrences of all layers with a state."""
-    return sum(map(_of_module, model.modules()))
-
-
 def attending_layers(decoder: nn.Module, num_layers: int) -> list[bool]:
     """Return for each layer of a decoder if its tokens attend to each other.
 
     All do in models that compute attention in a way of their own.
     """
-    found = [any(map(_attends, layer.modules())) for layer in getattr(decoder, "layers", ())]
+    found = [any(map(calls_attention, layer.modules())) for layer in getattr(decoder, "layers", ())]
     return found if len(found) == num_layers and any(found) else [True] * num_layers
 
 
-def _of_module(module: nn.Module) -> int:
+def state_operations(module: nn.Module) -> int:
+    """Count the operations of a token in the recurrence of a layer with a state; 0 for other modules."""
     for sizes, operations, marks in STATES:
         if all(hasattr(module, name) for name in (*sizes, *marks)):
             return operations * math.prod(getattr(module, name) for name in sizes)
     return 0
-
-
-def _attends(module: nn.Module) -> bool:
-    forward = inspect.unwrap(type(module).forward)
-    return isinstance(forward, FunctionType) and ATTENTION in forward.__code__.co_names

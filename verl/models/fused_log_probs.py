@@ -143,9 +143,6 @@ class _LinearLogProbs(torch.autograd.Function):
             return (None,) * 8
         if grad_log_probs is None:
             grad_log_probs = torch.zeros_like(lse)
-
-        if grad_entropy is None:
-            entropy = None
         given = LogProbGradients(lse, grad_log_probs, entropy, grad_entropy)
         softmax = softmax_for(hidden.device.type)
 

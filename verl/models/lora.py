@@ -166,7 +166,9 @@ def _adapted_modules(
             f"`{option}.target_modules` ({adapter.target_modules}) {_why_nothing(model, target)};"
             f" it has {_kinds(linear)}"
         )
-    _warn_of_unmatched(model, adapter.target_modules, linear, option)
+    named = adapter.target_modules.split(",") if NAMES.fullmatch(adapter.target_modules) else []
+    where = f"`{option}.target_modules` ({adapter.target_modules})"
+    _warn_of_unmatched(where, named, linear, f"linear module of {type(model).__name__} that can be adapted")
     if adapter.exclude_modules is None:
         return names
     excluded = _matcher(adapter.exclude_modules, f"{option}.exclude_modules")
@@ -201,11 +203,9 @@ def _selected_parameters(
     if not found:
         raise ValueError(
             f"`{option}` ({', '.join(adapter.target_parameters)}) matches no tensor of"
-            f" {type(model).__name__} outside of its linear modules; {_free_kinds(known)}"
+            f" {type(model).__name__} outside of its linear modules; it has {_kinds(known, 2) or 'none'}"
         )
-    for target in adapter.target_parameters:
-        if not any(f".{name}".endswith(f".{target}") for name in found):
-            logger.warning("`%s`: %s matches no tensor of %s", option, target, type(model).__name__)
+    _warn_of_unmatched(f"`{option}`", adapter.target_parameters, found, f"tensor of {type(model).__name__}")
     return found
 
 
@@ -220,24 +220,15 @@ def _free_parameters(model: nn.Module) -> list[str]:
     ]
 
 
-def _free_kinds(names: list[str]) -> str:
-    kinds = sorted({".".join(name.split(".")[-2:]) for name in names})
-    return f"it has {', '.join(kinds[:MOST_NAMED])}" if kinds else "it has none"
-
-
 def _endings(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(f".{name}" for name in names)
 
 
-def _warn_of_unmatched(model: nn.Module, pattern: str, linear: list[str], option: str) -> None:
+def _warn_of_unmatched(where: str, wanted: Iterable[str], found: list[str], kind: str) -> None:
     # peft ignores names without a match if others match.
-    names = pattern.split(",") if NAMES.fullmatch(pattern) and pattern != ALL_LINEAR else []
-    for name in names:
-        if not any(f".{module}".endswith(f".{name}") for module in linear):
-            logger.warning(
-                "`%s.target_modules` (%s): %s matches no linear module of %s that can be adapted",
-                option, pattern, name, type(model).__name__,
-            )  # fmt: skip
+    for name in wanted:
+        if not any(f".{each}".endswith(f".{name}") for each in found):
+            logger.warning("%s: %s matches no %s", where, name, kind)
 
 
 def _why_nothing(model: nn.Module, target: Callable[[str], bool]) -> str:
@@ -280,8 +271,8 @@ def compile_pattern(pattern: str, option: str) -> re.Pattern[str]:
         raise ValueError(f"`{option}` ({pattern}) is not a regular expression: {error}") from error
 
 
-def _kinds(names: Iterable[str]) -> str:
-    kinds = sorted({name.rpartition(".")[2] for name in names})
+def _kinds(names: Iterable[str], parts: int = 1) -> str:
+    kinds = sorted({".".join(name.split(".")[-parts:]) for name in names})
     return ", ".join(kinds[:MOST_NAMED]) + (" ..." if len(kinds) > MOST_NAMED else "")
 
 

@@ -16,11 +16,11 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from verl.distributed.device import to_device
 from verl.distributed.sequence_parallel import SequenceParallel
-from verl.models.attention.interface import record_block_inputs
+from verl.models.attention.interface import calls_attention, record_block_inputs
 from verl.models.attention.kernels import CHUNKED, LAYER_TYPES, SLIDING, AttentionRule
 from verl.models.attention.sequence_parallel_layouts import ring_obstacle
 from verl.models.deferred_logits import DeferredLogits, DeferringHead
-from verl.models.families.interface import WHAT_TO_WRITE, MediaFamily, Medium
+from verl.models.families.interface import WHAT_TO_WRITE, MediaFamily, Medium, needs_family
 from verl.models.families.registry import family_of, is_named
 from verl.models.linear_attention.layers import (
     STATE_TYPES,
@@ -60,23 +60,14 @@ def prompt_sharing_obstacle(config: PretrainedConfig) -> str | None:
 def check_sequence_parallel(config: PretrainedConfig, sp: SequenceParallel) -> None:
     """Raise a ValueError if the model's attention does not support this division of packed sequences."""
     text = config.get_text_config()
-    if text.num_attention_heads % sp.ulysses_size:
-        raise ValueError(
-            f"`ulysses_size` ({sp.ulysses_size}) must divide the {text.num_attention_heads} attention heads"
-            f" of {config.model_type}: choose another, or use `ring_size`"
-        )
-    heads, has_state = _linear_heads(text), bool(_layer_types(text) & STATE_TYPES)
-    if heads % sp.ulysses_size:
-        raise ValueError(
-            f"`ulysses_size` ({sp.ulysses_size}) must divide the {heads} heads of the linear attention layers"
-            f" of {config.model_type}: choose another"
-        )
-    if has_state and sp.ring_size > 1:
-        raise ValueError(
-            f"`ring_size` ({sp.ring_size}) must be 1 for {config.model_type}: its linear attention layers"
-            " carry a state from token to token, so the ranks of a ring would wait for each other: use"
-            " `ulysses_size`"
-        )
+    linear = (_linear_heads(text), "heads of the linear attention layers")
+    for heads, name in ((text.num_attention_heads, "attention heads"), linear):
+        if heads % sp.ulysses_size:
+            other = "" if _layer_types(text) & STATE_TYPES else ", or use `ring_size`"
+            raise ValueError(
+                f"`ulysses_size` ({sp.ulysses_size}) must divide the {heads} {name} of {config.model_type}:"
+                f" choose another{other}"
+            )
     reason = _ring_obstacle(config) if sp.ring_size > 1 else None
     if reason is not None:
         raise ValueError(
@@ -87,6 +78,8 @@ def check_sequence_parallel(config: PretrainedConfig, sp: SequenceParallel) -> N
 
 def _ring_obstacle(config: PretrainedConfig) -> str | None:
     family, text = family_of(config), config.get_text_config()
+    if _layer_types(text) & STATE_TYPES:
+        return "linear attention layers carry a state from token to token, for which ranks would wait"
     if isinstance(family, MediaFamily) and family.block_layers(config):
         return "tokens of an image cannot attend to each other in both directions"
     return ring_obstacle(_attention_rule(text), text.max_position_embeddings)
@@ -157,19 +150,19 @@ def _obstacle(model: PreTrainedModel) -> str | None:
             " `worker.actor.model.override_config.output_router_logits` to false, and"
             " `worker.actor.model.router_aux_loss_coef` for a loss that balances the experts"
         )
-    packable = {*LAYER_TYPES, *WITHOUT_MIXING}
-    if next(linear_layers(model), None) is not None or next(row_layers(model), None) is not None:
+    packable, with_state = {*LAYER_TYPES, *WITHOUT_MIXING}, list(row_layers(model))
+    if with_state or next(linear_layers(model), None) is not None:
         packable |= STATE_TYPES
     unknown = _layer_types(text) - packable
     if unknown:
         return f"has layers of type {', '.join(sorted(unknown))}, which cannot be packed"
-    if not (model._supports_attention_backend or _calls_attention_interface(model)):
+    if not (model._supports_attention_backend or any(map(calls_attention, model.modules()))):
         return "does not use transformers' attention interface, so sequences cannot be packed"
-    convolving = None if _layer_types(text) & STATE_TYPES else _convolving_layer(model)
-    if convolving is not None:
+    convolving = [each for each in with_state if any(isinstance(part, nn.Conv1d) for part in each.modules())]
+    if convolving and not _layer_types(text) & STATE_TYPES:
         return (
-            f"convolves tokens in {type(convolving).__name__}, and its config names no `layer_types` with a"
-            " state, so sequences cannot be packed"
+            f"convolves tokens in {type(convolving[0]).__name__}, and its config names no `layer_types` with"
+            " a state, so sequences cannot be packed"
         )
     parameters = inspect.signature(model.forward).parameters.values()
     if all(parameter.kind is not inspect.Parameter.VAR_KEYWORD for parameter in parameters):
@@ -178,19 +171,6 @@ def _obstacle(model: PreTrainedModel) -> str | None:
     if type(head) is not nn.Linear:
         return f"has a {type(head).__name__} as its head; only a linear head is supported"
     return None
-
-
-def _convolving_layer(model: PreTrainedModel) -> nn.Module | None:
-    for layer in row_layers(model):
-        if any(isinstance(part, nn.Conv1d) for part in layer.modules()):
-            return layer
-    return None
-
-
-def _calls_attention_interface(model: PreTrainedModel) -> bool:
-    """Return whether attention is looked up where it was registered: some models work, but do not say so."""
-    forwards = (inspect.unwrap(type(module).forward) for module in model.modules())
-    return any("ALL_ATTENTION_FUNCTIONS" in forward.__code__.co_names for forward in forwards)
 
 
 def check_model(model: PreTrainedModel, processor: Any = None) -> float:
@@ -232,10 +212,9 @@ def _check_features(model: PreTrainedModel, media: Sequence[Medium]) -> None:
     )
     allowed = TOLERANCE[together[0].dtype]
     if not difference <= allowed:
-        raise NotImplementedError(
+        raise needs_family(
             f"{type(model).__name__} ({model.config.model_type}) computes other features of an image together"
-            f" with others: they differ by {difference:.2g} of their size, at most {allowed:g} is allowed:"
-            f" {WHAT_TO_WRITE}"
+            f" with others: they differ by {difference:.2g} of their size, at most {allowed:g} is allowed"
         )
 
 

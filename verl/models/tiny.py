@@ -158,13 +158,6 @@ def _whole(word: str) -> str:
     return start + re.sub(r"([^\w\s]|_)", r"\\\1", word) + end
 
 
-def build_processor(recipe: TinyModel, tokenizer: PreTrainedTokenizerFast) -> Any:
-    assert recipe.processor is not None, "only models that read media have a processor"
-    processor = recipe.processor(tokenizer)
-    processor.chat_template = tokenizer.chat_template
-    return processor
-
-
 def build_config(recipe: TinyModel, tokenizer: PreTrainedTokenizerFast, **overrides: Any) -> Any:
     """Build the transformers config of a recipe; `overrides` change options of the language model."""
     special = {
@@ -256,5 +249,7 @@ def save_tiny_model(
     if not family_of(part).folders:  # else the processor writes it into one of them
         tokenizer.save_pretrained(directory)
     if chosen.processor:
-        build_processor(chosen, tokenizer).save_pretrained(directory)
+        processor = chosen.processor(tokenizer)
+        processor.chat_template = tokenizer.chat_template
+        processor.save_pretrained(directory)
     return directory

@@ -17,7 +17,7 @@ from torch import Tensor
 from verl.distributed.length_balancing import split_evenly
 from verl.distributed.sequence_parallel import SequenceParallel
 from verl.distributed.ulysses import gather_rows
-from verl.models.attention.blocks import Blocks
+from verl.models.attention.layouts import Blocks
 from verl.models.families.interface import Family, Kind, MediaFamily, Medium
 
 Features = dict[Kind, list[Tensor]]  # (tokens, hidden size x (1 + deepstack levels)) of each medium

@@ -3,7 +3,7 @@
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -48,7 +48,8 @@ class AdamW8bit(LocalAdamW):
         rounds = weight.dtype == torch.bfloat16
         beta1, beta2 = group["betas"]
         rate = torch.tensor(group["lr"], dtype=torch.float32)
-        with _seeded(weight.device, seed_of_update(param, state["step"].item(), number), rounds):
+        seed = seed_of_update(param, state["step"].item(), number)
+        with _seeded(weight.device, seed) if rounds else nullcontext():
             update_kernel(is_gpu(weight.device))(
                 weight.detach(), local_part(grad), state["step"], *moments, None,
                 rate, beta1, beta2, group["weight_decay"], group["eps"], True, rounds,
@@ -99,11 +100,8 @@ def update_kernel(is_compiled: bool) -> Callable[..., None]:
 
 
 @contextmanager
-def _seeded(device: torch.device, seed: int, is_needed: bool) -> Iterator[None]:
+def _seeded(device: torch.device, seed: int) -> Iterator[None]:
     """Run torchao, which draws from the global generators, with a seed; restore them afterwards."""
-    if not is_needed:
-        yield
-        return
     with torch.random.fork_rng([device] if is_gpu(device) else [], device_type=device.type):
         torch.manual_seed(seed)
         yield

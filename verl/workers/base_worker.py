@@ -22,7 +22,7 @@ from verl.data.readers import load_processor, load_tokenizer
 from verl.data.teachers import media_of_teacher
 from verl.distributed.device import backend_of, set_device, set_seed
 from verl.distributed.sequence_parallel import SequenceParallel, data_parallel_group
-from verl.models.attention.flash_packages import select_kernels
+from verl.models.attention.varlen_kernels import select_kernels
 from verl.models.families.interface import MediaFamily
 from verl.models.families.registry import family_of
 from verl.protocol import DataProto

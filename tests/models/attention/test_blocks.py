@@ -12,9 +12,8 @@ from tests.helpers.plain_attention import PlainKernel
 from tests.models.attention.test_layouts import masked, seen_in, size_of, tensors, with_gradients
 from verl.distributed.sequence_parallel import SequenceParallel
 from verl.distributed.token_sharding import SequenceGroup, shard_plan
-from verl.models.attention.blocks import Blocks
 from verl.models.attention.kernels import AttentionRule
-from verl.models.attention.layouts import PackedLayout, SharedLayout
+from verl.models.attention.layouts import Blocks, PackedLayout, SharedLayout
 from verl.models.attention.sequence_parallel_layouts import sequence_layout
 from verl.models.attention.varlen_kernels import KernelChoice, use_kernels
 

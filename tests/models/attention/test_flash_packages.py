@@ -13,18 +13,18 @@ import pytest
 import torch
 
 from tests.helpers.plain_attention import PlainKernel
-from verl.models.attention import flash_packages, varlen_kernels
-from verl.models.attention.blocks import Blocks
-from verl.models.attention.flash_packages import (
+from verl.models.attention import varlen_kernels
+from verl.models.attention.kernels import AttentionRule, RowRun, Rows
+from verl.models.attention.layouts import Blocks, PackedLayout, SharedLayout
+from verl.models.attention.varlen_kernels import (
     FlashAttention2,
     FlashAttention3,
     FlashAttention4,
+    KernelChoice,
     choose_kernels,
     select_kernels,
+    use_kernels,
 )
-from verl.models.attention.kernels import AttentionRule, RowRun, Rows
-from verl.models.attention.layouts import PackedLayout, SharedLayout
-from verl.models.attention.varlen_kernels import KernelChoice, use_kernels
 
 PLAIN = PlainKernel()
 GROUPS = [(5, [2, 3, 0, 4]), (1, [1]), (7, []), (3, [2, 2, 2])]
@@ -218,12 +218,12 @@ def test_a_package_gets_its_arguments_in_its_own_order_and_meaning(layout, rule,
 
 def installed(monkeypatch, names, capability, version="2.8.3.post1"):
     """Pretend that some of the kernels' packages are installed, on a GPU of a compute capability."""
-    for kernel in flash_packages.PACKAGES:
+    for kernel in varlen_kernels.PACKAGES:
         monkeypatch.setattr(kernel, "__init__", lambda self: None)
     specs = {"flash-attn 2": "flash_attn_2_cuda", "flash-attn 3": "flash_attn_interface"}
     present = {specs[name] for name in names if name in specs}
-    monkeypatch.setattr(flash_packages.importlib.util, "find_spec", lambda name: name in present or None)
-    monkeypatch.setattr(flash_packages.importlib.metadata, "version", lambda name: version)
+    monkeypatch.setattr(varlen_kernels.importlib.util, "find_spec", lambda name: name in present or None)
+    monkeypatch.setattr(varlen_kernels.importlib.metadata, "version", lambda name: version)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
 
 

@@ -12,10 +12,8 @@ from verl.distributed.backends import BACKENDS
 from verl.distributed.sequence_parallel import SequenceParallel
 from verl.distributed.token_sharding import SequenceGroup, shard_plan
 from verl.models.attention import varlen_kernels
-from verl.models.attention.blocks import Blocks
-from verl.models.attention.flash_packages import choose_kernels
 from verl.models.attention.kernels import AttentionRule
-from verl.models.attention.layouts import PackedLayout, SharedLayout
+from verl.models.attention.layouts import Blocks, PackedLayout, SharedLayout
 from verl.models.attention.partial_attention import (
     AttentionCall,
     Span,
@@ -24,7 +22,7 @@ from verl.models.attention.partial_attention import (
     partial_forward,
 )
 from verl.models.attention.sequence_parallel_layouts import RingLayout
-from verl.models.attention.varlen_kernels import KernelChoice, TorchKernel, use_kernels
+from verl.models.attention.varlen_kernels import KernelChoice, TorchKernel, choose_kernels, use_kernels
 
 RULE = AttentionRule(0.3)
 GROUPS = [(5, [2, 3, 0, 4]), (1, [1]), (7, []), (3, [2, 2, 2])]

@@ -16,8 +16,8 @@ from tests.helpers.families import (
     random_image,
     random_sound,
 )
-from verl.models.families.audio.mel import audio_tokens
 from verl.models.families.audio.qwen2_5_omni import Qwen25Omni
+from verl.models.families.audio.qwen2_audio import audio_tokens
 from verl.models.families.audio.qwen3_omni import Qwen3Omni
 
 

@@ -17,7 +17,8 @@ from verl.data.readers import load_processor, load_tokenizer
 from verl.models.families.registry import load_config
 from verl.models.families.tiny_sizes import TEXT
 from verl.models.families.vila import TINY_PARTS
-from verl.models.vila.config import PARTS, TOKENIZER_FILES, VilaConfig
+from verl.models.tiny import train_tokenizer
+from verl.models.vila.config import PARTS, VilaConfig
 from verl.models.vila.model import Downsample, VilaForConditionalGeneration, chessboard, pooled
 from verl.models.vila.processor import VilaProcessor
 from verl.models.vila.tiles import closest_grid, grids
@@ -164,8 +165,7 @@ def test_a_tokenizer_without_tokens_of_media_is_refused_with_the_remedy(tmp_path
     config = json.loads((folder / "config.json").read_text())
     del config["image_token_id"]
     (folder / "config.json").write_text(json.dumps(config))
-    for name in TOKENIZER_FILES:
-        (folder / "llm" / name).unlink(missing_ok=True)
+    train_tokenizer().save_pretrained(folder / "llm")
 
     with pytest.raises(ValueError, match=r"no tokens .*<image>.*convert the checkpoint"):
         load_config(folder)

@@ -10,8 +10,10 @@ index of a token in the sequence, which in a packed sequence is not its position
 blocks keep the inputs of the one that is running, in forward and when checkpointing runs a block again.
 """
 
+import inspect
 import sys
 from contextvars import ContextVar
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -117,6 +119,12 @@ def _obstacle(
     if window is None and (kind == SLIDING or _has_window_in_mask(module)):
         return "does not pass its sliding window to attention, which would drop it"
     return None
+
+
+def calls_attention(module: nn.Module) -> bool:
+    """Return whether a module looks up attention where it was registered: some models do not say that."""
+    forward = inspect.unwrap(type(module).forward)
+    return isinstance(forward, FunctionType) and "ALL_ATTENTION_FUNCTIONS" in forward.__code__.co_names
 
 
 class BlockInputs(NamedTuple):

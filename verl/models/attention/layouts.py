@@ -4,21 +4,22 @@
 - `PackedLayout`: concatenated sequences that attend to themselves.
 - `SharedLayout`: groups of a prompt and its responses; a response attends to the prompt and itself.
 
+In both, tokens of `Blocks` also attend to later tokens, and layers may have a window or chunks.
+
 To add a layout, write a class with `attend`; `sequence_parallel_layouts` has the layouts that span processes.
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from verl.models.attention.blocks import Blocks
-from verl.models.attention.kernels import AttentionRule, RowRun, row_runs
+from verl.models.attention.kernels import FULL, SLIDING, AttentionRule, RowRun, attend_runs, row_runs
 from verl.models.attention.partial_attention import AttentionCall, Span, attend_calls
-from verl.models.attention.row_attention import attend_rows, is_local, local_call
+from verl.models.attention.varlen_kernels import kernel_for
 from verl.models.linear_attention.recurrence import Recurrence, group_segments, row_segments
 
 T = TypeVar("T")
@@ -40,6 +41,65 @@ class Layout(Protocol):
     def recurrence(self) -> Recurrence:
         """The order in which layers with a state read the tokens."""
         ...
+
+
+class Blocks(NamedTuple):
+    """Blocks of packed tokens that attend to each other in both directions, such as those of an image.
+
+    A causal call, with a window or not, covers a block's own and earlier tokens; a further call lets each
+    token of a block attend to the block's later ones.
+
+    Example::
+
+        Blocks.of(media_tokens, {"sliding_attention"})  # an image is a run of adjacent media tokens
+        Blocks(((3, 7), (12, 16)))  # tokens 3 to 6 and 12 to 15
+    """
+
+    bounds: tuple[tuple[int, int], ...]  # first token and the one after the last, in ascending order
+    layer_types: frozenset[str] = frozenset({FULL, SLIDING})  # of the layers where blocks have an effect
+
+    @classmethod
+    def of(cls, tokens: Tensor, layer_types: Collection[str] = (FULL, SLIDING)) -> "Blocks":
+        """Find the runs of adjacent tokens among (n,) packed positions in ascending order, on CPU."""
+        breaks = (tokens.diff() != 1).nonzero()[:, 0] + 1
+        parts = torch.tensor_split(tokens, breaks.tolist()) if len(tokens) else ()
+        bounds = tuple((int(part[0]), int(part[-1]) + 1) for part in parts)
+        return cls(bounds, frozenset(layer_types))
+
+    def within(self, segments: Sequence[int]) -> "Blocks":
+        """Cut blocks where segments of these lengths end, so that no token sees those of another."""
+        ends = torch.tensor(segments).cumsum(0).tolist()
+        bounds: list[tuple[int, int]] = []
+        remaining = iter(ends)
+        end = next(remaining, 0)
+        for start, stop in self.bounds:
+            while start < stop:
+                while end <= start:
+                    end = next(remaining)
+                bounds.append((start, min(stop, end)))
+                start = min(stop, end)
+        return self._replace(bounds=tuple(bounds))
+
+    def rows_of_later_tokens(self) -> tuple[tuple[int, list[int]], ...]:
+        """Return (first token, row lengths) of queries and of keys: tokens of blocks and the later ones.
+
+        Query t of a block's row is its token t and key t its token t + 1, so that a query attends to keys
+        from its own position in the row on. Other tokens are in rows that have only queries or only keys.
+        Without blocks of two or more tokens there are no rows.
+        """
+        bounds = [(start, stop) for start, stop in self.bounds if stop - start > 1]
+        if not bounds:
+            return ()
+        queries, keys, end = [], [], bounds[0][0]
+        for start, stop in bounds:
+            between = start - end
+            if between:
+                queries += [between, 0]
+                keys += [0, between]
+            queries.append(stop - 1 - start)
+            keys.append(stop - 1 - start)
+            end = stop - 1
+        return (bounds[0][0], queries), (bounds[0][0] + 1, keys)
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,8 +148,10 @@ class PackedLayout:
             groups = [(length, ()) for length in self.sequences.lengths]
             rows = _local_call(self, groups, rule, self.sequences)
         later = later_calls(self.later, rule)
-        if not later and sinks is None:
-            return attend_rows(query, key, value, rows, rule)
+        # A soft cap recomputes its scores in backward, so that no scores of a long sequence are kept.
+        is_plain = not later and sinks is None and rule.softcap is None
+        if is_plain and kernel_for(query, value, None) is None:
+            return attend_runs(query, key, value, rows.runs, rule)
         return _attend(query, key, value, (rows, *later), rule, sinks)
 
 
@@ -150,7 +212,7 @@ class SharedLayout:
                 " `worker.actor.share_prompt` to false"
             )
         calls = self.calls
-        if is_local(rule, self.longest_row):
+        if _is_local(rule, self.longest_row):
             calls = (_local_call(self, self.groups, rule, calls[0].queries),)
         return _attend(query, key, value, (*calls, *later_calls(self.later, rule)), rule, sinks)
 
@@ -180,7 +242,7 @@ def _local_call(
     known: dict[tuple[int | None, int | None], AttentionCall] = cached_on(layout, "_local", dict)
     key = rule.window, rule.chunk
     if key not in known:
-        known[key] = local_call(groups, rule, tokens.cu_rows.device)
+        known[key] = _local_rows(groups, rule, tokens.cu_rows.device)
     return known[key]
 
 
@@ -220,3 +282,64 @@ def _causal_rows(prompt: int, responses: Sequence[int]) -> list[int]:
     """Lengths of a group's causal rows: the prompt with its first response, and the other responses."""
     first, *others = [length for length in responses if length] or [0]
     return [prompt + first, *others]
+
+
+class _Part(NamedTuple):
+    """Adjacent packed tokens that may attend to each other, as far as they are not later."""
+
+    start: int  # the first query
+    queries: int
+    before: tuple[int, int]  # tokens of the prompt that come before the queries' own keys: start and stop
+
+
+def _is_local(rule: AttentionRule, longest_row: int) -> bool:
+    return any(size is not None and size < longest_row for size in (rule.window, rule.chunk))
+
+
+def _local_rows(
+    groups: Sequence[tuple[int, Sequence[int]]], rule: AttentionRule, device: torch.device | str | None
+) -> AttentionCall:
+    """Return the call that covers all packed tokens of groups (prompt length, response lengths).
+
+    A response that sees the end of a shared prompt has a row whose keys start with a copy of the prompt's
+    last ones; the row's queries are at the end of its keys.
+    """
+    parts = [part for part in _parts(groups, rule) if part.queries]
+    copied = [stop - start for start, stop in (part.before for part in parts)]
+    lengths = [part.queries for part in parts]
+    keys = [more + length for more, length in zip(copied, lengths, strict=True)]
+    queries, all_keys = Span.of_all([(0, lengths), (0, keys)], device)
+    if not any(copied):
+        return AttentionCall.of(queries, queries, is_causal=True)
+    taken: list[Tensor] = []
+    for part in parts:
+        taken += [torch.arange(*part.before), torch.arange(part.start, part.start + part.queries)]
+    index = torch.cat(taken).to(device or "cpu", non_blocking=True)
+    return AttentionCall.of(queries, all_keys, is_causal=True, taken=index)
+
+
+def _parts(groups: Sequence[tuple[int, Sequence[int]]], rule: AttentionRule) -> Iterator[_Part]:
+    start = 0
+    for prompt, responses in groups:
+        first, *others = _causal_rows(prompt, responses)
+        yield from _following(start, 0, first, rule, start)
+        at = start + first
+        for length in others:
+            yield from _following(start, prompt, length, rule, at)
+            at += length
+        start = at
+
+
+def _following(prompt_start: int, prompt: int, length: int, rule: AttentionRule, at: int) -> Iterator[_Part]:
+    """Yield the parts of `length` tokens from position `at` on that follow a prompt."""
+    chunk = prompt + length if rule.chunk is None else rule.chunk
+    position, stop = prompt, prompt + length  # in the row
+    while position < stop:
+        chunk_start = position // chunk * chunk
+        size = min(stop, chunk_start + chunk) - position
+        seen = 0 if position > prompt else prompt - chunk_start
+        if rule.window is not None:
+            seen = min(seen, rule.window - 1)
+        end = prompt_start + prompt
+        yield _Part(at + position - prompt, size, (end - seen, end))
+        position += size

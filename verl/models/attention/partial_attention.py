@@ -98,10 +98,6 @@ class AttentionCall(NamedTuple):
             totals.index_add_(0, self.taken, grads.to(totals.dtype))
 
 
-def cu_seqlens_of(lengths: Sequence[int], device: torch.device | str | None) -> Tensor:
-    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
-
-
 def partial_forward(q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
     """Compute attention of rows of queries (Nq, H, D) to rows of keys and values (Nk, Hkv, D), any strides.
 

@@ -5,7 +5,8 @@
 rank to rank. `sequence_layout` composes them, with ulysses outside of the ring.
 """
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -18,16 +19,14 @@ from torch.autograd.function import once_differentiable
 from verl.distributed.sequence_parallel import SequenceParallel
 from verl.distributed.token_sharding import RingShard, ShardPlan
 from verl.distributed.ulysses import heads_to_tokens, tokens_to_heads
-from verl.models.attention.blocks import Blocks
 from verl.models.attention.kernels import AttentionRule
-from verl.models.attention.layouts import Layout, PackedLayout, SharedLayout, cached_on
+from verl.models.attention.layouts import Blocks, Layout, PackedLayout, SharedLayout, cached_on
 from verl.models.attention.partial_attention import (
     AttentionCall,
     Span,
     add_attention,
     add_gradients,
     add_sinks,
-    cu_seqlens_of,
     sink_gradients,
 )
 from verl.models.linear_attention.recurrence import Recurrence
@@ -55,8 +54,8 @@ def sequence_layout(
     if any(group.responses for group in plan.groups):
         layout = SharedLayout.of(plan.groups, device, blocks)
     else:
-        lengths = [group.prompt for group in plan.groups]
-        layout = PackedLayout.of(cu_seqlens_of(lengths, "cpu"), device, blocks)
+        ends = itertools.accumulate(group.prompt for group in plan.groups)
+        layout = PackedLayout.of(torch.tensor([0, *ends], dtype=torch.int32), device, blocks)
     return layout if sp.ulysses_size == 1 else UlyssesLayout(sp, layout, len(plan.positions))
 
 
@@ -180,10 +179,10 @@ def _ring_steps(
     sp = layout.sp
     for step in range(sp.ring_size):
         # The next tensors arrive while this rank computes with the current ones.
-        transfer = start_transfer(tensors, sp) if step < sp.ring_size - 1 else None
+        wait = start_transfer(tensors, sp) if step < sp.ring_size - 1 else None
         yield layout.calls[(sp.ring_index - step) % sp.ring_size], tensors
-        if transfer is not None:
-            tensors = transfer.wait()
+        if wait is not None:
+            tensors = wait()
 
 
 class _AttendRing(torch.autograd.Function):
@@ -216,39 +215,28 @@ class _AttendRing(torch.autograd.Function):
         query, key, value, out, lse, sinks = ctx.saved_tensors
         sp = ctx.layout.sp
         dq = torch.zeros(query.shape, dtype=lse.dtype, device=query.device)
-        behind = None  # the gradients of the current keys, from the ranks that had them before
+        wait = None  # for the gradients of the current keys, from the ranks that had them before
         for calls, (k, v) in _ring_steps(ctx.layout, [key, value]):
             dk, dv = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (k, v))
             for call in calls:
                 add_gradients((dq, dk, dv), call, grads[0], (query, k, v, out, lse), ctx.rule)
-            if behind is not None:
-                for total, part in zip((dk, dv), behind.wait(), strict=True):
+            if wait is not None:
+                for total, part in zip((dk, dv), wait(), strict=True):
                     total += part
-            behind = start_transfer([dk, dv], sp)
-        assert behind is not None, "a ring has ranks"
-        dk, dv = behind.wait()
+            wait = start_transfer([dk, dv], sp)
+        assert wait is not None, "a ring has ranks"
+        dk, dv = wait()
         d_sinks = None if sinks is None else sink_gradients(grads[0], out, lse, sinks)
         return dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype), d_sinks, None, None
 
 
-class RingTransfer:
-    """A transfer in progress."""
-
-    def __init__(self, works: list[dist.Work], sent: list[Tensor], received: list[Tensor]) -> None:
-        self._works, self._sent, self._received = works, sent, received  # `sent` must outlive the transfer
-
-    def wait(self) -> list[Tensor]:
-        """Return the tensors of the previous ring rank."""
-        for work in self._works:
-            work.wait()
-        self._sent = []
-        return self._received
-
-
-def start_transfer(tensors: Sequence[Tensor], sp: SequenceParallel) -> RingTransfer:
+def start_transfer(tensors: Sequence[Tensor], sp: SequenceParallel) -> Callable[[], list[Tensor]]:
     """Start sending tensors to the next ring rank and receiving equal shapes from the previous one.
 
-    The tensors must not be empty, and must not change until `wait` returns. All ring ranks send equal shapes.
+    The tensors must not be empty, and must not change until the end. All ring ranks send equal shapes.
+
+    Returns:
+        A function that waits for the end and returns the tensors of the previous ring rank.
     """
     sent = [tensor.contiguous() for tensor in tensors]
     received = [torch.empty_like(tensor) for tensor in sent]
@@ -257,4 +245,12 @@ def start_transfer(tensors: Sequence[Tensor], sp: SequenceParallel) -> RingTrans
     for out, into in zip(sent, received, strict=True):
         operations.append(dist.P2POp(dist.isend, out, group=sp.ring_group, group_peer=ahead))
         operations.append(dist.P2POp(dist.irecv, into, group=sp.ring_group, group_peer=behind))
-    return RingTransfer(dist.batch_isend_irecv(operations), sent, received)
+    works = dist.batch_isend_irecv(operations)
+
+    def wait() -> list[Tensor]:
+        for work in works:
+            work.wait()
+        sent.clear()  # which must outlive the transfer
+        return received
+
+    return wait

@@ -19,9 +19,10 @@ from PIL import Image
 from torch import Tensor
 from torch.nn.functional import pad
 
-from verl.models.attention.blocks import FULL, SLIDING
+from verl.models.attention.kernels import FULL, SLIDING
 from verl.models.families.interface import (
     ExampleRow,
+    Kind,
     MediaShape,
     Medium,
     MediumShape,
@@ -31,7 +32,7 @@ from verl.models.families.interface import (
     join_tensors,
     processed_video,
 )
-from verl.models.families.tiny_sizes import TEXT, TinyModel, square, tiny_processor
+from verl.models.families.tiny_sizes import TEXT, VISION, TinyModel, square, tiny_processor
 
 NEWLINES = ("\n", "\n\n", "\n\n\n", "\n\n\n\n")  # runs of newlines that are one token each
 LONGEST_RUN = 31  # the longest one of Gemma's tokenizers
@@ -42,15 +43,12 @@ TINY_4 = TINY_WINDOW | dict(
     global_head_dim=64, vocab_size_per_layer_input=512, hidden_size_per_layer_input=16,
     final_logit_softcapping=30.0,
 )  # fmt: skip
-TOWER_3 = dict(
-    hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, image_size=56,
-    patch_size=14, vision_use_head=False,
-)  # fmt: skip
+TOWER_3 = VISION | dict(num_attention_heads=2, image_size=56, patch_size=14, vision_use_head=False)
 POOLING_4: dict[str, Any] = dict(patch_size=4, pooling_kernel_size=2)
 FEWEST_4 = 70  # tokens of an image, as the image processor allows
-TOWER_4 = POOLING_4 | dict(
-    hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
-    head_dim=32, position_embedding_size=256, default_output_length=FEWEST_4,  # read by vLLM
+TOWER_4 = VISION | POOLING_4 | dict(
+    num_attention_heads=2, num_key_value_heads=2, head_dim=32, position_embedding_size=256,
+    default_output_length=FEWEST_4,  # read by vLLM
 )  # fmt: skip
 SIZES_4 = POOLING_4 | {"max_soft_tokens": FEWEST_4}
 TOKENS_3 = {
@@ -177,26 +175,21 @@ class Gemma4(VisionFamily):
     # --- tokens and positions
 
     def image_shape(self, processor: Any, height: int, width: int) -> MediumShape:
-        rows, columns = patch_grid(processor.image_processor, height, width)
-        features = rows * columns // processor.image_processor.pooling_kernel_size**2
-        start, end = edges(processor)
-        tokens = [start, *[processor.image_token_id] * features, end]
-        return MediumShape(tokens, {"grid": [1, rows, columns], "features": features})
+        rows, columns, tokens = frame_shape(processor, "image", height, width)
+        return MediumShape(tokens, {"grid": [1, rows, columns], "features": len(tokens) - 2})
 
     def video_shape(
         self, processor: Any, num_frames: int, height: int, width: int, meta: Mapping[str, Any]
     ) -> MediumShape:
-        rows, columns = patch_grid(processor.video_processor, height, width)
-        features = rows * columns // processor.video_processor.pooling_kernel_size**2
-        start, end = edges(processor)
-        frame = [start, *[processor.video_token_id] * features, end]
+        rows, columns, frame = frame_shape(processor, "video", height, width)
         tokens: list[int] = []
         for index in meta["frames_indices"]:
             seconds = int(index / meta["fps"])
             space = " " if tokens else ""
             stamp = f"{space}{seconds // 60:02d}:{seconds % 60:02d} "
             tokens += processor.tokenizer.encode(stamp, add_special_tokens=False) + frame
-        return MediumShape(tokens, {"grid": [num_frames, rows, columns], "features": num_frames * features})
+        features = num_frames * (len(frame) - 2)
+        return MediumShape(tokens, {"grid": [num_frames, rows, columns], "features": features})
 
     def block_layers(self, config: Any) -> tuple[str, ...]:
         return (SLIDING,) if config.get_text_config().use_bidirectional_attention == "vision" else ()
@@ -296,14 +289,9 @@ def newline_tokens(tokenizer: Any) -> dict[int, int]:
     return {token: count for token, count in lengths.items() if token not in (None, tokenizer.unk_token_id)}
 
 
-def edges(processor: Any) -> tuple[int, int]:
-    """Return the tokens before and after an image or a frame."""
-    start, end = processor.tokenizer.convert_tokens_to_ids([processor.boi_token, processor.eoi_token])
-    return start, end
-
-
-def patch_grid(media_processor: Any, height: int, width: int) -> tuple[int, int]:
-    """Return patches in height and width after the processor's own resizing."""
+def frame_shape(processor: Any, kind: Kind, height: int, width: int) -> tuple[int, int, list[int]]:
+    """Return patches in height and width of an image or frame, and its tokens: features between two edges."""
+    media_processor = getattr(processor, f"{kind}_processor")
     resize: Callable[..., tuple[int, int]]
     resize = vars(sys.modules[type(media_processor).__module__])["get_aspect_ratio_preserving_size"]
     patch, kernel = media_processor.patch_size, media_processor.pooling_kernel_size
@@ -311,7 +299,10 @@ def patch_grid(media_processor: Any, height: int, width: int) -> tuple[int, int]
         height, width, patch_size=patch, max_patches=media_processor.max_soft_tokens * kernel**2,
         pooling_kernel_size=kernel,
     )  # fmt: skip
-    return height // patch, width // patch
+    rows, columns = height // patch, width // patch
+    start, end = processor.tokenizer.convert_tokens_to_ids([processor.boi_token, processor.eoi_token])
+    features = [getattr(processor, f"{kind}_token_id")] * (rows * columns // kernel**2)
+    return rows, columns, [start, *features, end]
 
 
 def without_padding(pixels: Tensor, positions: Tensor) -> dict[str, Tensor]:

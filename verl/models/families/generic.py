@@ -29,6 +29,7 @@ from verl.models.families.interface import (
     Sense,
     VisionFamily,
     media_token_id,
+    needs_family,
 )
 
 TEXT_TENSORS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
@@ -130,9 +131,10 @@ class GenericFamily(VisionFamily):
         features = [part.flatten(0, -2) for part in parts if torch.is_tensor(part)]  # (tokens, hidden size)
         found, counts = sum(map(len, features)), [self.units(self.config, each.facts)[0] for each in media]
         if found != sum(counts):
-            raise NotImplementedError(
+            raise needs_family(
                 f"{type(owner).__name__}.get_image_features returns {found} features for images with"
-                f" {sum(counts)} tokens: {WHAT_TO_WRITE}, with its `image_features`"
+                f" {sum(counts)} tokens",
+                ", with its `image_features`",
             )
         return list(torch.cat(features).split(counts))
 
@@ -160,9 +162,7 @@ _structures: dict[tuple[str, str], Structure] = {}  # by the types of a model an
 
 def _empty_model(config: Any) -> PreTrainedModel:
     if type(config) not in AutoModelForImageTextToText._model_mapping:
-        raise NotImplementedError(
-            f"{config.model_type} is not an image-text model of transformers: {WHAT_TO_WRITE}"
-        )
+        raise needs_family(f"{config.model_type} is not an image-text model of transformers")
     try:
         with torch.device("meta"):
             return AutoModelForImageTextToText.from_config(copy.deepcopy(config))
@@ -181,16 +181,16 @@ def find_structure(model: PreTrainedModel) -> Structure:
     if any(hasattr(module, "get_rope_index") for module in model.modules()) or "mrope_section" in str(
         getattr(text, "rope_parameters", None)
     ):
-        raise NotImplementedError(
-            f"{name} has positions in time, height and width (M-RoPE), and no family here computes them:"
-            f" {WHAT_TO_WRITE}, with its `positions`"
+        raise needs_family(
+            f"{name} has positions in time, height and width (M-RoPE), and no family here computes them",
+            ", with its `positions`",
         )
     owners = [path for path, module in model.named_modules() if hasattr(module, "get_image_features")]
     decoder = next((path for path, module in model.named_modules() if module is model.get_decoder()), None)
     towers = _towers(model)
     if not owners or decoder is None or not towers:
         missing = "get_image_features" if not owners else "decoder" if decoder is None else "vision tower"
-        raise NotImplementedError(f"{name} has no `{missing}` that could be found: {WHAT_TO_WRITE}")
+        raise needs_family(f"{name} has no `{missing}` that could be found")
     owner = max(owners, key=len)  # the model's own delegates to it
     prefix = f"{owner}." if owner else ""
     head = model.get_output_embeddings()
@@ -203,7 +203,7 @@ def find_structure(model: PreTrainedModel) -> Structure:
     ]
     tower = next((part for part in parts if f"{towers[0]}.".startswith(f"{part}.")), None)
     if tower is None:
-        raise NotImplementedError(f"{name} has its vision tower `{towers[0]}` elsewhere: {WHAT_TO_WRITE}")
+        raise needs_family(f"{name} has its vision tower `{towers[0]}` elsewhere")
     # Parameters of the owner itself, such as LLaVA-NeXT's `image_newline`, are rows of its features.
     own = [f"{prefix}{name}" for name, _ in model.get_submodule(owner).named_parameters(recurse=False)]
     encoder = (tower, *(part for part in parts if part != tower), *own)
@@ -234,9 +234,9 @@ def _placeholder(processor: Any) -> tuple[str, int]:
     token = getattr(processor, "image_token", None) or getattr(tokenizer, "image_token", None)
     ids = [] if token is None else tokenizer.encode(str(token), add_special_tokens=False)
     if len(ids) != 1:
-        raise NotImplementedError(
+        raise needs_family(
             f"{type(processor).__name__} names no `image_token` that is one token of the tokenizer"
-            f" ({token!r}): {WHAT_TO_WRITE}"
+            f" ({token!r})"
         )
     return str(token), ids[0]
 
@@ -272,22 +272,18 @@ def _joins(processor: Any) -> tuple[tuple[str, int], ...]:
     try:
         alone, together = [_processed(processor, [image]) for image in images], _processed(processor, images)
     except (TypeError, ValueError, KeyError, IndexError, RuntimeError) as error:
-        raise NotImplementedError(
-            f"{name} cannot process a prompt of images alone ({error}): {WHAT_TO_WRITE}"
-        ) from error
+        raise needs_family(f"{name} cannot process a prompt of images alone ({error})") from error
     if together.tokens != alone[0].tokens + alone[1].tokens:
-        raise NotImplementedError(
-            f"{name} makes other tokens for two images than for each alone: {WHAT_TO_WRITE}"
-        )
+        raise needs_family(f"{name} makes other tokens for two images than for each alone")
     joins = []
     for key, whole in together.tensors.items():
         parts = [one.tensors[key] for one in alone if key in one.tensors]
         fits = [dim for dim in range(whole.ndim) if len(parts) == 2 and _joins_to(parts, dim, whole)]
         dim = next(iter(fits), None)
         if dim is None:
-            raise NotImplementedError(
+            raise needs_family(
                 f"{name} joins `{key}` of two images, {[tuple(part.shape) for part in parts]}, to"
-                f" {tuple(whole.shape)} in an unknown way: {WHAT_TO_WRITE}"
+                f" {tuple(whole.shape)} in an unknown way"
             )
         joins.append((key, dim))
     return tuple(joins)

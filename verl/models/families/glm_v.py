@@ -22,10 +22,10 @@ from verl.models.families.interface import Kind, MediaShape, Medium
 from verl.models.families.mrope import frames_of
 from verl.models.families.qwen_vl import (
     PIXELS,
+    TINY_TOWER,
     TOWERS_TAKE_INPUTS,
     PatchGridFamily,
     frame_times,
-    tower_inputs,
 )
 from verl.models.families.tiny_sizes import TEXT, TinyModel, mrope, tiny_processor
 
@@ -45,10 +45,6 @@ TINY_MOE = dict(
     n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, n_shared_experts=1,
     first_k_dense_replace=1, norm_topk_prob=True, use_qk_norm=False,  # which vLLM reads
 )  # fmt: skip
-TINY_TOWER = dict(
-    depth=2, num_heads=4, hidden_size=64, intermediate_size=128, out_hidden_size=128, patch_size=14,
-    image_size=112,
-)  # fmt: skip
 # Images of 4 to 64 tokens; pixels of both frames of a temporal patch count, for images too.
 TINY_LIMITS = {"size": dict(shortest_edge=2 * 4 * 28**2, longest_edge=2 * 64 * 28**2)}
 
@@ -57,7 +53,7 @@ def _tiny(model_type: str, processor: str, **text: Any) -> TinyModel:
     return TinyModel(
         model_type,
         TINY_TEXT | text,
-        TINY_TOWER,
+        TINY_TOWER | dict(patch_size=14, image_size=112),
         special_tokens=tuple(TOKEN_IDS.values()),
         token_ids=TOKEN_IDS,
         image=IMAGE,
@@ -116,17 +112,17 @@ class GlmV(PatchGridFamily):
         return {"pixel_values": pixels, "image_grid_thw": torch.tensor(grids, device=pixels.device)}
 
     def encode(self, owner: Any, media: Sequence[Medium]) -> list[Tensor]:
-        pixels = torch.cat([medium.tensors[PIXELS[medium.kind]] for medium in media])
-        grids = torch.tensor(frames_of(medium.facts["grid_thw"] for medium in media))
-        if TOWERS_TAKE_INPUTS:
-            inputs = tower_inputs(owner.visual, grids, pixels.device)
-            on_device = owner.visual.embeddings.register_forward_pre_hook(_with_sizes_on_device)
-        else:
-            grids, inputs, on_device = grids.to(pixels.device), {}, nullcontext()  # the tower reads them back
-        with on_device:
-            encoded = owner.get_image_features(pixels, grids, return_dict=True, **inputs)
-        frames = iter(encoded.pooler_output)
-        return [torch.cat(list(islice(frames, medium.facts["grid_thw"][0]))) for medium in media]
+        counts = [medium.facts["grid_thw"][0] for medium in media]
+        frames = [
+            self.cut(owner.config, medium, first, first + 1)
+            for medium, count in zip(media, counts, strict=True)
+            for first in range(count)
+        ]
+        embeddings = owner.visual.embeddings
+        hook = embeddings.register_forward_pre_hook(_with_sizes_on_device) if TOWERS_TAKE_INPUTS else None
+        with hook or nullcontext():
+            features = iter(super().encode(owner, frames))
+        return [torch.cat(list(islice(features, count))) for count in counts]
 
 
 def _in_videos(config: Any, input_ids: Tensor) -> Tensor:

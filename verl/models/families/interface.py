@@ -350,6 +350,11 @@ class VisionFamily(MediaFamily, ABC):
         return len(self.video_shape(processor, 2, height, width, meta).tokens)
 
 
+def needs_family(reason: str, hint: str = "") -> NotImplementedError:
+    """Return the error of a model that differs from others in a way which no file describes."""
+    return NotImplementedError(f"{reason}: {WHAT_TO_WRITE}{hint}")
+
+
 def is_part(name: str, parts: Sequence[str]) -> bool:
     """Return whether a tensor or module is one of `parts`, or in one of them."""
     return name in parts or name.startswith(tuple(f"{part}." for part in parts))
@@ -362,9 +367,7 @@ def media_token_id(config: Any, kind: Kind) -> int:
         if isinstance(token, int):
             return token
     options = ", ".join(TOKEN_OPTIONS[kind])
-    raise NotImplementedError(
-        f"{config.model_type}: the config names no {kind} token ({options}): {WHAT_TO_WRITE}"
-    )
+    raise needs_family(f"{config.model_type}: the config names no {kind} token ({options})")
 
 
 def example_pixels(shape: Sequence[int], generator: torch.Generator | None) -> Tensor:

@@ -21,7 +21,7 @@ from PIL import Image
 from torch import Tensor
 
 from verl.models.families.interface import ExampleRow, Kind, Medium, MediumShape, VisionFamily, example_pixels
-from verl.models.families.tiny_sizes import TEXT, TinyModel, square, tiny_processor
+from verl.models.families.tiny_sizes import TEXT, VISION, TinyModel, square, tiny_processor
 
 TILE = 56  # pixels of a tiny model's tiles, of 4 tokens
 TOKENS = {
@@ -40,10 +40,7 @@ class InternVL(VisionFamily):
         "internvl": TinyModel(
             "internvl",
             TEXT | {"model_type": "qwen3"},
-            dict(
-                num_hidden_layers=2, hidden_size=64, num_attention_heads=4, intermediate_size=128,
-                image_size=TILE, patch_size=14,
-            ),
+            VISION | dict(image_size=TILE, patch_size=14),
             options={"image_seq_length": 4},
             special_tokens=tuple(TOKENS.values()),
             named_tokens=TOKENS,

@@ -35,7 +35,7 @@ from verl.models.families.interface import (
     VisionFamily,
     example_pixels,
 )
-from verl.models.families.tiny_sizes import TEXT, TinyModel, square, tiny_processor
+from verl.models.families.tiny_sizes import TEXT, VISION, TinyModel, square, tiny_processor
 
 TILE = 72  # pixels of a tiny model's tiles, of 25 patches; some pixels are unused, as in real models
 PIXELS: dict[Kind, str] = {"image": "pixel_values", "video": "pixel_values_videos"}
@@ -116,10 +116,8 @@ class LlavaOnevision(VisionFamily):
         "llava_onevision": TinyModel(
             "llava_onevision",
             TEXT,
-            dict(
-                model_type="siglip_vision_model", num_hidden_layers=2, hidden_size=64, num_attention_heads=4,
-                intermediate_size=128, image_size=TILE, patch_size=14, vision_use_head=False,
-            ),
+            VISION
+            | dict(model_type="siglip_vision_model", image_size=TILE, patch_size=14, vision_use_head=False),
             options={"image_grid_pinpoints": RESOLUTIONS},
             special_tokens=tuple(TOKENS.values()),
             token_ids=TOKENS,

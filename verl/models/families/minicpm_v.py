@@ -27,7 +27,7 @@ from verl.models.families.interface import (
     VisionFamily,
     example_pixels,
 )
-from verl.models.families.tiny_sizes import HYBRID, TEXT, TinyModel, mrope, tiny_processor
+from verl.models.families.tiny_sizes import HYBRID, TEXT, VISION, TinyModel, mrope, tiny_processor
 
 PATCHES_OF_TOKEN = {"4x": 4, "16x": 16}  # by `downsample_mode`
 INPUTS: dict[Kind, tuple[str, str]] = {
@@ -69,10 +69,7 @@ class MiniCPMV46(VisionFamily):
             "minicpmv4_6",
             # The tower's merger starts with weights of deviation 1, and rounding grows with all weights.
             {**TINY_TEXT, "model_type": "qwen3_5_text", "initializer_range": 0.04},
-            dict(
-                hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-                patch_size=TINY_PATCH, image_size=8 * TINY_PATCH,
-            ),
+            VISION | dict(patch_size=TINY_PATCH, image_size=8 * TINY_PATCH),
             options={"insert_layer_id": 0},
             special_tokens=tuple(NAMED_TOKENS.values())[2:],
             named_tokens=NAMED_TOKENS,
@@ -247,12 +244,10 @@ def _tokens(
 def _numbered(processor: Any, shapes: Sequence[MediumShape]) -> list[MediumShape]:
     """Put the number of each medium of a prompt before its tokens."""
     start, end = processor.image_id_start_token, processor.image_id_end_token
-    numbers = [
-        processor.tokenizer.encode(f"{start}{index}{end}", add_special_tokens=False)
-        for index in range(len(shapes))
-    ]
+    encode = partial(processor.tokenizer.encode, add_special_tokens=False)
     return [
-        replace(shape, tokens=number + shape.tokens) for number, shape in zip(numbers, shapes, strict=True)
+        replace(shape, tokens=encode(f"{start}{index}{end}") + shape.tokens)
+        for index, shape in enumerate(shapes)
     ]
 
 

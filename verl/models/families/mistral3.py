@@ -23,12 +23,8 @@ from verl.models.families.interface import (
     VisionFamily,
     example_pixels,
 )
-from verl.models.families.tiny_sizes import TEXT, TinyModel, tiny_processor
+from verl.models.families.tiny_sizes import TEXT, VISION, TinyModel, tiny_processor
 
-TINY_TOWER = dict(
-    hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, patch_size=14,
-    image_size=224,
-)  # fmt: skip
 TINY_EPSILON = {"rms_norm_eps": 1e-5}  # the projector's too; vLLM has a constant
 # Ministral 3 enlarges queries after each `original_max_position_embeddings` tokens.
 TINY_YARN = {
@@ -42,7 +38,7 @@ def _tiny(text: dict[str, Any]) -> TinyModel:
     return TinyModel(
         "mistral3",
         TEXT | TINY_EPSILON | text,
-        TINY_TOWER,
+        VISION | dict(patch_size=14, image_size=224),
         special_tokens=TINY_TOKENS,
         token_ids={"image_token_index": "[IMG]"},
         image="[IMG]",
@@ -57,10 +53,15 @@ class Ministral3(Family):
     """The language models of Ministral 3."""
 
     def engine_overrides(self, config: Any) -> dict[str, Any]:
-        return engine_scaling(config)
+        rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+        if rope.get("llama_4_scaling_beta") is None:
+            return {}
+        # vLLM (0.32) reads it from Mistral's own format only; without it log-probs are off by 0.16.
+        scaling = {"original_max_position_embeddings": rope["original_max_position_embeddings"]}
+        return {"llama_4_scaling": {"beta": rope["llama_4_scaling_beta"], **scaling}}
 
 
-class Mistral3(VisionFamily):
+class Mistral3(Ministral3, VisionFamily):
     """Mistral 3; facts of an image: `image_size`, height and width after resizing, and `features`."""
 
     tiny: ClassVar = {
@@ -115,26 +116,11 @@ class Mistral3(VisionFamily):
         medium = Medium("image", {"pixel_values": pixels}, {"image_size": size, "features": rows * columns})
         return ExampleRow(torch.tensor([config.image_token_index] * (rows * columns)), [medium])
 
-    def engine_overrides(self, config: Any) -> dict[str, Any]:
-        return engine_scaling(config)
-
     def patches_per_token(self, config: Any, sense: Sense) -> int:
         return config.spatial_merge_size**2
 
     def frame_factor(self, processor: Any) -> int:
         return _token_edge(processor)
-
-
-def engine_scaling(config: Any) -> dict[str, Any]:
-    """Return the option by which vLLM enlarges queries at late positions."""
-    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    if rope.get("llama_4_scaling_beta") is None:
-        return {}
-    # vLLM (0.32) reads it from Mistral's own format only; without it log-probs are off by 0.16.
-    start = rope["original_max_position_embeddings"]
-    return {
-        "llama_4_scaling": {"beta": rope["llama_4_scaling_beta"], "original_max_position_embeddings": start}
-    }
 
 
 def _token_edge(processor: Any) -> int:

@@ -9,7 +9,6 @@ model.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -31,16 +30,6 @@ class MropeConstants:
     audio_token_id: int | None = None
     # Tokens that open the sound of a video, and close it, which share positions with those around them.
     shared_edges: int = 0
-
-    @classmethod
-    def from_config(cls, config: Any) -> "MropeConstants":
-        return cls(
-            image_token_id=config.image_token_id,
-            video_token_id=config.video_token_id,
-            spatial_merge_size=config.vision_config.spatial_merge_size,
-            tokens_per_second=getattr(config.vision_config, "tokens_per_second", 1.0),
-            audio_token_id=getattr(config, "audio_token_id", None),
-        )
 
 
 def mrope_positions(

@@ -92,7 +92,7 @@ class PatchGridFamily(VisionFamily):
     def video_shape(
         self, processor: Any, num_frames: int, height: int, width: int, meta: Mapping[str, Any]
     ) -> MediumShape:
-        grid = video_grid(processor.video_processor, num_frames, height, width)
+        grid = patch_grid(processor.video_processor, num_frames, height, width)
         patch = processor.video_processor.temporal_patch_size
         facts = {
             "grid_thw": grid,
@@ -129,7 +129,13 @@ class PatchGridFamily(VisionFamily):
 
     def constants(self, config: Any) -> MropeConstants:
         """Return what positions depend on in a model's config."""
-        return MropeConstants.from_config(config)
+        return MropeConstants(
+            image_token_id=config.image_token_id,
+            video_token_id=config.video_token_id,
+            spatial_merge_size=config.vision_config.spatial_merge_size,
+            tokens_per_second=getattr(config.vision_config, "tokens_per_second", 1.0),
+            audio_token_id=getattr(config, "audio_token_id", None),
+        )
 
     def positions(self, config: Any, input_ids: Tensor, shape: MediaShape) -> Tensor:
         constants, facts = self.constants(config), [video.facts for video in shape.videos]
@@ -283,29 +289,20 @@ def grids_of(shapes: Sequence[MediumShape]) -> list[tuple[int, int, int]]:
 
 def image_grid(image_processor: Any, height: int, width: int) -> list[int]:
     """Return patches in time, height and width after the processor's own resizing."""
-    resize = vars(sys.modules[type(image_processor).__module__])["smart_resize"]
-    patch, limits = image_processor.patch_size, image_processor.size
     # In GLM-4.xV an image counts as the frames of a temporal patch.
-    counts_frames = "num_frames" in signature(resize).parameters
-    frames = dict.fromkeys(("num_frames", "temporal_factor"), image_processor.temporal_patch_size)
-    height, width = resize(
-        height=height, width=width, factor=patch * image_processor.merge_size,
-        min_pixels=limits["shortest_edge"], max_pixels=limits["longest_edge"],
-        **(frames if counts_frames else {}),
-    )  # fmt: skip
-    return [1, height // patch, width // patch]
+    return patch_grid(image_processor, image_processor.temporal_patch_size, height, width)
 
 
-def video_grid(video_processor: Any, num_frames: int, height: int, width: int) -> list[int]:
+def patch_grid(media_processor: Any, num_frames: int, height: int, width: int) -> list[int]:
     """Like `image_grid`, for a video."""
-    resize = vars(sys.modules[type(video_processor).__module__])["smart_resize"]
-    patch, temporal = video_processor.patch_size, video_processor.temporal_patch_size
-    factor = patch * video_processor.merge_size
-    smallest, largest = video_processor.size["shortest_edge"], video_processor.size["longest_edge"]
+    resize = vars(sys.modules[type(media_processor).__module__])["smart_resize"]
+    patch, temporal = media_processor.patch_size, media_processor.temporal_patch_size
+    factor = patch * media_processor.merge_size
+    smallest, largest = media_processor.size["shortest_edge"], media_processor.size["longest_edge"]
     # In Qwen3-VL the limits apply to the whole video.
     counts_frames = "num_frames" in signature(resize).parameters
-    if getattr(video_processor, "cap_pixels_per_frame", None):
-        budget = video_processor.max_video_tokens * factor * factor
+    if getattr(media_processor, "cap_pixels_per_frame", None):
+        budget = media_processor.max_video_tokens * factor * factor
         if counts_frames:
             largest = max(min(budget, largest // num_frames), int(smallest * 1.05)) * num_frames
         else:

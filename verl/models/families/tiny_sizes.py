@@ -9,6 +9,7 @@ TEXT = dict(
     hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
     head_dim=32, max_position_embeddings=4096, initializer_range=0.08,
 )  # fmt: skip
+VISION = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)  # of images
 MOE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True)
 
 # A layer of linear attention and one of full attention, half of whose channels rotate.

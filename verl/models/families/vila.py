@@ -30,7 +30,7 @@ from verl.models.families.interface import (
     VisionFamily,
     example_pixels,
 )
-from verl.models.families.tiny_sizes import TEXT, TinyModel
+from verl.models.families.tiny_sizes import TEXT, VISION, TinyModel
 from verl.models.vila.config import PARTS, PROJECTOR, TOKENS, TOWER, VilaConfig
 from verl.models.vila.processor import VilaProcessor
 from verl.models.vila.tiles import Wrapping, grids, image_units, passes
@@ -47,10 +47,9 @@ def tiny_processor(tokenizer: Any) -> VilaProcessor:
 
 
 TINY_OPTIONS: dict[str, Any] = {"image_aspect_ratio": "dynamic", "max_tiles": 4}
-TINY_VISION = dict(
-    model_type="siglip_vision_model", num_hidden_layers=3, hidden_size=64, num_attention_heads=4,
-    intermediate_size=128, image_size=TILE, patch_size=14,
-)  # fmt: skip
+TINY_VISION = VISION | dict(
+    model_type="siglip_vision_model", num_hidden_layers=3, image_size=TILE, patch_size=14
+)
 TINY_PARTS: dict[str, Any] = {"text_config": {"model_type": "qwen2"}, "vision_config": TINY_VISION}
 
 
@@ -96,15 +95,9 @@ class Vila(VisionFamily):
         return {PIXELS["video"]: processor.frame_pixels(frames)}
 
     def own_inputs(self, media: Sequence[Medium]) -> dict[str, Any]:
-        inputs: dict[str, Any] = {}
-        for kind, name in PIXELS.items():
-            given = [medium for medium in media if medium.kind == kind]
-            if given:
-                inputs[name] = torch.cat([medium.tensors[name] for medium in given])
-                if kind == "image":
-                    inputs["image_grids"] = [_grids(medium.facts) for medium in given]
-                else:
-                    inputs["video_frames"] = [medium.facts["frames"] for medium in given]
+        inputs: dict[str, Any] = dict(super().own_inputs(media))
+        inputs["image_grids"] = [_grids(medium.facts) for medium in media if medium.kind == "image"]
+        inputs["video_frames"] = [medium.facts["frames"] for medium in media if medium.kind == "video"]
         return inputs
 
     def encode(self, owner: Any, media: Sequence[Medium]) -> list[Tensor]:

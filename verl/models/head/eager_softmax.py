@@ -38,8 +38,8 @@ class LogProbGradients(NamedTuple):
 
     lse: Tensor
     log_probs: Tensor  # gradient
-    entropy: Tensor | None  # value; None if the entropy has no gradient
-    grad_entropy: Tensor | None
+    entropy: Tensor | None  # value
+    grad_entropy: Tensor | None  # None if the entropy has no gradient
 
 
 class KLStatistics(NamedTuple):

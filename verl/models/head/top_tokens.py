@@ -81,7 +81,7 @@ class _LinearTopLogProbs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_log_probs: Tensor) -> tuple:
         hidden, weight, bias, ids, lse, rest = ctx.saved_tensors
-        given = TopGradients(grad_log_probs, lse, rest)
+        given = TopStatistics(grad_log_probs, lse, rest)
 
         def chunk_grad(chunk: slice, products: Sequence[Tensor], grad_bias: Tensor | None) -> Tensor:
             head = HeadProducts(products[0], bias, ctx.transform)
@@ -94,17 +94,9 @@ class _LinearTopLogProbs(torch.autograd.Function):
 class TopStatistics(NamedTuple):
     """Results for M tokens."""
 
-    log_probs: Tensor  # (M, k + 1)
+    log_probs: Tensor  # (M, k + 1), or their gradient
     lse: Tensor  # (M,)
     rest: Tensor  # (M,): logarithm of the sum of the exponentials of all logits but those of `ids`
-
-
-class TopGradients(NamedTuple):
-    """Gradients of M tokens' results, with the results that they need."""
-
-    log_probs: Tensor  # (M, k + 1), gradient
-    lse: Tensor  # (M,)
-    rest: Tensor  # (M,)
 
 
 def write_top_log_probs(head: HeadProducts, ids: Tensor, results: TopStatistics) -> None:
@@ -118,7 +110,7 @@ def write_top_log_probs(head: HeadProducts, ids: Tensor, results: TopStatistics)
 
 
 def top_log_prob_gradient(
-    head: HeadProducts, ids: Tensor, given: TopGradients, dtype: torch.dtype, grad_bias: Tensor | None
+    head: HeadProducts, ids: Tensor, given: TopStatistics, dtype: torch.dtype, grad_bias: Tensor | None
 ) -> Tensor:
     """Overwrite products with their gradient.
 

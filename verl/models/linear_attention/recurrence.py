@@ -57,7 +57,6 @@ class VarlenWave(NamedTuple):
     cu_seqlens: Tensor  # (rows + 1,) int64
     cu_seqlens_cpu: Tensor  # the same on the CPU
     parents: Tensor | None  # (rows,) int64: rows of the wave before, whose final states are their first ones
-    is_followed: bool  # the next wave needs the final states
 
 
 class PaddedWave(NamedTuple):
@@ -65,7 +64,6 @@ class PaddedWave(NamedTuple):
 
     batches: tuple[Tensor, ...]  # (rows, length) int64 each: packed positions, N for padding at the end
     parents: Tensor | None  # (rows of all batches,) int64
-    is_followed: bool
 
 
 class VarlenPlan(NamedTuple):
@@ -165,8 +163,7 @@ def _varlen_plan(segments: Sequence[Segment]) -> VarlenPlan:
     for depth, wave in enumerate(waves):
         bounds = torch.tensor([0, *itertools.accumulate(segments[i].length for i in wave)])
         own = None if is_single else tokens[depth]
-        parents = _parents(segments, waves, depth)
-        planned.append(VarlenWave(own, bounds, bounds, parents, is_followed=depth + 1 < len(waves)))
+        planned.append(VarlenWave(own, bounds, bounds, _parents(segments, waves, depth)))
     return VarlenPlan(tuple(planned), None if is_single else torch.cat(tokens).argsort())
 
 
@@ -182,9 +179,7 @@ def _padded_plan(segments: Sequence[Segment], length: int) -> PaddedPlan:
         for _, rows in itertools.groupby(wave, chunks):
             tokens = [torch.arange(segments[i].start, segments[i].stop) for i in rows]
             batches.append(nn.utils.rnn.pad_sequence(tokens, batch_first=True, padding_value=length))
-        planned.append(
-            PaddedWave(tuple(batches), _parents(segments, waves, depth), is_followed=depth + 1 < len(waves))
-        )
+        planned.append(PaddedWave(tuple(batches), _parents(segments, waves, depth)))
     order = torch.cat([tokens.flatten() for wave in planned for tokens in wave.batches])
     return PaddedPlan(tuple(planned), order.argsort(stable=True)[:length])
 

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
-from transformers import AutoConfig, PreTrainedConfig
-from transformers.utils.hub import cached_file
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 
 LLM, TOWER, PROJECTOR = PARTS = ("llm", "vision_tower", "mm_projector")  # folders, and modules of the model
 SECTIONS = {"llm_cfg": "text_config", "vision_tower_cfg": "vision_config"}
@@ -31,7 +30,6 @@ DOWNSAMPLING: dict[str, tuple[int, tuple[float, ...]]] = {
     "mlp_downsample_3x3_s2": (3, (3, 1, 1 / 3)),
     "mlp_downsample_3x3_s2_new": (3, (4, 2, 1, 1 / 3)),
 }
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "added_tokens.json")
 
 
 @strict
@@ -137,16 +135,9 @@ def _part_config(given: Any, model_type: str, section: str) -> Any:
 
 
 def _media_tokens(name: Any, given: Mapping[str, Any]) -> dict[str, int]:
-    """Find the tokens of media in the files of the tokenizer, by the names of their options."""
+    """Find the tokens of media in the tokenizer, by the names of their options."""
     options = {key: given[key] for key in ("cache_dir", "token", "revision") if key in given}
-    found: dict[str, int] = {}
-    for file in TOKENIZER_FILES:
-        path = cached_file(
-            name, file, subfolder=LLM, **options,
-            _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False,
-        )  # fmt: skip
-        if path is not None:
-            found = _added_tokens(json.loads(Path(path).read_text(encoding="utf-8"))) | found
+    found = AutoTokenizer.from_pretrained(name, subfolder=LLM, **options).get_added_vocab()
     missing = sorted(set(TOKENS.values()) - found.keys())
     if missing:
         raise ValueError(
@@ -154,11 +145,3 @@ def _media_tokens(name: Any, given: Mapping[str, Any]) -> dict[str, int]:
             " `convert_vila_dev_ckpt_to_remote`, or use one that its authors converted"
         )
     return {option: found[token] for option, token in TOKENS.items()}
-
-
-def _added_tokens(content: dict[str, Any]) -> dict[str, int]:
-    if isinstance(content.get("added_tokens"), list):  # tokenizer.json
-        return {entry["content"]: entry["id"] for entry in content["added_tokens"]}
-    if isinstance(content.get("added_tokens_decoder"), dict):  # tokenizer_config.json
-        return {entry["content"]: int(token) for token, entry in content["added_tokens_decoder"].items()}
-    return {token: number for token, number in content.items() if isinstance(number, int)}

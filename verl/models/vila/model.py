@@ -103,14 +103,8 @@ class VilaForConditionalGeneration(PreTrainedModel, GenerationMixin):
     def get_input_embeddings(self) -> nn.Module:
         return self.llm.get_input_embeddings()
 
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        self.llm.set_input_embeddings(value)
-
     def get_output_embeddings(self) -> nn.Module:
         return self.llm.get_output_embeddings()
-
-    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
-        self.llm.set_output_embeddings(new_embeddings)
 
     def get_decoder(self) -> nn.Module:
         return self.llm.get_decoder()

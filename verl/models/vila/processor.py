@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, BatchFeature
 from transformers.utils.hub import cached_file
 
 from verl.models.vila.config import LLM, TOKENS, TOWER, VilaConfig
-from verl.models.vila.tiles import ONE, Grid, ImageOptions, Wrapping, grids, image_units, passes
+from verl.models.vila.tiles import ONE, Grid, ImageSettings, Wrapping, grids, image_units, passes
 
 SETTINGS = "preprocessor_config.json"
 NEWLINE = "\n"  # after each tile of a `dynamic` image, in the text of the prompt
@@ -22,17 +22,6 @@ CUTTING = ("image_aspect_ratio", "min_tiles", "max_tiles", "s2_scales")  # optio
 # Before the tokenizer's own template, which reads texts: media become their tokens, as in VILA.
 MEDIA = str({name.partition("_")[0]: token for name, token in TOKENS.items()})
 FLATTEN = Path(__file__).with_name("flatten.jinja").read_text(encoding="utf-8").replace("MEDIA", MEDIA)
-
-
-class ImageSettings:
-    """The settings of the tower's image processor, as its file has them."""
-
-    def __init__(self, values: dict[str, Any]) -> None:
-        self.values, self.size = values, values["size"]
-
-    def to_json_string(self) -> str:
-        """Return the settings as JSON; media are cached under them."""
-        return json.dumps(self.values, indent=2, sort_keys=True)
 
 
 class VilaProcessor:
@@ -43,7 +32,6 @@ class VilaProcessor:
         tile = config.scales[0]
         self.tokenizer, self.config = tokenizer, config
         self.image_processor = ImageSettings(settings | cuts | {"size": {"height": tile, "width": tile}})
-        self.image_options = ImageOptions.of(self.image_processor.values)
         self.image_token_id, self.video_token_id = config.image_token_id, config.video_token_id
         self.chat_template = FLATTEN + tokenizer.chat_template if tokenizer.chat_template else None
 
@@ -65,9 +53,6 @@ class VilaProcessor:
     def apply_chat_template(self, messages: Any, **kwargs: Any) -> Any:
         """Render a conversation whose contents are texts or lists of parts."""
         return self.tokenizer.apply_chat_template(messages, chat_template=self.chat_template, **kwargs)
-
-    def decode(self, *args: Any, **kwargs: Any) -> str:
-        return self.tokenizer.decode(*args, **kwargs)
 
     def __call__(
         self,
@@ -130,8 +115,7 @@ class VilaProcessor:
         return torch.cat([self._pixels(Image.fromarray(frame), [ONE]) for frame in frames])
 
     def _pixels(self, image: Image.Image, shape: list[Grid]) -> Tensor:
-        pads = self.config.image_aspect_ratio == "pad"
-        return torch.from_numpy(self.image_options.pixels(image, shape, pads=pads))
+        return self.image_processor.pixels(image, shape, pads=self.config.image_aspect_ratio == "pad")
 
 
 class VilaTokenizer:

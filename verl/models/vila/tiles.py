@@ -5,10 +5,12 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
+import torch
 from PIL import Image
+from torch import Tensor
 
 from verl.models.vila.config import VilaConfig
 
@@ -51,36 +53,35 @@ def closest_grid(height: int, width: int, tile: int, least: int | None, most: in
     return found
 
 
-class ImageOptions(NamedTuple):
-    """The settings of the tower's image processor."""
+class ImageSettings:
+    """The settings of the tower's image processor, as its file has them."""
 
-    tile: int  # edge in pixels
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
+    def __init__(self, values: dict[str, Any]) -> None:
+        self.values, self.size = values, values["size"]
 
-    @classmethod
-    def of(cls, settings: Mapping[str, Any]) -> "ImageOptions":
-        """Read `preprocessor_config.json`."""
-        return cls(settings["size"]["height"], tuple(settings["image_mean"]), tuple(settings["image_std"]))
+    def to_json_string(self) -> str:
+        """Return the settings as JSON; media are cached under them."""
+        return json.dumps(self.values, indent=2, sort_keys=True)
 
-    def pixels(self, image: Image.Image, shape: list[Grid], pads: bool = False) -> np.ndarray:
+    def pixels(self, image: Image.Image, shape: list[Grid], *, pads: bool) -> Tensor:
         """Return the tiles of an RGB image, grid by grid and row by row: (tiles, 3, tile, tile) float32."""
+        mean, std = self.values["image_mean"], self.values["image_std"]
         if pads:
-            image = _padded(image, self.mean)
+            image = _padded(image, mean)
         tiles = [np.asarray(tile, dtype=np.float32) for grid in shape for tile in self._cut(image, grid)]
         scaled = np.stack(tiles) / np.float32(255)
-        normalized = (scaled - np.array(self.mean, np.float32)) / np.array(self.std, np.float32)
-        return np.ascontiguousarray(normalized.transpose(0, 3, 1, 2))
+        normalized = (scaled - np.array(mean, np.float32)) / np.array(std, np.float32)
+        return torch.from_numpy(np.ascontiguousarray(normalized.transpose(0, 3, 1, 2)))
 
     def _cut(self, image: Image.Image, grid: Grid) -> Iterator[Image.Image]:
-        tile, (rows, columns) = self.tile, grid
+        tile, (rows, columns) = self.size["height"], grid
         resized = image.resize((columns * tile, rows * tile))  # bicubic
         for top in range(0, rows * tile, tile):
             for left in range(0, columns * tile, tile):
                 yield resized.crop((left, top, left + tile, top + tile))
 
 
-def _padded(image: Image.Image, mean: tuple[float, ...]) -> Image.Image:
+def _padded(image: Image.Image, mean: Sequence[float]) -> Image.Image:
     side = max(image.size)
     square = Image.new("RGB", (side, side), tuple(int(value * 255) for value in mean))
     square.paste(image, ((side - image.width) // 2, (side - image.height) // 2))

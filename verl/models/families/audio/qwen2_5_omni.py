@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from verl.distributed.device import to_device
-from verl.models.families.audio.mel import (
+from verl.models.families.audio.qwen2_audio import (
     BLANK_FRAMES,
     EXAMPLE_FRAMES,
     FRAMES_OF_TOKEN,

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Qwen2-Audio: Whisper's encoder, whose frames are pooled in pairs, and a language model that hears only."""
+"""Qwen2-Audio: Whisper's encoder, whose frames are pooled in pairs, and a language model that hears only.
+
+Its mel features, a frame for each 10 ms as Whisper's feature extractor makes them, are those of later models.
+"""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -11,20 +14,13 @@ from torch import Tensor, nn
 
 from verl.distributed.device import to_device
 from verl.models.attention.interface import VISION_ATTENTION
-from verl.models.families.audio.mel import (
-    BLANK_FRAMES,
-    EXAMPLE_FRAMES,
-    FRAMES_OF_TOKEN,
-    MEL,
-    TINY_EXTRACTOR,
-    audio_tokens,
-    encoded_frames,
-    mel_features,
-    num_mel_frames,
-)
 from verl.models.families.interface import ExampleRow, MediaFamily, Medium, MediumShape, Sense, example_pixels
 from verl.models.families.tiny_sizes import TEXT, TinyModel, tiny_processor
 
+BLANK_FRAMES, EXAMPLE_FRAMES = 4, 30  # of mel features: 1 and 7 tokens
+FRAMES_OF_TOKEN = 2  # of an encoder's layers, which are pooled
+TINY_EXTRACTOR = ("WhisperFeatureExtractor", {"feature_size": 32, "return_attention_mask": True})
+MEL = "input_features"  # (mel frames, mel bins) of a clip
 SPEECH_TOKENS = ("<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>")
 
 
@@ -115,3 +111,30 @@ class Qwen2Audio(MediaFamily):
         values = example_pixels((2 * encoded_frames(frames) + 1, audio.num_mel_bins), generator)
         medium = Medium("audio", {MEL: values}, {"frames": frames, "padded": 2 * audio.max_source_positions})
         return ExampleRow(torch.tensor([config.audio_token_id] * audio_tokens(frames)), [medium])
+
+
+def num_mel_frames(processor: Any, num_samples: int) -> int:
+    """Return the number of frames of an audio clip, given its samples at the processor's rate."""
+    return -(-num_samples // processor.feature_extractor.hop_length)
+
+
+def mel_features(processor: Any, samples: np.ndarray, frames: int) -> Tensor:
+    """Return the first mel frames (frames, mel bins) of a clip (N,), of which some may be beyond its end."""
+    # The processor pads to its longest clip. Zeros as wide as a window give the same frames.
+    extractor = processor.feature_extractor
+    length = max(len(samples), frames * extractor.hop_length) + extractor.n_fft
+    made = extractor(
+        [samples], sampling_rate=extractor.sampling_rate, padding="max_length",
+        max_length=min(length, extractor.n_samples), truncation=False, return_tensors="pt",
+    )  # fmt: skip
+    return made[MEL][0, :, :frames].T.contiguous()
+
+
+def encoded_frames(frames: int) -> int:
+    """Return the number of frames in an encoder's layers, after a convolution of stride 2 over mel frames."""
+    return (frames + 1) // 2
+
+
+def audio_tokens(frames: int) -> int:
+    """Return the number of tokens of mel frames: a convolution halves it, and so does pooling."""
+    return encoded_frames(frames) // FRAMES_OF_TOKEN

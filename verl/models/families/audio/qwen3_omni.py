@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from verl.models.families.audio.mel import MEL, TINY_EXTRACTOR, encoded_frames
 from verl.models.families.audio.qwen2_5_omni import TINY_EARS, Qwen25Omni, tiny_tokens
+from verl.models.families.audio.qwen2_audio import MEL, TINY_EXTRACTOR, encoded_frames
 from verl.models.families.interface import Kind, Medium
 from verl.models.families.qwen_vl import TINY_TOWER_3, time_factor, tiny_parts
 from verl.models.families.tiny_sizes import MOE, TEXT, TinyModel, mrope, tiny_processor

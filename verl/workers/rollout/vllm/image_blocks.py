@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from verl.models.attention.blocks import FULL, SLIDING
+from verl.models.attention.kernels import FULL, SLIDING
 from verl.models.families.interface import MediaFamily
 from verl.models.families.registry import family_of
 
