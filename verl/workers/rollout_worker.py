@@ -23,8 +23,16 @@ from verl.workers.weight_transport import make_reader
 class SamplingWorker(DeviceWorker):
     """A worker with a rollout engine."""
 
+    config: WorkerConfig
+    options: RunOptions
     host: EngineHost  # from the engine's start on
     place: EnginePlace
+
+    def _build_engine(self, model_config: Any, **options: Any) -> None:
+        """Build the engine of this rank's place; `options` are those of `EngineHost`."""
+        arguments = self.config, self.options, self.place, self.tokenizer, self.media
+        self.host = EngineHost(*arguments, model_config, **options)
+        self.engine = self.host.engine
 
     @register(Dispatch.SHARD, phase="gen", axis="rollout", streaming=True)
     def generate(self, prompts: DataProto, sampling: SamplingOptions) -> Iterator[list[FinishedResponse]]:
@@ -67,8 +75,8 @@ class RolloutWorker(SamplingWorker):
     def __init__(self, config: WorkerConfig, options: RunOptions, engine: int) -> None:
         # each engine has the random numbers that it has in a process that also trains
         tp_size = config.rollout.tensor_parallel_size
-        super().__init__(replace(options, seed=options.seed + engine * tp_size))
-        self.config, self.run, self.place = config, options, EnginePlace(engine, leads=self.rank == 0)
+        super().__init__(config, replace(options, seed=options.seed + engine * tp_size))
+        self.place = EnginePlace(engine, leads=self.rank == 0)
 
     @register(Dispatch.ALL, phase="init_engine")
     def init_engine(self, adapter: EngineAdapter | None) -> None:
@@ -76,16 +84,7 @@ class RolloutWorker(SamplingWorker):
         self.set_axis("rollout", 0, 1, is_first=self.place.leads)
         model = self.config.actor.model
         self._load_tokenizer(model)
-        self.host = EngineHost(
-            self.config,
-            self.run,
-            self.place,
-            self.tokenizer,
-            self.media,
-            load_model_config(model),
-            adapter=adapter,
-        )
-        self.engine = self.host.engine
+        self._build_engine(load_model_config(model), adapter=adapter)
         self.reader = make_reader(self.config.rollout, self.rank, self.world_size, self.device)
 
     @register(Dispatch.ALL, phase="sync_weights")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all models of worker processes share: an optimizer, checkpoints, and a place while not in use."""
+"""Optimizer, checkpoints and place in memory of the models of worker processes."""
 
 from contextlib import AbstractContextManager
 from pathlib import Path
