@@ -26,7 +26,7 @@ from verl.workers.engine_check import SampledRow, check_engine, differences
 from verl.workers.roles.actor import ActorTraining, DataParallelPPOActor, Updated
 from verl.workers.roles.critic import DataParallelPPOCritic
 from verl.workers.roles.prime import DataParallelPrimeModel, check_prime_tokenizer
-from verl.workers.roles.reward_model import RewardModelScorer, check_has_score, load_reward_tokenizer
+from verl.workers.roles.reward_model import RewardModelScorer, load_reward_tokenizer
 from verl.workers.roles.updater import Training
 from verl.workers.rollout.interface import EngineAdapter
 from verl.workers.rollout.vllm.lora_sync import engine_adapter
@@ -127,7 +127,6 @@ class TrainingWorker(ModelWorker):
         config = self.config.reward_model
         model = config.model
         assert model.tokenizer_path is not None, "filled in when the config was checked"
-        check_has_score(config)
         self.reward_model = self._build_model("reward_model", config, model, head="scalar")
         self.scorer = RewardModelScorer(
             self.reward_model.forward,
