@@ -21,28 +21,18 @@ def host_buffer(num_bytes: int, device: torch.device, owner: Any) -> Tensor:
     whole = torch.empty(-(-num_bytes // PAGE) * PAGE + PAGE, dtype=torch.uint8)
     start = -whole.data_ptr() % PAGE
     part = whole[start : start + -(-num_bytes // PAGE) * PAGE]  # shares no page with other memory
-    lock_pages(part)
-    weakref.finalize(owner, unlock_pages, part).atexit = False
-    return part[:num_bytes]
-
-
-def lock_pages(buffer: Tensor) -> None:
-    """Register host memory with CUDA, so that copies need no intermediate buffer."""
-    code = int(_cuda().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))
+    runtime = module_of(USUAL_GPU).cudart()
+    code = int(runtime.cudaHostRegister(part.data_ptr(), part.nbytes, 0))
     if code:
         raise RuntimeError(
-            f"CUDA cannot lock {buffer.nbytes / 2**30:.1f} GiB of host memory (error {code}): give the"
+            f"CUDA cannot lock {part.nbytes / 2**30:.1f} GiB of host memory (error {code}): give the"
             " machine or container more memory, or set `offload.offload_params=false` and"
             " `offload.offload_optimizer=false` in the sections of `worker`, or"
             " `worker.rollout.weight_transport=object_store`"
         )
+    weakref.finalize(owner, _unlock, runtime, part).atexit = False
+    return part[:num_bytes]
 
 
-def unlock_pages(buffer: Tensor) -> None:
-    _cuda().cudaHostUnregister(buffer.data_ptr())
-
-
-def _cuda() -> Any:
-    runtime = module_of(USUAL_GPU).cudart()
-    assert runtime is not None, "only called on CUDA"
-    return runtime
+def _unlock(runtime: Any, buffer: Tensor) -> None:
+    runtime.cudaHostUnregister(buffer.data_ptr())
