@@ -97,8 +97,7 @@ class ShardedModel(TrainedModel):
     @cached_property
     def engine_tower(self) -> FrozenTower | None:
         """The tower that encodes prompts for the rollout engine; None if the engine has its own."""
-        family = family_of(self.model.config)
-        is_needed = isinstance(family, MediaFamily) and family.embeds_prompts
+        is_needed = family_of(self.model.config).embeds_prompts
         if self.tower is not None or self.setup.media is None or not is_needed:
             return self.tower
         return self._tower(TrainedTower, self.setup.media)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.models.families.interface import KINDS, EncodedMedium, Family, Kind, MediaFamily
+from verl.models.families.interface import KINDS, EncodedMedium, Kind, MediaFamily
 from verl.models.families.registry import family_of, media_family_of
 from verl.utils.rank_logger import get_logger
 from verl.workers.rollout.interface import EmbeddedMedia, RolloutRequest
@@ -60,16 +60,11 @@ def prompt_embeddings(request: RolloutRequest, hf_config: Any, embed: Callable[[
     return embeddings
 
 
-def embeds_prompts(family: Family) -> bool:
-    """Return whether vLLM runs the language model alone and reads prompts with media as embeddings."""
-    return isinstance(family, MediaFamily) and family.embeds_prompts
-
-
 def reads_embeddings(version: str, hf_config: Any) -> bool:
     """True if vLLM reads features instead of pixels for a model's images at least."""
     can = tuple(int(part) for part in version.split(".")[:2]) >= READS_EMBEDDINGS
     family = family_of(hf_config)
-    if embeds_prompts(family):
+    if family.embeds_prompts:
         return True
     can = can and isinstance(family, MediaFamily) and family.takes_features
     if not can:
