@@ -76,7 +76,7 @@ def compute(rank, world_size, folder, cases):
 
 
 def update(rank, world_size, folder, ulysses, lora, size, checkpointing):
-    sp = SequenceParallel.build(range(world_size), ulysses, 1)
+    sp = SequenceParallel.build(ulysses, 1)
     torch.manual_seed(rank)
     policy, forward, engine = policy_of(folder, world_size, sp, lora, size, checkpointing)
     share = len(TEXTS) // sp.dp_size

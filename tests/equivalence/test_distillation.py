@@ -112,7 +112,7 @@ def update_on_ranks(rank, world_size, root, name):
     from verl.workers.roles.teachers import Teachers
 
     options, share, sp_size, _ = SETTINGS[name]
-    sp = SequenceParallel.build(range(world_size), sp_size, 1, 1)
+    sp = SequenceParallel.build(sp_size, 1, 1)
     batch = DataProto.load_from_disk(root / "batch")[rank_rows(rank // sp_size, world_size // sp_size)]
     forwards = {one: build(root / one, sp, share, False) for one in TEACHERS}
     results = {}

@@ -119,7 +119,7 @@ def compare(case, folders, rank, world_size):
     weights = torch.randn(batch.batch["responses"].shape, generator=torch.Generator().manual_seed(2))
     theirs, their_gradients = expected(folder, batch, weights)
     model = divided(case, folder, world_size)
-    sp = SequenceParallel.build(range(world_size), case.ulysses, case.ring)
+    sp = SequenceParallel.build(case.ulysses, case.ring)
     forward = PackedForward(model, model.config, Features(), share_prompt=case.shared, sp=sp)
     forward.planner = StrategyPlanner(sp.size, [Strategy.SHARDED])
     rows = list(range(len(batch)))[sp.dp_index :: sp.dp_size]

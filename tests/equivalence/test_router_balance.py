@@ -122,7 +122,7 @@ def update(case, folder, batch, rank, world_size):
         device="cpu",
         trainable=True,
     )
-    sp = SequenceParallel.build(range(world_size), case.ulysses, case.ring)
+    sp = SequenceParallel.build(case.ulysses, case.ring)
     group = data_parallel_group(sp)
     count = world_size // sp.size
     forward = PackedForward(model, model.config, Features(), share_prompt=case.shared, sp=sp)

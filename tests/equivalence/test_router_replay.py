@@ -78,7 +78,7 @@ def build(case, folder, rank, world_size, dtype="fp32"):
         device="cpu",
         trainable=True,
     )
-    sp = SequenceParallel.build(range(world_size), case.ulysses, case.ring)
+    sp = SequenceParallel.build(case.ulysses, case.ring)
     forward = PackedForward(model, model.config, Features(), share_prompt=case.shared, sp=sp)
     forward.planner = StrategyPlanner(sp.size, [Strategy.SHARDED])
     return forward, ExpertChoices(model)

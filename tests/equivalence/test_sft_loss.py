@@ -130,7 +130,7 @@ def losses_on_ranks(rank, world_size, root, settings):
             )  # fmt: skip
             processor = load_processor(folder)
             media = None if processor is None else MediaLoader(processor, MEDIA)
-            sp = SequenceParallel.build(range(world_size), sp_size, 1)
+            sp = SequenceParallel.build(sp_size, 1)
             forward = PackedForward(model, model.config, media, "cpu", sp=sp)
             if sp_size > 1:
                 forward.planner = StrategyPlanner(sp_size, [Strategy.SHARDED])

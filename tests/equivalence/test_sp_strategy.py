@@ -144,7 +144,7 @@ def on_ranks(rank, world_size, folders, runs):
     """Each run is a layout, (ulysses, ring), and its cases: content, setting, loss."""
     found = []
     for layout, cases in runs:
-        sp = SequenceParallel.build(range(world_size), *layout)
+        sp = SequenceParallel.build(*layout)
         for content, setting, loss_type in cases:
             mine = train(content, setting, loss_type, folders[content], sp)
             found.append(((content, setting, loss_type), mine))
@@ -171,7 +171,7 @@ def patches_seen(folder, sp):
 
 
 def on_two_ranks(rank, world_size, folders):
-    sp = SequenceParallel.build(range(world_size), 2, 1)
+    sp = SequenceParallel.build(2, 1)
     return {
         "cases": on_ranks(rank, world_size, folders, [((2, 1), TWO_IN_A_GROUP)]),
         "patches": patches_seen(folders["mixed"], sp),

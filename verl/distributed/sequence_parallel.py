@@ -10,7 +10,6 @@ axis, because its all-to-all moves the most data::
     ulysses_index   0  1  0  1  0  1  0  1
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,25 +32,19 @@ class SequenceParallel:
     gather_chunks: int = 1  # chunks in which media features are gathered
 
     @classmethod
-    def build(
-        cls,
-        ranks: Sequence[int],  # global ranks in order, including this one
-        ulysses_size: int,
-        ring_size: int,
-        gather_chunks: int = 1,
-    ) -> "SequenceParallel":
-        """Create the process groups; collective over the whole world, whichever ranks are given."""
-        size = ulysses_size * ring_size
-        if min(ulysses_size, ring_size) < 1 or len(ranks) % size:
+    def build(cls, ulysses_size: int, ring_size: int, gather_chunks: int = 1) -> "SequenceParallel":
+        """Create the process groups; collective over all ranks."""
+        size, world_size = ulysses_size * ring_size, dist.get_world_size()
+        if min(ulysses_size, ring_size) < 1 or world_size % size:
             raise ValueError(
-                f"{len(ranks)} ranks cannot be divided by `ulysses_size` ({ulysses_size}) x `ring_size`"
+                f"{world_size} ranks cannot be divided by `ulysses_size` ({ulysses_size}) x `ring_size`"
                 f" ({ring_size}): set them so that their product divides the number of devices"
             )
-        groups = [list(ranks[start : start + size]) for start in range(0, len(ranks), size)]
+        groups = [list(range(start, start + size)) for start in range(0, world_size, size)]
         inside = range(size)
         by_ulysses = [[i for i in inside if i // ulysses_size == ring] for ring in range(ring_size)]
         by_ring = [[i for i in inside if i % ulysses_size == ulysses] for ulysses in range(ulysses_size)]
-        dp_index, index = divmod(list(ranks).index(dist.get_rank()), size)
+        dp_index, index = divmod(dist.get_rank(), size)
         return cls(
             ulysses_size,
             ring_size,

@@ -141,9 +141,7 @@ class ModelWorker(DeviceWorker):
 
     def _divide(self, actor: PolicyConfig, feature_chunks: int = 1) -> SequenceParallel:
         """Divide rows and sequences over the ranks; collective."""
-        sp = SequenceParallel.build(
-            range(self.world_size), actor.ulysses_size, actor.ring_size, feature_chunks
-        )
+        sp = SequenceParallel.build(actor.ulysses_size, actor.ring_size, feature_chunks)
         self.set_axis("train", sp.dp_index, sp.dp_size, is_first=sp.index == 0)
         self.group, self.checkpoints, self.models = data_parallel_group(sp), AsyncWriter(), []
         return sp
