@@ -16,19 +16,14 @@ from verl.checkpoint.async_writer import AsyncWriter
 from verl.checkpoint.sharded import Restored
 from verl.config.distillation import TEACHERS, DistillationConfig, TeacherConfig
 from verl.config.model import ModelConfig, PolicyConfig
-from verl.data.media.loader import MediaLoader
-from verl.data.media.sizes import MediaOptions
-from verl.data.readers import load_processor, load_tokenizer
+from verl.data.readers import load_readers
 from verl.data.teachers import media_of_teacher
 from verl.distributed.device import backend_of, set_device, set_seed
 from verl.distributed.sequence_parallel import SequenceParallel, data_parallel_group
 from verl.models.attention.flash_packages import select_kernels
-from verl.models.families.interface import MediaFamily
-from verl.models.families.registry import family_of
 from verl.protocol import DataProto
 from verl.single_controller.dispatch import Dispatch, register
 from verl.single_controller.worker import Worker
-from verl.workers.model_builder import load_model_config
 from verl.workers.out_of_memory import explained_out_of_memory
 from verl.workers.packing.media_inputs import MEDIA_KEYS
 from verl.workers.roles.teachers import Teachers
@@ -57,18 +52,10 @@ class DeviceWorker(Worker):
             for item in super().stream(name, phase, *args, **kwargs):  # noqa: UP028 - Ray sends values into generators
                 yield item
 
-    def _load_tokenizer(self, model: ModelConfig) -> None:
+    def _load_readers(self, model: ModelConfig) -> None:
         options = self.options
-        assert model.tokenizer_path is not None, "filled in when the config was checked"
-        arguments = (model.tokenizer_path, options.override_chat_template, model.trust_remote_code)
-        self.tokenizer, self.processor = load_tokenizer(*arguments), load_processor(*arguments)
-        self.media = self._media_loader(model, self.processor, options.media)
-
-    def _media_loader(self, model: ModelConfig, processor: Any, options: MediaOptions) -> MediaLoader | None:
-        family = family_of(load_model_config(model))
-        if processor is None or not isinstance(family, MediaFamily):
-            return None
-        return MediaLoader(processor, options, self.options.media_cache, family)
+        readers = load_readers(model, options.override_chat_template, options.media, options.media_cache)
+        self.tokenizer, self.processor, self.media = readers[:3]
 
 
 class ModelWorker(DeviceWorker):
@@ -150,7 +137,7 @@ class ModelWorker(DeviceWorker):
         """Set up parallelism, tokenizer and media before models are built."""
         sp = self._divide(actor, feature_chunks)
         select_kernels(actor.attention_kernel, self.device)
-        self._load_tokenizer(actor.model)
+        self._load_readers(actor.model)
         self.setup = ModelSetup(
             self.device,
             self.world_size,
@@ -173,9 +160,8 @@ class ModelWorker(DeviceWorker):
     def _build_teacher(self, name: str, config: TeacherConfig) -> ShardedModel:
         setup, model = self.setup, config.model
         if config.num_video_frames is not None:
-            assert model.tokenizer_path is not None, "that of its model unless given"
-            processor = load_processor(model.tokenizer_path, None, model.trust_remote_code)
-            media = self._media_loader(model, processor, media_of_teacher(config, self.options.media))
+            seen, template = media_of_teacher(config, self.options.media), self.options.override_chat_template
+            media = load_readers(model, template, seen, self.options.media_cache).media
             assert media is not None, "its data set has media"
             setup = replace(setup, media=media)
         return self._build_model(name, config, model, setup, option=f"{TEACHERS}.{name}")

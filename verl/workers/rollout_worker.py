@@ -83,7 +83,7 @@ class RolloutWorker(SamplingWorker):
         """Build the engine; it takes the weights of `adapter`, or whole ones."""
         self.set_axis("rollout", 0, 1, is_first=self.place.leads)
         model = self.config.actor.model
-        self._load_tokenizer(model)
+        self._load_readers(model)
         self._build_engine(load_model_config(model), adapter=adapter)
         self.reader = make_reader(self.config.rollout, self.rank, self.world_size, self.device)
 
