@@ -48,21 +48,25 @@ class SamplingWorker(DeviceWorker):
 
     @register(Dispatch.ALL, phase="gen")
     def interrupt(self) -> list[FinishedResponse]:
-        """Drop all prompts, and return what each unfinished response has; see `EngineHost.interrupt`."""
-        return self._led(self.host.interrupt())
+        """Drop all prompts of `sample`, and return what each unfinished response has.
+
+        Conversations are parked instead: they continue when their prompts come again.
+        """
+        return self._led(self.host.joining.interrupt())
 
     @register(Dispatch.ALL, phase="gen")
     def forget(self) -> None:
         """Have interrupted conversations begin again when their prompts come."""
-        self.host.forget()
+        if self.host.conversations is not None:
+            self.host.conversations.forget()
 
     def _led(self, responses: list[FinishedResponse]) -> list[FinishedResponse]:
         return responses if self.place.leads else []  # all ranks of an engine have the same
 
     def close(self) -> None:
         super().close()
-        if hasattr(self, "host"):
-            self.host.close()
+        if hasattr(self, "host") and self.host.conversations is not None:
+            self.host.conversations.close()  # ends the processes of tools and agents
 
 
 class RolloutWorker(SamplingWorker):
