@@ -15,7 +15,7 @@ from verl.config.worker import PrimeConfig
 from verl.protocol import DataProto
 from verl.workers.packing.forward import FORWARD_KEYS, OBJECT_KEYS, PackedForward
 from verl.workers.roles.reward_model import has_same_tokens
-from verl.workers.roles.updater import MicroBatch, MiniBatch, Training, Updater, compute_experience
+from verl.workers.roles.updater import MicroBatch, MiniBatch, Training, Updater, compute_log_probs
 
 UPDATE_KEYS = [*FORWARD_KEYS, "prime_ref_log_probs", "accuracies"]
 TEMPERATURE = 1.0  # the model does not sample, so the rollout's temperature does not apply
@@ -75,10 +75,7 @@ class DataParallelPrimeModel:
         return loss
 
     def _log_probs(self, forward: PackedForward, batch: DataProto) -> Tensor:
-        def log_probs(micro_batch: DataProto) -> Tensor:
-            return forward.log_probs(micro_batch, TEMPERATURE).log_probs
-
-        return compute_experience(self.config, forward, self.group, batch, log_probs)
+        return compute_log_probs(self.config, forward, self.group, batch, TEMPERATURE)
 
 
 def check_prime_tokenizer(tokenizer: Any, policy_tokenizer: Any) -> None:
