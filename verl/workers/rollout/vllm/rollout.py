@@ -47,11 +47,6 @@ from verl.workers.rollout.vllm.sampling import (
 from verl.workers.rollout.vllm.slot_routes import ReturnedRoutes, SlotRoutes
 
 
-def import_engine(device: str) -> None:
-    """Import what an engine on this kind of device is made of; it may not be known yet which device."""
-    assert vllm_import.import_vllm(device).LLM is not None  # vLLM imports it when it is first asked for
-
-
 class RunningRequest(NamedTuple):
     """A response that is being sampled."""
 
