@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl.distributed.device import gpu_random_state, is_gpu, set_gpu_random_state
+from verl.distributed.device import gpu_random_state, is_gpu, set_gpu_random_state, set_seed
 
 
 def capture(device: str) -> dict[str, Any]:
@@ -50,9 +50,7 @@ class GenerationRng:
     def __init__(self, seed: int, device: str) -> None:
         self.device = device
         with preserved_rng(device):
-            torch.manual_seed(seed)  # all GPUs as well
-            np.random.seed(seed % 2**32)
-            random.seed(seed)
+            set_seed(seed)  # of all GPUs as well
             self._state = capture(device)
 
     @contextmanager
