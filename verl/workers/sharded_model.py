@@ -17,14 +17,14 @@ from verl.data.media.loader import MediaLoader
 from verl.data.media.references import MediaData
 from verl.distributed.fsdp import full_named_tensors, make_mesh, torch_dtype
 from verl.distributed.sequence_parallel import SequenceParallel
-from verl.models.families.interface import MediaFamily, is_part
+from verl.models.families.interface import MediaFamily, Sense, is_part
 from verl.models.families.registry import encoder_of, family_of, whole_config
 from verl.models.flops import FlopsCounter
 from verl.models.lora import adapted_parameters
 from verl.models.lora_weights import fold
 from verl.models.registry import check_model
 from verl.models.scalar_head import is_scalar
-from verl.workers.model_builder import adapter_config, build_model, trainable_options
+from verl.workers.model_builder import build_model, trainable_options
 from verl.workers.packing.forward import BaseForward, PackedForward
 from verl.workers.packing.sp_strategy import Strategy, StrategyPlanner
 from verl.workers.packing.vision_features import FrozenTower, TrainedTower
@@ -72,21 +72,19 @@ class ShardedModel(TrainedModel):
             head=head,
             option=option,
         )
-        self.adapter = None if optim is None else adapter_config(model, option)
+        trained = trainable_options(model, option)
+        self.adapter = None if optim is None else trained.adapter
         self._prepare_training(setup.device, fsdp, offload, optim, training_steps)
-        self.tower = self._frozen_tower()
+        self.tower = self._frozen_tower(trained.frozen_senses)
         self.forward = self._forward(PackedForward)
         trains_vision = not model.freeze_vision_tower
         self.flops = FlopsCounter(self.model.config, device=setup.device, trains_vision=trains_vision)
         with self.loaded():
             check_model(self.model, None if setup.media is None else setup.media.processor)
 
-    def _frozen_tower(self) -> FrozenTower | None:
-        family, options, media = family_of(self.model.config), self.options, self.setup.media
-        if media is None or not isinstance(family, MediaFamily):
-            return None
-        frozen = trainable_options(options, f"worker.{self.role}.model").frozen_senses
-        if not family.encoders.keys() <= frozen:
+    def _frozen_tower(self, frozen: set[Sense]) -> FrozenTower | None:
+        family, media = family_of(self.model.config), self.setup.media
+        if media is None or not isinstance(family, MediaFamily) or not family.encoders.keys() <= frozen:
             return None
         return self._tower(FrozenTower, media, self.setup.embeds_dir)
 
