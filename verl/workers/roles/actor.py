@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -108,7 +107,6 @@ class DataParallelPPOActor:
     def runs_teachers(self) -> bool:
         return "divergence" in needed_results(self.terms)
 
-    @torch.no_grad()
     def compute_log_probs(
         self,
         batch: DataProto,
