@@ -118,7 +118,7 @@ def describe_groups(rank, world_size):
         SequenceParallel.build(3, 1)
     return [
         (sp.index, sp.dp_index, sp.ring_group, ranks(sp.group), ranks(sp.ulysses_group), ranks(sp.dp_group)),
-        (both.index, both.dp_size, both.dp_group, ranks(both.ulysses_group), ranks(both.ring_group)),
+        (both.index, both.dp_size, ranks(both.dp_group), ranks(both.ulysses_group), ranks(both.ring_group)),
         check_exchange(sp),
         check_exchange(both),
         check_gather(both),
@@ -182,10 +182,10 @@ def test_groups_and_exchanges_are_right_on_four_processes():
         ([2, 3], [2, 3], [1, 3]),
     ]
     assert [both for _, both, *_ in results] == [
-        (0, 1, None, [0, 1], [0, 2]),
-        (1, 1, None, [0, 1], [1, 3]),
-        (2, 1, None, [2, 3], [0, 2]),
-        (3, 1, None, [2, 3], [1, 3]),
+        (0, 1, [0], [0, 1], [0, 2]),
+        (1, 1, [1], [0, 1], [1, 3]),
+        (2, 1, [2], [2, 3], [0, 2]),
+        (3, 1, [3], [2, 3], [1, 3]),
     ]
     for rank, (_, _, exchange, exchange_in_ring, gather) in enumerate(results):
         assert exchange <= 1e-6 and exchange_in_ring <= 1e-6

@@ -107,7 +107,7 @@ def build(folder, sp, share, trainable):
 def update_on_ranks(rank, world_size, root, name):
     from verl.config.distillation import DistillationLossConfig
     from verl.config.worker import ActorConfig
-    from verl.distributed.sequence_parallel import SequenceParallel, data_parallel_group
+    from verl.distributed.sequence_parallel import SequenceParallel
     from verl.workers.roles.actor import ActorTraining, DataParallelPPOActor
     from verl.workers.roles.teachers import Teachers
 
@@ -128,7 +128,7 @@ def update_on_ranks(rank, world_size, root, name):
         training = ActorTraining(
             optimizer, scheduler, rollout_n=N, teachers=teachers, uses_advantages=False
         )  # fmt: skip
-        group = data_parallel_group(sp)
+        group = sp.dp_group
         actor = DataParallelPPOActor(config, forward, group, training)
         found = batch
         if mode == "mse":

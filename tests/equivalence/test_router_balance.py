@@ -19,7 +19,7 @@ from tests.helpers.distributed import run_distributed
 from verl.config.model import FSDPConfig, ModelConfig
 from verl.config.sft import SFTActorConfig
 from verl.distributed.fsdp import make_mesh
-from verl.distributed.sequence_parallel import SequenceParallel, data_parallel_group
+from verl.distributed.sequence_parallel import SequenceParallel
 from verl.models.tiny import save_tiny_model
 from verl.protocol import DataProto
 from verl.workers.model_builder import build_model
@@ -123,7 +123,7 @@ def update(case, folder, batch, rank, world_size):
         trainable=True,
     )
     sp = SequenceParallel.build(case.ulysses, case.ring)
-    group = data_parallel_group(sp)
+    group = sp.dp_group
     count = world_size // sp.size
     forward = PackedForward(model, model.config, Features(), share_prompt=case.shared, sp=sp)
     if case.always_shards:

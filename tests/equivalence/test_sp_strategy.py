@@ -13,7 +13,7 @@ from tests.equivalence.test_update import RecordingOptimizer
 from tests.helpers.distributed import run_distributed
 from tests.helpers.training import learned
 from verl.config.worker import ActorConfig, CriticConfig
-from verl.distributed.sequence_parallel import SequenceParallel, data_parallel_group
+from verl.distributed.sequence_parallel import SequenceParallel
 from verl.models.tiny import save_tiny_model
 from verl.protocol import DataProto
 from verl.workers.packing.forward import PackedForward
@@ -106,7 +106,7 @@ def train(content, setting, loss_type, folder, sp):
         "micro_batch_size_per_device_for_experience": filled["size"],
         "dynamic_batching": filled["dynamic"],
     }
-    batch, group = own_rows(make_batch(content, folder), sp), data_parallel_group(sp)
+    batch, group = own_rows(make_batch(content, folder), sp), sp.dp_group
     actor_config = ActorConfig(loss_type=loss_type, entropy_coef=0.05, **config)
     found = {"rows": batch.batch["row_ids"].numpy(), "metrics": {}}
     for role, model in (("actor", load(folder, True)), ("critic", load_scalar(folder))):
@@ -165,7 +165,7 @@ def patches_seen(folder, sp):
         forward.planner = StrategyPlanner(sp.size, [strategy])
         run_in_micro_batches(
             forward, batch, lambda micro: {"": forward.log_probs(micro, 1.0).log_probs},
-            size=4, dynamic_batching=True, group=data_parallel_group(sp),
+            size=4, dynamic_batching=True, group=sp.dp_group,
         )  # fmt: skip
     return seen
 

@@ -11,14 +11,13 @@ axis, because its all-to-all moves the most data::
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch.distributed as dist
 
 
 @dataclass(frozen=True)
 class SequenceParallel:
-    """This rank's coordinates and process groups; the group of an axis of size 1 is None."""
+    """This rank's coordinates and process groups; but for `dp_group`, that of an axis of size 1 is None."""
 
     ulysses_size: int = 1
     ring_size: int = 1
@@ -44,6 +43,7 @@ class SequenceParallel:
         inside = range(size)
         by_ulysses = [[i for i in inside if i // ulysses_size == ring] for ring in range(ring_size)]
         by_ring = [[i for i in inside if i % ulysses_size == ulysses] for ulysses in range(ulysses_size)]
+        across = [[group[i] for group in groups] for i in inside]
         dp_index, index = divmod(dist.get_rank(), size)
         return cls(
             ulysses_size,
@@ -54,7 +54,7 @@ class SequenceParallel:
             _new_group(groups),
             _new_group([[group[i] for i in part] for group in groups for part in by_ulysses]),
             _new_group([[group[i] for i in part] for group in groups for part in by_ring]),
-            _new_group([[group[i] for group in groups] for i in inside]),
+            dist.group.WORLD if size == 1 else _new_group(across, even_alone=True),
             gather_chunks,
         )
 
@@ -71,23 +71,11 @@ class SequenceParallel:
         return self.index // self.ulysses_size
 
 
-def data_parallel_group(sp: SequenceParallel) -> dist.ProcessGroup:
-    """Return the group of ranks with other sequences, including this rank; collective over the world."""
-    world = dist.group.WORLD
-    assert world is not None, "the process group is set up"
-    if sp.size == 1:
-        return world
-    if sp.dp_group is not None:
-        return sp.dp_group
-    alone: list[Any] = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
-    return alone[dist.get_rank()]
-
-
-def _new_group(rank_lists: list[list[int]]) -> dist.ProcessGroup | None:
+def _new_group(rank_lists: list[list[int]], *, even_alone: bool = False) -> dist.ProcessGroup | None:
     """Create a group for each list, in the same order on every rank; return this rank's."""
-    own = None  # for a rank that is alone in its list
+    own = None  # for a rank that is alone in its list, unless `even_alone`
     for ranks in rank_lists:
-        if len(ranks) > 1:
+        if len(ranks) > 1 or even_alone:
             group = dist.new_group(ranks)
             if dist.get_rank() in ranks:
                 assert isinstance(group, dist.ProcessGroup), "new_group gives its members a group"

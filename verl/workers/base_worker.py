@@ -19,7 +19,7 @@ from verl.config.model import ModelConfig, PolicyConfig
 from verl.data.readers import load_readers
 from verl.data.teachers import media_of_teacher
 from verl.distributed.device import backend_of, set_device, set_seed
-from verl.distributed.sequence_parallel import SequenceParallel, data_parallel_group
+from verl.distributed.sequence_parallel import SequenceParallel
 from verl.models.attention.flash_packages import select_kernels
 from verl.protocol import DataProto
 from verl.single_controller.dispatch import Dispatch, register
@@ -130,7 +130,7 @@ class ModelWorker(DeviceWorker):
         """Divide rows and sequences over the ranks; collective."""
         sp = SequenceParallel.build(actor.ulysses_size, actor.ring_size, feature_chunks)
         self.set_axis("train", sp.dp_index, sp.dp_size, is_first=sp.index == 0)
-        self.group, self.checkpoints, self.models = data_parallel_group(sp), AsyncWriter(), []
+        self.group, self.checkpoints, self.models = sp.dp_group, AsyncWriter(), []
         return sp
 
     def _prepare(self, actor: PolicyConfig, *, share_prompt: bool = False, feature_chunks: int = 1) -> None:
