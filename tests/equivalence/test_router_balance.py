@@ -24,7 +24,7 @@ from verl.models.tiny import save_tiny_model
 from verl.protocol import DataProto
 from verl.workers.model_builder import build_model
 from verl.workers.packing.forward import PackedForward
-from verl.workers.packing.sp_strategy import Strategy, StrategyPlanner
+from verl.workers.packing.sp_strategy import Strategy
 from verl.workers.roles.updater import Training, Updater
 
 pytestmark = pytest.mark.heavy
@@ -127,7 +127,7 @@ def update(case, folder, batch, rank, world_size):
     count = world_size // sp.size
     forward = PackedForward(model, model.config, Features(), share_prompt=case.shared, sp=sp)
     if case.always_shards:
-        forward.planner = StrategyPlanner(sp.size, [Strategy.SHARDED])
+        forward.strategies = [Strategy.SHARDED]
     optimizer = RecordingOptimizer(model)
     config = SFTActorConfig(
         model=ModelConfig(folder, router_aux_loss_coef=COEF),

@@ -24,7 +24,7 @@ from verl.protocol import DataProto
 from verl.utils.plain_data import objects
 from verl.workers.model_builder import build_model
 from verl.workers.packing.forward import PackedForward
-from verl.workers.packing.sp_strategy import Strategy, StrategyPlanner
+from verl.workers.packing.sp_strategy import Strategy
 from verl.workers.roles.routers import RouteObserver, column_of
 from verl.workers.rollout.engines import build_rollout_engine
 from verl.workers.rollout.interface import RolloutRequest, SamplingOptions
@@ -80,7 +80,7 @@ def build(case, folder, rank, world_size, dtype="fp32"):
     )
     sp = SequenceParallel.build(case.ulysses, case.ring)
     forward = PackedForward(model, model.config, Features(), share_prompt=case.shared, sp=sp)
-    forward.planner = StrategyPlanner(sp.size, [Strategy.SHARDED])
+    forward.strategies = [Strategy.SHARDED]
     return forward, ExpertChoices(model)
 
 

@@ -112,7 +112,7 @@ def losses_on_ranks(rank, world_size, root, settings):
     from verl.distributed.sequence_parallel import SequenceParallel
     from verl.workers.model_builder import build_model
     from verl.workers.packing.forward import PackedForward
-    from verl.workers.packing.sp_strategy import Strategy, StrategyPlanner
+    from verl.workers.packing.sp_strategy import Strategy
     from verl.workers.roles.sft import DataParallelSFT
     from verl.workers.roles.updater import Training
 
@@ -133,7 +133,7 @@ def losses_on_ranks(rank, world_size, root, settings):
             sp = SequenceParallel.build(sp_size, 1)
             forward = PackedForward(model, model.config, media, "cpu", sp=sp)
             if sp_size > 1:
-                forward.planner = StrategyPlanner(sp_size, [Strategy.SHARDED])
+                forward.strategies = [Strategy.SHARDED]
             optimizer = RecordingOptimizer(model)
             scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
             config = SFTActorConfig(global_batch_size=len(whole), max_grad_norm=1e9, **options)

@@ -18,7 +18,7 @@ from verl.models.tiny import save_tiny_model
 from verl.protocol import DataProto
 from verl.workers.packing.forward import PackedForward
 from verl.workers.packing.schedule import run_in_micro_batches
-from verl.workers.packing.sp_strategy import Strategy, StrategyPlanner
+from verl.workers.packing.sp_strategy import Strategy
 from verl.workers.roles.actor import ActorTraining, DataParallelPPOActor
 from verl.workers.roles.critic import DataParallelPPOCritic
 from verl.workers.roles.updater import Training
@@ -112,7 +112,7 @@ def train(content, setting, loss_type, folder, sp):
     for role, model in (("actor", load(folder, True)), ("critic", load_scalar(folder))):
         sharded(model)
         forward = PackedForward(model, model.config, Features(), share_prompt=shared, sp=sp)
-        forward.planner = StrategyPlanner(sp.size, strategies[sp.dp_index % len(strategies)])
+        forward.strategies = strategies[sp.dp_index % len(strategies)]
         optimizer = RecordingOptimizer(model)
         scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
         if role == "actor":
@@ -162,7 +162,7 @@ def patches_seen(folder, sp):
     batch = media_batch(folder, [((CLIP,), (20, 20, 20, 20))])
     forward = PackedForward(model, model.config, Features(), share_prompt=True, sp=sp)
     for strategy in (Strategy.REPLICATED, Strategy.SHARDED_ENCODE):
-        forward.planner = StrategyPlanner(sp.size, [strategy])
+        forward.strategies = [strategy]
         run_in_micro_batches(
             forward, batch, lambda micro: {"": forward.log_probs(micro, 1.0).log_probs},
             size=4, dynamic_batching=True, group=sp.dp_group,

@@ -26,7 +26,7 @@ from verl.models.registry import check_model
 from verl.models.scalar_head import is_scalar
 from verl.workers.model_builder import build_model, trainable_options
 from verl.workers.packing.forward import BaseForward, PackedForward
-from verl.workers.packing.sp_strategy import Strategy, StrategyPlanner
+from verl.workers.packing.sp_strategy import Strategy
 from verl.workers.packing.vision_features import FrozenTower, TrainedTower
 from verl.workers.trained_model import TrainedModel
 
@@ -106,7 +106,7 @@ class ShardedModel(TrainedModel):
             self.model, self.model.config, setup.media, setup.device, setup.share_prompt, setup.sp, self.tower
         )
         if setup.always_shards:
-            forward.planner = StrategyPlanner(setup.sp.size, [Strategy.SHARDED])
+            forward.strategies = [Strategy.SHARDED]
         return forward
 
     @cached_property
