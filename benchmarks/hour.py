@@ -184,7 +184,7 @@ def pass_of_rank(
     rank: int, world_size: int, folder: Path, ulysses: int, ring: int, frames: int, tokens: int
 ) -> dict[str, Any]:
     """Run forward and backward of a row on one rank; return its peak and the gradients of all ranks."""
-    sp = SequenceParallel.build(range(world_size), ulysses, ring)
+    sp = SequenceParallel.build(ulysses, ring)
     found: dict[str, Any] = {}
     for length, count in ((SMALL, 8), (tokens, frames)):
         tiny = open_tiny(folder)

@@ -132,7 +132,7 @@ def measure_rank(
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=PORT, GLOO_SOCKET_IFNAME="lo")
     dist.init_process_group("gloo", rank=rank, world_size=size)
     torch.set_num_threads(1)
-    sp = SequenceParallel.build(range(size), ulysses, ring)
+    sp = SequenceParallel.build(ulysses, ring)
     model = load(folder)
     forward = PackedForward(model, model.config, share_prompt=True, sp=sp)
     if options.long_prompt:

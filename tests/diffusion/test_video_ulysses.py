@@ -16,7 +16,7 @@ from verl.diffusion.model import DiffusionModel
 from verl.diffusion.prompts import PromptEncoder
 from verl.diffusion.sampler import NoiseSchedule
 from verl.diffusion.step_forward import StepForward
-from verl.distributed.sequence_parallel import SequenceParallel, data_parallel_group
+from verl.distributed.sequence_parallel import SequenceParallel
 from verl.protocol import DataProto, objects
 from verl.workers.roles.actor import ActorTraining, DataParallelPPOActor, KLLoss
 
@@ -76,7 +76,7 @@ def compute(rank, world_size, folder, cases):
 
 
 def update(rank, world_size, folder, ulysses, lora, size, checkpointing):
-    sp = SequenceParallel.build(range(world_size), ulysses, 1)
+    sp = SequenceParallel.build(ulysses, 1)
     torch.manual_seed(rank)
     policy, forward, engine = policy_of(folder, world_size, sp, lora, size, checkpointing)
     share = len(TEXTS) // sp.dp_size
@@ -90,7 +90,7 @@ def update(rank, world_size, folder, ulysses, lora, size, checkpointing):
         policy.optimizer, policy.scheduler, N, STEPS,
         kl_loss=KLLoss("flow_grpo", 0.5) if lora else None, reference=forward if lora else None,
     )  # fmt: skip
-    actor, gradients = DataParallelPPOActor(config, forward, data_parallel_group(sp), training), {}
+    actor, gradients = DataParallelPPOActor(config, forward, sp.dp_group, training), {}
 
     def keep():
         for name, parameter in policy.model.named_parameters():

@@ -30,7 +30,7 @@ from verl.distributed.offload import HostMemory, Offloader
 from verl.models.monkey_patch import plain_attention
 from verl.models.tiny import save_tiny_model
 from verl.optim.build import build_optimizer
-from verl.workers import sharded_model
+from verl.workers import trained_model
 from verl.workers.sharded_model import ModelSetup, ShardedModel
 
 
@@ -279,7 +279,7 @@ EVERYTHING = OffloadConfig(offload_params=True, offload_optimizer=True)
 @pytest.mark.parametrize("lora", [LoraConfig(), LoraConfig(rank=4)], ids=["whole", "adapters"])
 def test_a_tied_model_trains_alike_whether_it_is_offloaded_or_not(folder, monkeypatch, lora):
     staying = trained(sharded(folder, OffloadConfig(), lora=lora))
-    monkeypatch.setattr(sharded_model, "is_gpu", lambda device: True)
+    monkeypatch.setattr(trained_model, "is_gpu", lambda device: True)
     model = sharded(folder, EVERYTHING, lora=lora)
 
     moved = trained(model)
@@ -301,7 +301,7 @@ def test_on_cpu_nothing_is_moved_whatever_the_options_say(folder):
 
 
 def test_moments_stay_with_weights_that_fsdp_keeps_in_host_memory(folder, monkeypatch):
-    monkeypatch.setattr(sharded_model, "is_gpu", lambda device: True)
+    monkeypatch.setattr(trained_model, "is_gpu", lambda device: True)
     fsdp = FSDPConfig(mp_param_dtype="fp32", enable_cpu_offload=True)
     model = sharded(folder, EVERYTHING, fsdp)
 

@@ -111,14 +111,14 @@ def test_an_empty_packed_sequence_is_refused():
 def describe_groups(rank, world_size):
     import torch.distributed as dist
 
-    sp = SequenceParallel.build(range(world_size), 2, 1)
-    both = SequenceParallel.build(range(world_size), 2, 2)
+    sp = SequenceParallel.build(2, 1)
+    both = SequenceParallel.build(2, 2)
     ranks = dist.get_process_group_ranks
     with pytest.raises(ValueError, match="4 ranks cannot be divided by `ulysses_size` \\(3\\)"):
-        SequenceParallel.build(range(world_size), 3, 1)
+        SequenceParallel.build(3, 1)
     return [
         (sp.index, sp.dp_index, sp.ring_group, ranks(sp.group), ranks(sp.ulysses_group), ranks(sp.dp_group)),
-        (both.index, both.dp_size, both.dp_group, ranks(both.ulysses_group), ranks(both.ring_group)),
+        (both.index, both.dp_size, ranks(both.dp_group), ranks(both.ulysses_group), ranks(both.ring_group)),
         check_exchange(sp),
         check_exchange(both),
         check_gather(both),
@@ -182,10 +182,10 @@ def test_groups_and_exchanges_are_right_on_four_processes():
         ([2, 3], [2, 3], [1, 3]),
     ]
     assert [both for _, both, *_ in results] == [
-        (0, 1, None, [0, 1], [0, 2]),
-        (1, 1, None, [0, 1], [1, 3]),
-        (2, 1, None, [2, 3], [0, 2]),
-        (3, 1, None, [2, 3], [1, 3]),
+        (0, 1, [0], [0, 1], [0, 2]),
+        (1, 1, [1], [0, 1], [1, 3]),
+        (2, 1, [2], [2, 3], [0, 2]),
+        (3, 1, [3], [2, 3], [1, 3]),
     ]
     for rank, (_, _, exchange, exchange_in_ring, gather) in enumerate(results):
         assert exchange <= 1e-6 and exchange_in_ring <= 1e-6
@@ -200,7 +200,7 @@ def test_groups_and_exchanges_are_right_on_four_processes():
 
 def gather_in_chunks(rank, world_size):
     """Cases with wrong results, and the extra memory of 8 chunks and of 1."""
-    sp = SequenceParallel.build(range(world_size), world_size, 1, gather_chunks=3)
+    sp = SequenceParallel.build(world_size, 1, gather_chunks=3)
     assert sp.gather_chunks == 3 and SequenceParallel().gather_chunks == 1
     wrong = []
     for counts in ((5, 2, 0, 7), (0, 3, 0, 0), (4, 4, 4, 4), (1, 6, 2, 1)):

@@ -48,7 +48,7 @@ def errors_on_four_ranks(rank, world_size, folder):
     tiny, turns = open_tiny(folder), groups()
     own = own_results(tiny, turns)
     sizes = ((4, 1), (2, 2), (1, 4))
-    groups_of_ranks = [SequenceParallel.build(range(world_size), *each) for each in sizes]
+    groups_of_ranks = [SequenceParallel.build(*each) for each in sizes]
     return [
         training_errors(tiny, turns, share_prompt=shared, sp=sp, own=own)
         for sp in groups_of_ranks

@@ -107,12 +107,12 @@ def build(folder, sp, share, trainable):
 def update_on_ranks(rank, world_size, root, name):
     from verl.config.distillation import DistillationLossConfig
     from verl.config.worker import ActorConfig
-    from verl.distributed.sequence_parallel import SequenceParallel, data_parallel_group
+    from verl.distributed.sequence_parallel import SequenceParallel
     from verl.workers.roles.actor import ActorTraining, DataParallelPPOActor
     from verl.workers.roles.teachers import Teachers
 
     options, share, sp_size, _ = SETTINGS[name]
-    sp = SequenceParallel.build(range(world_size), sp_size, 1, 1)
+    sp = SequenceParallel.build(sp_size, 1, 1)
     batch = DataProto.load_from_disk(root / "batch")[rank_rows(rank // sp_size, world_size // sp_size)]
     forwards = {one: build(root / one, sp, share, False) for one in TEACHERS}
     results = {}
@@ -128,7 +128,7 @@ def update_on_ranks(rank, world_size, root, name):
         training = ActorTraining(
             optimizer, scheduler, rollout_n=N, teachers=teachers, uses_advantages=False
         )  # fmt: skip
-        group = data_parallel_group(sp)
+        group = sp.dp_group
         actor = DataParallelPPOActor(config, forward, group, training)
         found = batch
         if mode == "mse":

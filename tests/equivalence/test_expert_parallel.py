@@ -22,7 +22,7 @@ from verl.models.registry import check_model
 from verl.models.tiny import save_tiny_model
 from verl.workers.model_builder import build_model
 from verl.workers.packing.forward import PackedForward
-from verl.workers.packing.sp_strategy import Strategy, StrategyPlanner
+from verl.workers.packing.sp_strategy import Strategy
 
 pytestmark = pytest.mark.heavy
 
@@ -119,9 +119,9 @@ def compare(case, folders, rank, world_size):
     weights = torch.randn(batch.batch["responses"].shape, generator=torch.Generator().manual_seed(2))
     theirs, their_gradients = expected(folder, batch, weights)
     model = divided(case, folder, world_size)
-    sp = SequenceParallel.build(range(world_size), case.ulysses, case.ring)
+    sp = SequenceParallel.build(case.ulysses, case.ring)
     forward = PackedForward(model, model.config, Features(), share_prompt=case.shared, sp=sp)
-    forward.planner = StrategyPlanner(sp.size, [Strategy.SHARDED])
+    forward.strategies = [Strategy.SHARDED]
     rows = list(range(len(batch)))[sp.dp_index :: sp.dp_size]
     difference = check_model(model)
     errors = []

@@ -211,7 +211,7 @@ def test_calls_of_the_tower_take_whole_frames_up_to_the_limit():
 
 def on_ranks(rank, world_size, root, run_id, sp_size):
     """Two FSDP ranks: with other rows, or with the same rows whose work they share."""
-    sp = SequenceParallel.build(range(world_size), sp_size, 1)
+    sp = SequenceParallel.build(sp_size, 1)
     family = "qwen3_vl"
     plain, model = load(root / family, True), sharded(root / family)
     loader = loader_for(root / family, MediaCache(run_id))

@@ -113,7 +113,7 @@ def compare(case, folders, rank, world_size):
     path, mesh = folders[case.content], make_mesh(world_size, -1, "cpu")
     model = build_model(ModelConfig(path, lora=lora), FP32, mesh=mesh, device="cpu", trainable=True)
     base = build_model(ModelConfig(path), FP32, mesh=mesh, device="cpu", trainable=False)
-    sp = SequenceParallel.build(range(world_size), case.ulysses, case.ring)
+    sp = SequenceParallel.build(case.ulysses, case.ring)
     options = dict(media=Features(), share_prompt=case.shared, sp=sp)
     # Data-parallel ranks have rows of their own.
     rows = list(range(len(batch)))[rank::world_size] if sp.size == 1 else list(range(len(batch)))

@@ -19,12 +19,12 @@ from tests.helpers.distributed import run_distributed
 from verl.config.model import FSDPConfig, ModelConfig
 from verl.config.sft import SFTActorConfig
 from verl.distributed.fsdp import make_mesh
-from verl.distributed.sequence_parallel import SequenceParallel, data_parallel_group
+from verl.distributed.sequence_parallel import SequenceParallel
 from verl.models.tiny import save_tiny_model
 from verl.protocol import DataProto
 from verl.workers.model_builder import build_model
 from verl.workers.packing.forward import PackedForward
-from verl.workers.packing.sp_strategy import Strategy, StrategyPlanner
+from verl.workers.packing.sp_strategy import Strategy
 from verl.workers.roles.updater import Training, Updater
 
 pytestmark = pytest.mark.heavy
@@ -122,12 +122,12 @@ def update(case, folder, batch, rank, world_size):
         device="cpu",
         trainable=True,
     )
-    sp = SequenceParallel.build(range(world_size), case.ulysses, case.ring)
-    group = data_parallel_group(sp)
+    sp = SequenceParallel.build(case.ulysses, case.ring)
+    group = sp.dp_group
     count = world_size // sp.size
     forward = PackedForward(model, model.config, Features(), share_prompt=case.shared, sp=sp)
     if case.always_shards:
-        forward.planner = StrategyPlanner(sp.size, [Strategy.SHARDED])
+        forward.strategies = [Strategy.SHARDED]
     optimizer = RecordingOptimizer(model)
     config = SFTActorConfig(
         model=ModelConfig(folder, router_aux_loss_coef=COEF),

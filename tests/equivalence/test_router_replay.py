@@ -24,8 +24,8 @@ from verl.protocol import DataProto
 from verl.utils.plain_data import objects
 from verl.workers.model_builder import build_model
 from verl.workers.packing.forward import PackedForward
-from verl.workers.packing.sp_strategy import Strategy, StrategyPlanner
-from verl.workers.roles.routers import RouteObserver, RouteUse, column_of
+from verl.workers.packing.sp_strategy import Strategy
+from verl.workers.roles.routers import RouteObserver, column_of
 from verl.workers.rollout.engines import build_rollout_engine
 from verl.workers.rollout.interface import RolloutRequest, SamplingOptions
 
@@ -78,16 +78,17 @@ def build(case, folder, rank, world_size, dtype="fp32"):
         device="cpu",
         trainable=True,
     )
-    sp = SequenceParallel.build(range(world_size), case.ulysses, case.ring)
+    sp = SequenceParallel.build(case.ulysses, case.ring)
     forward = PackedForward(model, model.config, Features(), share_prompt=case.shared, sp=sp)
-    forward.planner = StrategyPlanner(sp.size, [Strategy.SHARDED])
+    forward.strategies = [Strategy.SHARDED]
     return forward, ExpertChoices(model)
 
 
-def passes(forward, choices, batch, use):
+def passes(forward, choices, batch, column):
     """Log-probs, entropies, gradients and what was observed in a forward and backward pass."""
     forward.model.zero_grad()
-    with forward.observed_by([RouteObserver(choices, use, records=True)]) as observed:
+    observer = RouteObserver(choices, column, replays=column is not None, records=True)
+    with forward.observed_by([observer]) as observed:
         result = forward.log_probs(batch, 0.8, with_entropy=True)
     (result.log_probs.sum() + 0.1 * result.entropy.sum()).backward()
     gradients = {
@@ -116,7 +117,7 @@ def differences(rank, world_size, cases, folders):
         forward, choices = build(case, folder, rank, world_size)
         *plain, gradients, observed = passes(forward, choices, batch, None)
         own = with_routes(batch, observed)
-        *replayed, again, seen = passes(forward, choices, own, RouteUse(COLUMN, True))
+        *replayed, again, seen = passes(forward, choices, own, COLUMN)
         equal = all(map(torch.equal, plain, replayed)) and gradients.keys() == again.keys()
         equal = equal and all(torch.equal(gradients[name], grad) for name, grad in again.items())
         router = any("mlp.gate" in name and grad.any() for name, grad in again.items())
@@ -124,7 +125,7 @@ def differences(rank, world_size, cases, folders):
         count = EXPERTS if case.family == "qwen3_moe" else 4
         moved = objects((routes + 1) % count for routes in own.non_tensor_batch[COLUMN])
         shifted = own.merge(DataProto.from_dict({}, {COLUMN: moved}), replace=[COLUMN])
-        *other, _, used = passes(forward, choices, shifted, RouteUse(COLUMN, True))
+        *other, _, used = passes(forward, choices, shifted, COLUMN)
         kept = with_routes(batch, used).non_tensor_batch[COLUMN]
         found.append(
             (
@@ -188,7 +189,7 @@ def mismatches(rank, world_size, cases, folder, batch, sampled):
         forward.model.eval()
         errors = []
         for replays in (False, True):
-            observer = RouteObserver(choices, RouteUse(COLUMN, replays))
+            observer = RouteObserver(choices, COLUMN, replays=replays)
             with torch.no_grad(), forward.observed_by([observer]) as observed:
                 difference = (forward.log_probs(batch, 1.0).log_probs - sampled).abs()
             errors += [difference.mean().item(), difference.max().item(), share(observed[ROUTE_MATCHES])]

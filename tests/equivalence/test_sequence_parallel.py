@@ -87,14 +87,14 @@ def errors_of_case(case, folders, sp):
 def run_cases(rank, world_size, sizes, cases, folders):
     found = []
     for ulysses, ring in sizes:
-        sp = SequenceParallel.build(range(world_size), ulysses, ring)
+        sp = SequenceParallel.build(ulysses, ring)
         found += [(ulysses, ring, *case, *errors_of_case(case, folders, sp)) for case in cases]
     return found
 
 
 def everything_read(world_size, folders):
     """Results of two sequence-parallel ranks and of one rank: a group, a short row, and no row."""
-    sp = SequenceParallel.build(range(world_size), 1, 2)
+    sp = SequenceParallel.build(1, 2)
     batch = text_batch(((9, (7, 1)), (1, (1,)))).select(non_tensor_batch_keys=["uid"])
     policy, other, critic = (build(folders["qwen2"], True) for build in (load, load, load_scalar))
     with torch.no_grad():
@@ -116,7 +116,7 @@ def everything_read(world_size, folders):
 
 def patches_seen(world_size, folders):
     """Patches that this rank's vision tower sees: of two clips and an image, and of text alone."""
-    sp = SequenceParallel.build(range(world_size), 2, 1)
+    sp = SequenceParallel.build(2, 1)
     model = load(folders["qwen3_vl"], True)
     seen = []
     model.model.visual.register_forward_pre_hook(
@@ -142,7 +142,7 @@ def on_two_ranks(rank, world_size, folders):
 def sharded_over_all(rank, world_size, folder):
     """Gradients under FSDP over two sequence-parallel groups of two ranks; the second has fewer rows."""
     parts = [[[0, 1, 4], [2]], [[3, 5], []]]  # micro batches of each group
-    sp = SequenceParallel.build(range(world_size), 2, 1)
+    sp = SequenceParallel.build(2, 1)
     batch = media_batch(folder, [((IMAGE, CLIP), (3, 7)), ((), (2, 4)), ((WIDE,), (6, 1))])
     weights = torch.randn(batch.batch["responses"].shape, generator=torch.Generator().manual_seed(2))
     plain, model = load(folder, False), sharded(folder)

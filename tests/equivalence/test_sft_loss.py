@@ -109,10 +109,10 @@ def losses_on_ranks(rank, world_size, root, settings):
     from verl.config.model import FSDPConfig, ModelConfig
     from verl.config.sft import SFTActorConfig
     from verl.distributed.fsdp import make_mesh
-    from verl.distributed.sequence_parallel import SequenceParallel, data_parallel_group
+    from verl.distributed.sequence_parallel import SequenceParallel
     from verl.workers.model_builder import build_model
     from verl.workers.packing.forward import PackedForward
-    from verl.workers.packing.sp_strategy import Strategy, StrategyPlanner
+    from verl.workers.packing.sp_strategy import Strategy
     from verl.workers.roles.sft import DataParallelSFT
     from verl.workers.roles.updater import Training
 
@@ -130,14 +130,14 @@ def losses_on_ranks(rank, world_size, root, settings):
             )  # fmt: skip
             processor = load_processor(folder)
             media = None if processor is None else MediaLoader(processor, MEDIA)
-            sp = SequenceParallel.build(range(world_size), sp_size, 1)
+            sp = SequenceParallel.build(sp_size, 1)
             forward = PackedForward(model, model.config, media, "cpu", sp=sp)
             if sp_size > 1:
-                forward.planner = StrategyPlanner(sp_size, [Strategy.SHARDED])
+                forward.strategies = [Strategy.SHARDED]
             optimizer = RecordingOptimizer(model)
             scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
             config = SFTActorConfig(global_batch_size=len(whole), max_grad_norm=1e9, **options)
-            sft = DataParallelSFT(config, forward, data_parallel_group(sp), Training(optimizer, scheduler))
+            sft = DataParallelSFT(config, forward, sp.dp_group, Training(optimizer, scheduler))
             dp_size, index = world_size // sp_size, rank // sp_size
             own = whole[index * len(whole) // dp_size : (index + 1) * len(whole) // dp_size]
             loss = sft.update(own)["train/loss"]

@@ -13,12 +13,12 @@ from tests.equivalence.test_update import RecordingOptimizer
 from tests.helpers.distributed import run_distributed
 from tests.helpers.training import learned
 from verl.config.worker import ActorConfig, CriticConfig
-from verl.distributed.sequence_parallel import SequenceParallel, data_parallel_group
+from verl.distributed.sequence_parallel import SequenceParallel
 from verl.models.tiny import save_tiny_model
 from verl.protocol import DataProto
 from verl.workers.packing.forward import PackedForward
 from verl.workers.packing.schedule import run_in_micro_batches
-from verl.workers.packing.sp_strategy import Strategy, StrategyPlanner
+from verl.workers.packing.sp_strategy import Strategy
 from verl.workers.roles.actor import ActorTraining, DataParallelPPOActor
 from verl.workers.roles.critic import DataParallelPPOCritic
 from verl.workers.roles.updater import Training
@@ -106,13 +106,13 @@ def train(content, setting, loss_type, folder, sp):
         "micro_batch_size_per_device_for_experience": filled["size"],
         "dynamic_batching": filled["dynamic"],
     }
-    batch, group = own_rows(make_batch(content, folder), sp), data_parallel_group(sp)
+    batch, group = own_rows(make_batch(content, folder), sp), sp.dp_group
     actor_config = ActorConfig(loss_type=loss_type, entropy_coef=0.05, **config)
     found = {"rows": batch.batch["row_ids"].numpy(), "metrics": {}}
     for role, model in (("actor", load(folder, True)), ("critic", load_scalar(folder))):
         sharded(model)
         forward = PackedForward(model, model.config, Features(), share_prompt=shared, sp=sp)
-        forward.planner = StrategyPlanner(sp.size, strategies[sp.dp_index % len(strategies)])
+        forward.strategies = strategies[sp.dp_index % len(strategies)]
         optimizer = RecordingOptimizer(model)
         scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
         if role == "actor":
@@ -144,7 +144,7 @@ def on_ranks(rank, world_size, folders, runs):
     """Each run is a layout, (ulysses, ring), and its cases: content, setting, loss."""
     found = []
     for layout, cases in runs:
-        sp = SequenceParallel.build(range(world_size), *layout)
+        sp = SequenceParallel.build(*layout)
         for content, setting, loss_type in cases:
             mine = train(content, setting, loss_type, folders[content], sp)
             found.append(((content, setting, loss_type), mine))
@@ -162,16 +162,16 @@ def patches_seen(folder, sp):
     batch = media_batch(folder, [((CLIP,), (20, 20, 20, 20))])
     forward = PackedForward(model, model.config, Features(), share_prompt=True, sp=sp)
     for strategy in (Strategy.REPLICATED, Strategy.SHARDED_ENCODE):
-        forward.planner = StrategyPlanner(sp.size, [strategy])
+        forward.strategies = [strategy]
         run_in_micro_batches(
             forward, batch, lambda micro: {"": forward.log_probs(micro, 1.0).log_probs},
-            size=4, dynamic_batching=True, group=data_parallel_group(sp),
+            size=4, dynamic_batching=True, group=sp.dp_group,
         )  # fmt: skip
     return seen
 
 
 def on_two_ranks(rank, world_size, folders):
-    sp = SequenceParallel.build(range(world_size), 2, 1)
+    sp = SequenceParallel.build(2, 1)
     return {
         "cases": on_ranks(rank, world_size, folders, [((2, 1), TWO_IN_A_GROUP)]),
         "patches": patches_seen(folders["mixed"], sp),

@@ -25,7 +25,6 @@ from tests.trainer.test_observed_tokens import CORRECTIONS, PERTURBED, ROWS, con
 from verl.agents.interface import Observation, ToolCall
 from verl.agents.parsers.interface import without_thought
 from verl.agents.parsers.registry import CALL_FORMATS
-from verl.agents.readable import readable
 from verl.agents.tools.answers import AnswerLimits, BadAnswerError, as_observation, plain_reward
 from verl.algorithms.advantages import ADV_ESTIMATORS
 from verl.config.algorithm import AlgorithmConfig
@@ -272,7 +271,7 @@ def test_no_text_from_outside_is_a_special_token(rules, text, name, key, value):
     row = rules.new_row([{"role": "user", "content": text}], None, "x", tools)
     plain = rules.new_row([{"role": "user", "content": "a"}], None, "x", harmless)
     end = rules.tokenizer.eos_token_id
-    shown = readable(rules, Observation(text)).observation
+    shown = rules.readable(Observation(text)).observation
     answer = rules.renderer.tokens(end, [ToolCall(name, {})], [shown])
     plain_answer = rules.renderer.tokens(end, [ToolCall("a", {})], [Observation("a")])
 

@@ -275,7 +275,7 @@ def errors_on_ranks(
             found[division, shared] = fsdp_errors(tiny, own, rank, world_size, shared)
             continue
         sizes = (world_size, 1) if division == "ulysses" else (1, world_size)
-        sp = SequenceParallel.build(range(world_size), *sizes)
+        sp = SequenceParallel.build(*sizes)
         found[division, shared] = training_errors(tiny, groups, share_prompt=shared, sp=sp, own=own)
     return found
 

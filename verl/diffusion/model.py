@@ -13,26 +13,23 @@ from torch import Tensor
 
 from verl.checkpoint.manifest import BASE_MODEL
 from verl.checkpoint.pipelines import TRANSFORMER, PipelineAdapter, PipelineConfigs
-from verl.checkpoint.sharded import Restored, Snapshot, load_shards, take_snapshot
+from verl.checkpoint.sharded import Snapshot
 from verl.config.model import FSDPConfig, ModelConfig, OffloadConfig, OptimConfig
 from verl.diffusion.families.interface import DiffusionFamily
 from verl.diffusion.video_ulysses import VideoUlysses
-from verl.distributed.device import is_gpu
-from verl.distributed.fsdp import full_named_tensors, keep_float32, make_mesh, shard_model, torch_dtype
-from verl.distributed.offload import Offloader
+from verl.distributed.fsdp import keep_float32, make_mesh, shard_model, torch_dtype
 from verl.distributed.sequence_parallel import SequenceParallel
-from verl.models.lora import ALL_LINEAR, adapted_layers, adapted_parameters, adapters_disabled, set_adapter
-from verl.models.lora_weights import AdapterFiles, is_adapter, read_adapter
+from verl.models.lora import ALL_LINEAR, adapters_disabled, set_adapter
+from verl.models.lora_weights import read_adapter
 from verl.models.trainable import TrainableOptions, select_trainable
-from verl.optim.build import build_optimizer
-from verl.optim.schedules import build_scheduler
 from verl.workers.model_builder import trainable_options, weights_dtype
+from verl.workers.trained_model import TrainedModel
 
 VAE = "vae"  # its convolutions overflow in float16, and lose colors in bfloat16
 TIMES = "timestep"  # argument of all transformers of diffusers
 
 
-class DiffusionModel:
+class DiffusionModel(TrainedModel):
     """The policy of a run: the transformer of a pipeline, trained whole or by adapters.
 
     Attributes:
@@ -77,16 +74,7 @@ class DiffusionModel:
         if options.enable_gradient_checkpointing:
             self.model.enable_gradient_checkpointing()
         self._shard(fsdp, world_size)
-        self.optimizer = build_optimizer(self.model, optim, "worker.actor.optim")
-        self.scheduler = build_scheduler(self.optimizer, optim, training_steps)
-        moves = is_gpu(device) and not fsdp.enable_cpu_offload
-        self.offloader = Offloader(
-            self.model,
-            device,
-            optimizer=self.optimizer,
-            offloads_weights=moves and offload.offload_params,
-            offloads_state=moves and offload.offload_optimizer,
-        )
+        self._prepare_training(device, fsdp, offload, optim, training_steps)
 
     def _select(self, trained: TrainableOptions, seed: int) -> None:
         """Select what is trained; adapters have the same values on every rank."""
@@ -110,10 +98,6 @@ class DiffusionModel:
         """Compute with the weights before training inside the block: without adapters."""
         return adapters_disabled(self.model)
 
-    def loaded(self, with_optimizer: bool = False) -> AbstractContextManager[None]:
-        """Load the model, and its optimizer if requested, onto the device inside the block."""
-        return self.offloader.loaded(with_optimizer=with_optimizer)
-
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
         """Return images or videos in [0, 1] on the CPU; the VAE is on the device only meanwhile."""
@@ -124,33 +108,16 @@ class DiffusionModel:
         finally:
             vae.to("cpu")
 
-    def snapshot(
-        self, *, model_only: bool, copies: bool, extra: dict[str, Any], files: tuple | None
-    ) -> Snapshot:
-        """Collect this rank's part of a checkpoint, see `take_snapshot`.
-
-        `files` are None after the first rank; the configs of the pipeline are written on the first one.
-        """
-        optimizer, scheduler = (None, None) if model_only else (self.optimizer, self.scheduler)
-        configs = () if files is None else (self.configs,)
-        snapshot = take_snapshot(
-            self.model, optimizer, scheduler, extra, configs, self._adapter_files(), copies=copies
-        )
+    def snapshot(self, **options: Any) -> Snapshot:
+        snapshot = super().snapshot(**options)
         return snapshot._replace(manifest=snapshot.manifest | {BASE_MODEL: self.options.model_path})
 
-    def _adapter_files(self) -> PipelineAdapter | None:
-        if self.adapter is None:
-            return None
-        gathered = full_named_tensors(self.model, select=is_adapter)
-        tensors = {name: tensor.to("cpu", copy=True) for name, tensor in gathered}
-        parameters = [each.name for each in adapted_parameters(self.model)]
-        return PipelineAdapter(AdapterFiles(self.adapter, adapted_layers(self.model), tensors, parameters))
+    def _files(self, files: tuple) -> tuple:
+        return (self.configs,)  # of the pipeline
 
-    def load(self, folder: Path) -> Restored:
-        """Resume from `folder/actor`, saved by any number of ranks."""
-        restored = load_shards(folder / self.role, self.model, self.optimizer, self.scheduler)
-        self.offloader.settle()
-        return restored
+    def _adapter_files(self) -> PipelineAdapter | None:
+        files = super()._adapter_files()
+        return None if files is None else PipelineAdapter(files)
 
 
 def trained_part(family: DiffusionFamily, options: ModelConfig, option: str) -> TrainableOptions:

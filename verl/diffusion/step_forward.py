@@ -7,7 +7,6 @@ Steps play the part of tokens: results are (B, S), and the roles of text models 
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from verl.models.fused_log_probs import TokenLogProbs
 from verl.protocol import DataProto
 from verl.workers.packing.micro_batches import max_over_ranks
 from verl.workers.packing.row_forward import RowForward
-from verl.workers.packing.sp_strategy import Strategy, StrategyPlanner
+from verl.workers.packing.sp_strategy import Strategy
 
 
 class StepForward(RowForward):
@@ -42,6 +41,7 @@ class StepForward(RowForward):
 
     keys = ("latents", "attention_mask", "responses", "loss_mask")
     object_keys = ("uid", "prompt_text")
+    strategies = (Strategy.SHARDED,)
 
     def __init__(
         self,
@@ -58,10 +58,6 @@ class StepForward(RowForward):
         super().__init__(model, prompts.device, sp or SequenceParallel())
         self.family, self.schedule, self.prompts = family, schedule, prompts
         self.guidance, self.reference, self.at_once = guidance, reference, at_once
-
-    @cached_property
-    def planner(self) -> StrategyPlanner:
-        return StrategyPlanner(self.sp.size, {Strategy.SHARDED})
 
     def prepare(self, texts: Sequence[str]) -> None:
         """Encode prompts before they are needed, and the one of predictions without a condition."""

@@ -4,9 +4,7 @@
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
-from verl.checkpoint.sharded import AsyncWriter
 from verl.diffusion.engine import DiffusionEngine, FinishedPicture
 from verl.diffusion.families.registry import downloaded, family_of
 from verl.diffusion.model import DiffusionModel
@@ -14,29 +12,25 @@ from verl.diffusion.options import schedule_of, size_of
 from verl.diffusion.prompts import PromptEncoder
 from verl.diffusion.step_forward import StepForward
 from verl.distributed.device import memory_metrics, reset_peak_memory
-from verl.distributed.sequence_parallel import SequenceParallel, data_parallel_group
+from verl.distributed.sequence_parallel import SequenceParallel
 from verl.protocol import DataProto
 from verl.single_controller.dispatch import Dispatch, register
-from verl.workers.base_worker import SavingWorker, StepProfiler
+from verl.workers.base_worker import ModelWorker
 from verl.workers.roles.actor import ActorTraining, DataParallelPPOActor, Updated
 from verl.workers.rollout.interface import SamplingOptions
 from verl.workers.run_options import RunOptions
 
 
-class DiffusionWorker(SavingWorker[DiffusionModel]):
+class DiffusionWorker(ModelWorker):
     """One process of the worker group; its remote methods are those of `FSDPWorker` that such a run calls."""
 
-    def __init__(self, config: Any, options: RunOptions) -> None:
-        super().__init__(options)
-        self.config, self.run = config, options
+    options: RunOptions
 
     @register(Dispatch.ALL, phase="init_model")
     def init_model(self) -> None:
         config, actor = self.config, self.config.actor
-        sp = SequenceParallel.build(range(self.world_size), actor.ulysses_size, 1)
-        for axis in ("train", "rollout"):
-            self.set_axis(axis, sp.dp_index, sp.dp_size, is_first=sp.index == 0)
-        self.group, self.checkpoints, self.profiler = data_parallel_group(sp), AsyncWriter(), StepProfiler()
+        sp = self._divide(actor)
+        self.set_axis("rollout", sp.dp_index, sp.dp_size, is_first=sp.index == 0)
         family = family_of(downloaded(actor.model))
         self.policy = DiffusionModel(
             family, actor.model, actor.fsdp, actor.offload, actor.optim,
@@ -51,18 +45,18 @@ class DiffusionWorker(SavingWorker[DiffusionModel]):
         self.engine = DiffusionEngine(
             self.policy, self.forward, size,
             at_once=int(actor.micro_batch_size_per_device_for_experience), seed=self.options.seed,
-            measures_kl=self.run.has_full_kl_in_rewards,
+            measures_kl=self.options.has_full_kl_in_rewards,
         )  # fmt: skip
         self.actor = self._build_actor()
 
     def _build_forward(self, sp: SequenceParallel) -> StepForward:
         actor, family = self.config.actor, self.policy.family
-        longest = self.run.max_prompt_length
+        longest = self.options.max_prompt_length
         prompts = PromptEncoder(family, self.policy.parts, self.device, min(longest, family.longest_prompt))
         return StepForward(
             family, self.policy.model, self.schedule, prompts,
             guidance=self.config.rollout.guidance_scale,
-            reference=self.policy.reference if self.run.kl_loss else None,
+            reference=self.policy.reference if self.options.kl_loss else None,
             at_once=None if actor.reads_whole_rows else int(actor.micro_batch_size_per_device_for_update),
             sp=sp,
         )  # fmt: skip
@@ -72,8 +66,8 @@ class DiffusionWorker(SavingWorker[DiffusionModel]):
         if actor.loss_avg_mode == "seq":  # all pictures have as many steps
             actor = replace(actor, loss_avg_mode="token")
         training = ActorTraining(
-            self.policy.optimizer, self.policy.scheduler, self.config.rollout.n, self.schedule.num_steps,
-            kl_loss=self.run.kl_loss, reference=self.forward if self.run.kl_loss else None,
+            *self.policy.training, self.config.rollout.n, self.schedule.num_steps,
+            kl_loss=self.options.kl_loss, reference=self.forward if self.options.kl_loss else None,
         )  # fmt: skip
         return DataParallelPPOActor(actor, self.forward, self.group, training)
 

@@ -7,6 +7,7 @@ import os
 import random
 import resource
 import sys
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -18,11 +19,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from verl.distributed.backends import BACKENDS, DeviceBackend, gpu_backends
+from verl.distributed.backends import BACKENDS, USUAL_GPU, DeviceBackend, gpu_backends
 
 T = TypeVar("T")
 
 GIB = 1024**3
+PAGE = 4096
 
 
 def resolve_device(name: str, cluster: Mapping[str, float] = MappingProxyType({})) -> str:
@@ -149,6 +151,34 @@ def to_device(values: T, device: torch.device | str) -> T:
         ):
             leaves[number] = copy.view(part.shape)
     return tree_unflatten(leaves, structure)
+
+
+def host_buffer(num_bytes: int, device: torch.device, owner: Any) -> Tensor:
+    """Allocate bytes in host memory, page-locked for devices of CUDA until `owner` is gone.
+
+    A GPU copies from and to page-locked memory without an intermediate buffer.
+    """
+    if device.type != USUAL_GPU:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+    # torch's own page-locked memory comes in powers of two, which would waste up to half of it.
+    whole = torch.empty(-(-num_bytes // PAGE) * PAGE + PAGE, dtype=torch.uint8)
+    start = -whole.data_ptr() % PAGE
+    part = whole[start : start + -(-num_bytes // PAGE) * PAGE]  # shares no page with other memory
+    runtime = module_of(USUAL_GPU).cudart()
+    code = int(runtime.cudaHostRegister(part.data_ptr(), part.nbytes, 0))
+    if code:
+        raise RuntimeError(
+            f"CUDA cannot lock {part.nbytes / 2**30:.1f} GiB of host memory (error {code}): give the"
+            " machine or container more memory, or set `offload.offload_params=false` and"
+            " `offload.offload_optimizer=false` in the sections of `worker`, or"
+            " `worker.rollout.weight_transport=object_store`"
+        )
+    weakref.finalize(owner, _unlock, runtime, part).atexit = False
+    return part[:num_bytes]
+
+
+def _unlock(runtime: Any, buffer: Tensor) -> None:
+    runtime.cudaHostUnregister(buffer.data_ptr())
 
 
 def synchronize(device: str) -> None:

@@ -17,7 +17,7 @@ Part = tuple[float, tuple[int, ...]]  # sum of costs, items
 
 def workload(length: int) -> int:
     """Estimate the work of a forward pass over a sequence: linear in tokens, quadratic for attention."""
-    return LINEAR_WORK * length + length * length
+    return shared_workload(0, [length])
 
 
 def shared_workload(prompt: int, lengths: Sequence[int]) -> int:
@@ -73,10 +73,8 @@ def balance_groups(
             f"{len(members)} groups of {sorted(sizes)} sequences cannot be divided over {parts} ranks"
             " as whole groups"
         )
-    if prompts is None:
-        costs = [sum(workload(lengths[row]) for row in rows) for rows in members]
-    else:
-        costs = [shared_workload(prompts[rows[0]], [lengths[row] for row in rows]) for rows in members]
+    shared = prompts or [0] * len(lengths)
+    costs = [shared_workload(shared[rows[0]], [lengths[row] for row in rows]) for rows in members]
     return [
         [row for group in part for row in members[group]] for part in balance(costs, parts, equal_size=True)
     ]

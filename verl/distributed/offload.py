@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from verl.distributed.device import empty_cache, synchronize
+from verl.distributed.device import empty_cache, host_buffer, synchronize
 from verl.distributed.fsdp import sharded_parameters
-from verl.distributed.host_buffer import host_buffer
 
 HOST = torch.device("cpu")
 ALIGNMENT = 64  # bytes between the starts of two places

@@ -10,16 +10,14 @@ axis, because its all-to-all moves the most data::
     ulysses_index   0  1  0  1  0  1  0  1
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch.distributed as dist
 
 
 @dataclass(frozen=True)
 class SequenceParallel:
-    """This rank's coordinates and process groups; the group of an axis of size 1 is None."""
+    """This rank's coordinates and process groups; but for `dp_group`, that of an axis of size 1 is None."""
 
     ulysses_size: int = 1
     ring_size: int = 1
@@ -33,25 +31,20 @@ class SequenceParallel:
     gather_chunks: int = 1  # chunks in which media features are gathered
 
     @classmethod
-    def build(
-        cls,
-        ranks: Sequence[int],  # global ranks in order, including this one
-        ulysses_size: int,
-        ring_size: int,
-        gather_chunks: int = 1,
-    ) -> "SequenceParallel":
-        """Create the process groups; collective over the whole world, whichever ranks are given."""
-        size = ulysses_size * ring_size
-        if min(ulysses_size, ring_size) < 1 or len(ranks) % size:
+    def build(cls, ulysses_size: int, ring_size: int, gather_chunks: int = 1) -> "SequenceParallel":
+        """Create the process groups; collective over all ranks."""
+        size, world_size = ulysses_size * ring_size, dist.get_world_size()
+        if min(ulysses_size, ring_size) < 1 or world_size % size:
             raise ValueError(
-                f"{len(ranks)} ranks cannot be divided by `ulysses_size` ({ulysses_size}) x `ring_size`"
+                f"{world_size} ranks cannot be divided by `ulysses_size` ({ulysses_size}) x `ring_size`"
                 f" ({ring_size}): set them so that their product divides the number of devices"
             )
-        groups = [list(ranks[start : start + size]) for start in range(0, len(ranks), size)]
+        groups = [list(range(start, start + size)) for start in range(0, world_size, size)]
         inside = range(size)
         by_ulysses = [[i for i in inside if i // ulysses_size == ring] for ring in range(ring_size)]
         by_ring = [[i for i in inside if i % ulysses_size == ulysses] for ulysses in range(ulysses_size)]
-        dp_index, index = divmod(list(ranks).index(dist.get_rank()), size)
+        across = [[group[i] for group in groups] for i in inside]
+        dp_index, index = divmod(dist.get_rank(), size)
         return cls(
             ulysses_size,
             ring_size,
@@ -61,7 +54,7 @@ class SequenceParallel:
             _new_group(groups),
             _new_group([[group[i] for i in part] for group in groups for part in by_ulysses]),
             _new_group([[group[i] for i in part] for group in groups for part in by_ring]),
-            _new_group([[group[i] for group in groups] for i in inside]),
+            dist.group.WORLD if size == 1 else _new_group(across, even_alone=True),
             gather_chunks,
         )
 
@@ -78,23 +71,11 @@ class SequenceParallel:
         return self.index // self.ulysses_size
 
 
-def data_parallel_group(sp: SequenceParallel) -> dist.ProcessGroup:
-    """Return the group of ranks with other sequences, including this rank; collective over the world."""
-    world = dist.group.WORLD
-    assert world is not None, "the process group is set up"
-    if sp.size == 1:
-        return world
-    if sp.dp_group is not None:
-        return sp.dp_group
-    alone: list[Any] = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
-    return alone[dist.get_rank()]
-
-
-def _new_group(rank_lists: list[list[int]]) -> dist.ProcessGroup | None:
+def _new_group(rank_lists: list[list[int]], *, even_alone: bool = False) -> dist.ProcessGroup | None:
     """Create a group for each list, in the same order on every rank; return this rank's."""
-    own = None  # for a rank that is alone in its list
+    own = None  # for a rank that is alone in its list, unless `even_alone`
     for ranks in rank_lists:
-        if len(ranks) > 1:
+        if len(ranks) > 1 or even_alone:
             group = dist.new_group(ranks)
             if dist.get_rank() in ranks:
                 assert isinstance(group, dist.ProcessGroup), "new_group gives its members a group"

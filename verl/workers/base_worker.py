@@ -6,44 +6,37 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.optim import Optimizer
 from torch.profiler import profile, record_function
 
-from verl.checkpoint.sharded import AsyncWriter, Restored, Snapshot
+from verl.checkpoint.sharded import AsyncWriter, Restored
 from verl.config.distillation import TEACHERS, DistillationConfig, TeacherConfig
 from verl.config.model import ModelConfig, PolicyConfig
-from verl.data.media.loader import MediaLoader
-from verl.data.media.sizes import MediaOptions
-from verl.data.readers import load_processor, load_tokenizer
+from verl.data.readers import load_readers
 from verl.data.teachers import media_of_teacher
 from verl.distributed.device import backend_of, set_device, set_seed
-from verl.distributed.sequence_parallel import SequenceParallel, data_parallel_group
+from verl.distributed.sequence_parallel import SequenceParallel
 from verl.models.attention.varlen_kernels import select_kernels
-from verl.models.families.interface import MediaFamily
-from verl.models.families.registry import family_of
 from verl.protocol import DataProto
 from verl.single_controller.dispatch import Dispatch, register
 from verl.single_controller.worker import Worker
-from verl.workers.model_builder import load_model_config
 from verl.workers.out_of_memory import explained_out_of_memory
 from verl.workers.packing.media_inputs import MEDIA_KEYS
 from verl.workers.roles.teachers import Teachers
 from verl.workers.run_options import ModelRunOptions
 from verl.workers.sharded_model import ModelSetup, ShardedModel
+from verl.workers.trained_model import TrainedModel
 
 
 class DeviceWorker(Worker):
-    """One process of a group, with one device; a subclass sets `config`, its section `worker`."""
+    """One process of a group, with one device."""
 
-    config: Any
-
-    def __init__(self, options: ModelRunOptions) -> None:
+    def __init__(self, config: Any, options: ModelRunOptions) -> None:
         super().__init__()
-        self.options = options
+        self.config, self.options = config, options  # the config is the section `worker`
         self.device = set_device(options.device, self.local_rank)
         set_seed(options.seed + self.rank)
         dist.init_process_group(backend_of(options.device).groups)
@@ -58,49 +51,25 @@ class DeviceWorker(Worker):
             for item in super().stream(name, phase, *args, **kwargs):  # noqa: UP028 - Ray sends values into generators
                 yield item
 
-    def _load_tokenizer(self, model: ModelConfig) -> None:
+    def _load_readers(self, model: ModelConfig) -> None:
         options = self.options
-        assert model.tokenizer_path is not None, "filled in when the config was checked"
-        arguments = (model.tokenizer_path, options.override_chat_template, model.trust_remote_code)
-        self.tokenizer, self.processor = load_tokenizer(*arguments), load_processor(*arguments)
-        self.media = self._media_loader(model, self.processor, options.media)
-
-    def _media_loader(self, model: ModelConfig, processor: Any, options: MediaOptions) -> MediaLoader | None:
-        family = family_of(load_model_config(model))
-        if processor is None or not isinstance(family, MediaFamily):
-            return None
-        return MediaLoader(processor, options, self.options.media_cache, family)
+        readers = load_readers(model, options.override_chat_template, options.media, options.media_cache)
+        self.tokenizer, self.processor, self.media = readers[:3]
 
 
-class SavedModel(Protocol):
-    """A model of a worker, which is saved if it has an optimizer."""
+class ModelWorker(DeviceWorker):
+    """A worker with models, which are saved if they are trained.
 
-    role: str
+    A subclass calls `_prepare` before it loads transformers models with `_build_model`.
+    """
 
-    @property
-    def optimizer(self) -> Optimizer | None: ...
-
-    def snapshot(
-        self, *, model_only: bool, copies: bool, extra: dict[str, Any], files: tuple[Any, Any] | None
-    ) -> Snapshot: ...
-
-    def load(self, folder: Path) -> Restored: ...
-
-
-M = TypeVar("M", bound=SavedModel)
-
-
-class SavingWorker(DeviceWorker, Generic[M]):
-    """One process of a group, with one device and models that are saved."""
-
-    models: list[M]  # the policy first
-    checkpoints: AsyncWriter
-    profiler: "StepProfiler"
+    models: list[Any]  # `TrainedModel`s, the policy first
     tokenizer: Any = None
     processor: Any = None
+    reported_media = 0  # media encoded by frozen towers, at the last call of `_encoded_media`
 
     @property
-    def trained(self) -> list[M]:
+    def trained(self) -> list[TrainedModel]:
         return [model for model in self.models if model.optimizer is not None]
 
     @register(Dispatch.ALL, phase="save_checkpoint")
@@ -128,12 +97,20 @@ class SavingWorker(DeviceWorker, Generic[M]):
 
     @register(Dispatch.ALL, phase="profile")
     def start_profiler(self) -> None:
+        """Record every operation until `stop_profiler`, for chrome://tracing and Perfetto."""
+        self.profiler = profile()  # of all kinds of devices that torch can use
         self.profiler.start()
 
     @register(Dispatch.ALL, phase="profile")
     def stop_profiler(self, folder: str) -> None:
-        """Write the trace to `folder/rank_R.json.gz`."""
-        self.profiler.stop(Path(folder) / f"rank_{self.rank}.json.gz")
+        """Write the trace to `folder/rank_R.json.gz`, which appears complete."""
+        self.profiler.stop()
+        path = Path(folder) / f"rank_{self.rank}.json.gz"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f".{os.getpid()}.{path.name}")  # the suffix selects the compression
+        self.profiler.export_chrome_trace(str(partial))
+        partial.replace(path)
+        del self.profiler
 
     @register(Dispatch.ALL, phase="load_checkpoint")
     def load_checkpoint(self, folder: str) -> None:
@@ -141,36 +118,25 @@ class SavingWorker(DeviceWorker, Generic[M]):
         for model in self.trained:
             self._restore(model, model.load(Path(folder)))
 
-    def _extra_state(self, model: M) -> dict[str, Any]:
+    def _extra_state(self, model: TrainedModel) -> dict[str, Any]:
         """State of this rank to save with a model."""
         return {}
 
-    def _restore(self, model: M, restored: Restored) -> None:
+    def _restore(self, model: TrainedModel, restored: Restored) -> None:
         """Restore `_extra_state`."""
 
-
-class ModelWorker(SavingWorker[ShardedModel]):
-    """A worker with shards of transformers models.
-
-    A subclass calls `_prepare` before it loads its models with `_build_model`.
-    """
-
-    def __init__(self, config: Any, options: ModelRunOptions) -> None:
-        super().__init__(options)
-        self.config = config
+    def _divide(self, actor: PolicyConfig, feature_chunks: int = 1) -> SequenceParallel:
+        """Divide rows and sequences over the ranks; collective."""
+        sp = SequenceParallel.build(actor.ulysses_size, actor.ring_size, feature_chunks)
+        self.set_axis("train", sp.dp_index, sp.dp_size, is_first=sp.index == 0)
+        self.group, self.checkpoints, self.models = sp.dp_group, AsyncWriter(), []
+        return sp
 
     def _prepare(self, actor: PolicyConfig, *, share_prompt: bool = False, feature_chunks: int = 1) -> None:
         """Set up parallelism, tokenizer and media before models are built."""
-        sp_size = actor.sp_size
-        self.set_axis(
-            "train", self.rank // sp_size, self.world_size // sp_size, is_first=self.rank % sp_size == 0
-        )
+        sp = self._divide(actor, feature_chunks)
         select_kernels(actor.attention_kernel, self.device)
-        self._load_tokenizer(actor.model)
-        sp = SequenceParallel.build(
-            range(self.world_size), actor.ulysses_size, actor.ring_size, feature_chunks
-        )
-        self.group = data_parallel_group(sp)
+        self._load_readers(actor.model)
         self.setup = ModelSetup(
             self.device,
             self.world_size,
@@ -180,10 +146,6 @@ class ModelWorker(SavingWorker[ShardedModel]):
             actor.cached_embeds_dir,
             actor.divide_short_sequences,
         )
-        self.models = []
-        self.checkpoints = AsyncWriter()
-        self.profiler = StepProfiler()
-        self.reported_media = 0  # media encoded by frozen towers, at the last call of `_encoded_media`
 
     def _build_model(
         self, role: str, config: Any, model: ModelConfig, setup: ModelSetup | None = None, **options: Any
@@ -197,9 +159,8 @@ class ModelWorker(SavingWorker[ShardedModel]):
     def _build_teacher(self, name: str, config: TeacherConfig) -> ShardedModel:
         setup, model = self.setup, config.model
         if config.num_video_frames is not None:
-            assert model.tokenizer_path is not None, "that of its model unless given"
-            processor = load_processor(model.tokenizer_path, None, model.trust_remote_code)
-            media = self._media_loader(model, processor, media_of_teacher(config, self.options.media))
+            seen, template = media_of_teacher(config, self.options.media), self.options.override_chat_template
+            media = load_readers(model, template, seen, self.options.media_cache).media
             assert media is not None, "its data set has media"
             setup = replace(setup, media=media)
         return self._build_model(name, config, model, setup, option=f"{TEACHERS}.{name}")
@@ -248,24 +209,3 @@ class ModelWorker(SavingWorker[ShardedModel]):
                     stack.enter_context(model.loaded(with_optimizer and number == 0))
                     stack.enter_context(model.holding(media))
             yield
-
-
-class StepProfiler:
-    """Records every operation between `start` and `stop`, for chrome://tracing and Perfetto."""
-
-    def __init__(self) -> None:
-        self._profile: profile | None = None
-
-    def start(self) -> None:
-        self._profile = profile()  # of all kinds of devices that torch can use
-        self._profile.start()
-
-    def stop(self, path: Path) -> None:
-        # the file appears complete
-        assert self._profile is not None, "stop() follows start()"
-        recorded, self._profile = self._profile, None
-        recorded.stop()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".{os.getpid()}.{path.name}")  # the suffix selects the compression
-        recorded.export_chrome_trace(str(partial))
-        partial.replace(path)

@@ -79,7 +79,7 @@ class EngineHost:
             self._check_embedding()
         self.continued = ContinuedSampling(self.engine)
         self.conversations = self._conversation_driver()
-        self._joining = self.conversations or self.continued  # takes prompts at any time
+        self.joining = self.conversations or self.continued  # takes prompts at any time
 
     def generate(self, prompts: DataProto, sampling: SamplingOptions) -> Iterator[list[FinishedResponse]]:
         """Sample responses to prompts (`raw_prompt_ids`, `multi_modal_data`) and yield them as they finish.
@@ -108,24 +108,7 @@ class EngineHost:
                 self.conversations.submit(_rows(prompts), sampling, begun)
             else:
                 self.continued.submit(self._requests(prompts), sampling, begun)
-        return self._joining.step(at_most)
-
-    def interrupt(self) -> list[FinishedResponse]:
-        """Drop all prompts of `sample`, and return what each unfinished response has.
-
-        Conversations are parked instead: they continue when their prompts come again.
-        """
-        return self._joining.interrupt()
-
-    def forget(self) -> None:
-        """Have conversations begin again when their prompts come."""
-        if self.conversations is not None:
-            self.conversations.forget()
-
-    def close(self) -> None:
-        """End the processes of tools and agents."""
-        if self.conversations is not None:
-            self.conversations.close()
+        return self.joining.step(at_most)
 
     def rows_to_compare(self) -> list[SampledRow]:
         """Sample responses for the trainer to compare log-probs, for a model without a family of its own.

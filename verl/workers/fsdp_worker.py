@@ -11,9 +11,9 @@ from typing import Any
 from verl.checkpoint.sharded import Restored
 from verl.protocol import DataProto
 from verl.single_controller.dispatch import Dispatch, register
-from verl.workers.engine_host import EngineHost, EnginePlace
+from verl.workers.engine_host import EnginePlace
 from verl.workers.rollout_worker import SamplingWorker
-from verl.workers.sharded_model import ShardedModel
+from verl.workers.trained_model import TrainedModel
 from verl.workers.training_worker import TrainingWorker
 
 
@@ -29,18 +29,9 @@ class FSDPWorker(SamplingWorker, TrainingWorker):
         engines = self.world_size // tp_size
         self.set_axis("rollout", self.place.engine, engines, is_first=self.place.leads)
         super().init_model()
-        policy = self.policy
-        self.host = EngineHost(
-            self.config,
-            self.options,
-            self.place,
-            self.tokenizer,
-            self.media,
-            policy.model.config,
-            tower=policy.engine_tower,
-            adapter=self.engine_adapter(),
-        )
-        self.engine, self.must_check_engine = self.host.engine, self.host.must_be_compared
+        tower, adapter = self.policy.engine_tower, self.engine_adapter()
+        self._build_engine(self.policy.model.config, tower=tower, adapter=adapter)
+        self.must_check_engine = self.host.must_be_compared
         self.engine.sleep()  # training has the device until the first `sync_weights`
         self.tower_is_synced = False
 
@@ -94,10 +85,10 @@ class FSDPWorker(SamplingWorker, TrainingWorker):
             self.policy.engine_tower.encode(prompts.non_tensor_batch["multi_modal_data"])
         yield from ()
 
-    def _extra_state(self, model: ShardedModel) -> dict[str, Any]:
+    def _extra_state(self, model: TrainedModel) -> dict[str, Any]:
         return {"engine_rng": self.engine.rng_state()} if model is self.policy else {}
 
-    def _restore(self, model: ShardedModel, restored: Restored) -> None:
+    def _restore(self, model: TrainedModel, restored: Restored) -> None:
         self.tower_is_synced = False
         if model is self.policy and restored.extra is not None:
             self.engine.set_rng_state(restored.extra["engine_rng"])

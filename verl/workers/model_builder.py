@@ -68,7 +68,7 @@ def build_model(
         ValueError: `override_config` names an unknown key, or the files are of a model with another head.
     """
     config = load_model_config(model, option)
-    _check_head(config, head, f"`{option}.model_path` ({model.model_path})")
+    _check_head(config, head, trainable, f"`{option}.model_path` ({model.model_path})")
     if head == "scalar":
         make_scalar(config, has_bias=True)
     options = trainable_options(model, option) if trainable else None
@@ -127,9 +127,14 @@ def read_config(
     return config
 
 
-def _check_head(config: PreTrainedConfig, head: str, where: str) -> None:
-    # a reward model cannot be a policy, and must have a single score
+def _check_head(config: PreTrainedConfig, head: str, trainable: bool, where: str) -> None:
+    # a reward model cannot be a policy, and must have a single score: a new head would score everything zero
     if not is_scalar(config):
+        if head == "scalar" and not trainable:
+            raise ValueError(
+                f"{where} must be a sequence-classification model with one label, got"
+                f" {config.architectures}: use a reward model"
+            )
         return
     name = ", ".join(config.architectures or ())
     if head == "causal":

@@ -23,8 +23,16 @@ from verl.workers.weight_transport import make_reader
 class SamplingWorker(DeviceWorker):
     """A worker with a rollout engine."""
 
+    config: WorkerConfig
+    options: RunOptions
     host: EngineHost  # from the engine's start on
     place: EnginePlace
+
+    def _build_engine(self, model_config: Any, **options: Any) -> None:
+        """Build the engine of this rank's place; `options` are those of `EngineHost`."""
+        arguments = self.config, self.options, self.place, self.tokenizer, self.media
+        self.host = EngineHost(*arguments, model_config, **options)
+        self.engine = self.host.engine
 
     @register(Dispatch.SHARD, phase="gen", axis="rollout", streaming=True)
     def generate(self, prompts: DataProto, sampling: SamplingOptions) -> Iterator[list[FinishedResponse]]:
@@ -40,21 +48,25 @@ class SamplingWorker(DeviceWorker):
 
     @register(Dispatch.ALL, phase="gen")
     def interrupt(self) -> list[FinishedResponse]:
-        """Drop all prompts, and return what each unfinished response has; see `EngineHost.interrupt`."""
-        return self._led(self.host.interrupt())
+        """Drop all prompts of `sample`, and return what each unfinished response has.
+
+        Conversations are parked instead: they continue when their prompts come again.
+        """
+        return self._led(self.host.joining.interrupt())
 
     @register(Dispatch.ALL, phase="gen")
     def forget(self) -> None:
         """Have interrupted conversations begin again when their prompts come."""
-        self.host.forget()
+        if self.host.conversations is not None:
+            self.host.conversations.forget()
 
     def _led(self, responses: list[FinishedResponse]) -> list[FinishedResponse]:
         return responses if self.place.leads else []  # all ranks of an engine have the same
 
     def close(self) -> None:
         super().close()
-        if hasattr(self, "host"):
-            self.host.close()
+        if hasattr(self, "host") and self.host.conversations is not None:
+            self.host.conversations.close()  # ends the processes of tools and agents
 
 
 class RolloutWorker(SamplingWorker):
@@ -67,25 +79,16 @@ class RolloutWorker(SamplingWorker):
     def __init__(self, config: WorkerConfig, options: RunOptions, engine: int) -> None:
         # each engine has the random numbers that it has in a process that also trains
         tp_size = config.rollout.tensor_parallel_size
-        super().__init__(replace(options, seed=options.seed + engine * tp_size))
-        self.config, self.run, self.place = config, options, EnginePlace(engine, leads=self.rank == 0)
+        super().__init__(config, replace(options, seed=options.seed + engine * tp_size))
+        self.place = EnginePlace(engine, leads=self.rank == 0)
 
     @register(Dispatch.ALL, phase="init_engine")
     def init_engine(self, adapter: EngineAdapter | None) -> None:
         """Build the engine; it takes the weights of `adapter`, or whole ones."""
         self.set_axis("rollout", 0, 1, is_first=self.place.leads)
         model = self.config.actor.model
-        self._load_tokenizer(model)
-        self.host = EngineHost(
-            self.config,
-            self.run,
-            self.place,
-            self.tokenizer,
-            self.media,
-            load_model_config(model),
-            adapter=adapter,
-        )
-        self.engine = self.host.engine
+        self._load_readers(model)
+        self._build_engine(load_model_config(model), adapter=adapter)
         self.reader = make_reader(self.config.rollout, self.rank, self.world_size, self.device)
 
     @register(Dispatch.ALL, phase="sync_weights")

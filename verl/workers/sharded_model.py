@@ -6,35 +6,29 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from verl.checkpoint.sharded import Restored, Snapshot, load_shards, take_snapshot
+from verl.checkpoint.sharded import Restored
 from verl.config.model import FSDPConfig, ModelConfig, OffloadConfig, OptimConfig
 from verl.data.media.loader import MediaLoader
 from verl.data.media.references import MediaData
-from verl.distributed.device import is_gpu
 from verl.distributed.fsdp import full_named_tensors, make_mesh, torch_dtype
-from verl.distributed.offload import Offloader
 from verl.distributed.sequence_parallel import SequenceParallel
-from verl.models.families.interface import MediaFamily, is_part
+from verl.models.families.interface import MediaFamily, Sense, is_part
 from verl.models.families.registry import encoder_of, family_of, whole_config
 from verl.models.flops import FlopsCounter
-from verl.models.lora import adapted_layers, adapted_parameters
-from verl.models.lora_weights import AdapterFiles, fold, is_adapter
+from verl.models.lora import adapted_parameters
+from verl.models.lora_weights import fold
 from verl.models.registry import check_model
 from verl.models.scalar_head import is_scalar
-from verl.optim.build import build_optimizer
-from verl.optim.schedules import build_scheduler
-from verl.workers.model_builder import adapter_config, build_model, trainable_options
+from verl.workers.model_builder import build_model, trainable_options
 from verl.workers.packing.forward import BaseForward, PackedForward
-from verl.workers.packing.sp_strategy import Strategy, StrategyPlanner
+from verl.workers.packing.sp_strategy import Strategy
 from verl.workers.packing.vision_features import FrozenTower, TrainedTower
+from verl.workers.trained_model import TrainedModel
 
 
 @dataclass(frozen=True)
@@ -50,7 +44,7 @@ class ModelSetup:
     always_shards: bool = False  # under sequence parallelism, short sequences too
 
 
-class ShardedModel:
+class ShardedModel(TrainedModel):
     """One model of a worker, named after its section: `actor`, `critic`, `ref`, `prime`, `reward_model`."""
 
     def __init__(
@@ -78,39 +72,19 @@ class ShardedModel:
             head=head,
             option=option,
         )
-        self.adapter = None if optim is None else adapter_config(model, option)
-        self.optimizer: Optimizer | None = None
-        self.scheduler: LRScheduler | None = None
-        if optim is not None:
-            self.optimizer = build_optimizer(self.model, optim, f"worker.{role}.optim")
-            self.scheduler = build_scheduler(self.optimizer, optim, training_steps)
-        # With `enable_cpu_offload` FSDP itself keeps weights, gradients and moments in host memory.
-        moves = is_gpu(setup.device) and not fsdp.enable_cpu_offload
-        self.offloader = Offloader(
-            self.model,
-            setup.device,
-            optimizer=self.optimizer,
-            offloads_weights=moves and offload.offload_params,
-            offloads_state=moves and offload.offload_optimizer,
-        )
-        self.tower = self._frozen_tower()
+        trained = trainable_options(model, option)
+        self.adapter = None if optim is None else trained.adapter
+        self._prepare_training(setup.device, fsdp, offload, optim, training_steps)
+        self.tower = self._frozen_tower(trained.frozen_senses)
         self.forward = self._forward(PackedForward)
         trains_vision = not model.freeze_vision_tower
         self.flops = FlopsCounter(self.model.config, device=setup.device, trains_vision=trains_vision)
         with self.loaded():
             check_model(self.model, None if setup.media is None else setup.media.processor)
 
-    @property
-    def training(self) -> tuple[Optimizer, LRScheduler]:
-        assert self.optimizer is not None and self.scheduler is not None, f"{self.role} is never updated"
-        return self.optimizer, self.scheduler
-
-    def _frozen_tower(self) -> FrozenTower | None:
-        family, options, media = family_of(self.model.config), self.options, self.setup.media
-        if media is None or not isinstance(family, MediaFamily):
-            return None
-        frozen = trainable_options(options, f"worker.{self.role}.model").frozen_senses
-        if not family.encoders.keys() <= frozen:
+    def _frozen_tower(self, frozen: set[Sense]) -> FrozenTower | None:
+        family, media = family_of(self.model.config), self.setup.media
+        if media is None or not isinstance(family, MediaFamily) or not family.encoders.keys() <= frozen:
             return None
         return self._tower(FrozenTower, media, self.setup.embeds_dir)
 
@@ -121,8 +95,7 @@ class ShardedModel:
     @cached_property
     def engine_tower(self) -> FrozenTower | None:
         """The tower that encodes prompts for the rollout engine; None if the engine has its own."""
-        family = family_of(self.model.config)
-        is_needed = isinstance(family, MediaFamily) and family.embeds_prompts
+        is_needed = family_of(self.model.config).embeds_prompts
         if self.tower is not None or self.setup.media is None or not is_needed:
             return self.tower
         return self._tower(TrainedTower, self.setup.media)
@@ -133,7 +106,7 @@ class ShardedModel:
             self.model, self.model.config, setup.media, setup.device, setup.share_prompt, setup.sp, self.tower
         )
         if setup.always_shards:
-            forward.planner = StrategyPlanner(setup.sp.size, [Strategy.SHARDED])
+            forward.strategies = [Strategy.SHARDED]
         return forward
 
     @cached_property
@@ -163,33 +136,12 @@ class ShardedModel:
             parameters=adapted_parameters(self.model),
         )
 
-    def adapter_tensors(self) -> dict[str, Tensor]:
-        # collective
-        return dict(full_named_tensors(self.model, select=is_adapter))
-
     def holding(self, rows: Iterable[MediaData]) -> AbstractContextManager[None]:
         """Keep a frozen tower's features of the rows' media inside the block; every rank enters."""
         return nullcontext() if self.tower is None else self.tower.holding(rows)
 
-    def loaded(self, with_optimizer: bool = False) -> AbstractContextManager[None]:
-        """Load the model, and its optimizer if requested, onto the device inside the block."""
-        return self.offloader.loaded(with_optimizer=with_optimizer)
-
-    def snapshot(
-        self, *, model_only: bool, copies: bool, extra: dict[str, Any], files: tuple | None
-    ) -> Snapshot:
-        """Collect this rank's part of a checkpoint; with `copies` training can continue before it is written.
-
-        `extra` is further state of this rank; `files` are tokenizer and processor, None after the first rank.
-        """
-        optimizer, scheduler = (None, None) if model_only else (self.optimizer, self.scheduler)
-        savable = () if files is None else (self._config_on_hub(), self.model.generation_config, *files)
-        adapter = None
-        if self.adapter is not None:
-            tensors = {name: tensor.to("cpu", copy=True) for name, tensor in self.adapter_tensors().items()}
-            parameters = [each.name for each in adapted_parameters(self.model)]
-            adapter = AdapterFiles(self.adapter, adapted_layers(self.model), tensors, parameters)
-        return take_snapshot(self.model, optimizer, scheduler, extra, savable, adapter, copies=copies)
+    def _files(self, files: tuple) -> tuple:
+        return self._config_on_hub(), self.model.generation_config, *files
 
     def _config_on_hub(self) -> PreTrainedConfig:
         config, options = self.model.config, self.options
@@ -198,9 +150,6 @@ class ShardedModel:
         return whole_config(config, options.model_path, trust_remote_code=options.trust_remote_code)
 
     def load(self, folder: Path) -> Restored:
-        """Resume from `folder/role`, saved by any number of ranks."""
         if self.tower is not None:
             self.tower.forget()
-        restored = load_shards(folder / self.role, self.model, self.optimizer, self.scheduler)
-        self.offloader.settle()
-        return restored
+        return super().load(folder)

@@ -26,8 +26,8 @@ from verl.workers.engine_check import SampledRow, check_engine, differences
 from verl.workers.roles.actor import ActorTraining, DataParallelPPOActor, Updated
 from verl.workers.roles.critic import DataParallelPPOCritic
 from verl.workers.roles.prime import DataParallelPrimeModel, check_prime_tokenizer
-from verl.workers.roles.reward_model import RewardModelScorer, check_has_score, load_reward_tokenizer
-from verl.workers.roles.updater import Training
+from verl.workers.roles.reward_model import RewardModelScorer, load_reward_tokenizer
+from verl.workers.roles.updater import Training, compute_log_probs
 from verl.workers.rollout.interface import EngineAdapter
 from verl.workers.rollout.vllm.lora_sync import engine_adapter
 from verl.workers.run_options import RunOptions
@@ -60,13 +60,12 @@ class TrainingWorker(ModelWorker):
         self.reference_model = self.reference_forward = None
         if not self.options.use_reference:
             return
-        config, actor = self.config.ref, self.config.actor
-        if actor.model.lora.is_used:
+        model = self.config.actor.model
+        if model.lora.is_used:
             self.reference_model, self.reference_forward = self.policy, self.policy.base_forward
         else:
-            self.reference_model = self._build_model("ref", config, actor.model)
+            self.reference_model = self._build_model("ref", self.config.ref, model)
             self.reference_forward = self.reference_model.forward
-        self.reference = DataParallelPPOActor(actor, self.reference_forward, self.group)
 
     def _init_actor(self) -> None:
         config, options = self.config.actor, self.options
@@ -127,7 +126,6 @@ class TrainingWorker(ModelWorker):
         config = self.config.reward_model
         model = config.model
         assert model.tokenizer_path is not None, "filled in when the config was checked"
-        check_has_score(config)
         self.reward_model = self._build_model("reward_model", config, model, head="scalar")
         self.scorer = RewardModelScorer(
             self.reward_model.forward,
@@ -192,9 +190,11 @@ class TrainingWorker(ModelWorker):
 
     @register(Dispatch.SHARD, phase="ref", unread=ROUTES)
     def compute_ref_log_probs(self, batch: DataProto) -> DataProto:
+        assert self.reference_forward is not None, "the run has a reference"
+        actor, temperature = self.config.actor, self.config.rollout.temperature
         with self._loaded(batch, self.reference_model):
-            temperature = self.config.rollout.temperature
-            return self.reference.compute_log_probs(batch, temperature, column="ref_log_probs")
+            found = compute_log_probs(actor, self.reference_forward, self.group, batch, temperature)
+        return DataProto.from_dict({"ref_log_probs": found})
 
     @register(Dispatch.SHARD, phase="teacher", unread=ROUTES)
     def compute_teacher_log_probs(self, batch: DataProto) -> DataProto:

@@ -134,7 +134,7 @@ def test_the_rows_of_blocks_reach_a_device_in_one_copy_and_nothing_is_read_back(
 
 
 def errors_on_this_rank(rank, world_size):
-    sp = SequenceParallel.build(range(world_size), world_size, 1)
+    sp = SequenceParallel.build(world_size, 1)
     errors = []
     for groups in (ROWS, GROUPS):
         inputs = tensors(size_of(groups))

@@ -133,7 +133,7 @@ def test_a_block_in_a_shared_prompt_is_whole_under_a_window():
 
 
 def errors_on_this_rank(rank, world_size):
-    sp = SequenceParallel.build(range(world_size), world_size, 1)
+    sp = SequenceParallel.build(world_size, 1)
     errors = []
     for groups, rule in itertools.product((ROWS, GROUPS), (WINDOWS[2], CHUNKS[2], CAPPED[0])):
         inputs = tensors(size_of(groups))

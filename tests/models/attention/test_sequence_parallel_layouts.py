@@ -90,7 +90,7 @@ def sharded_errors(sp, groups, kv_heads, rule=PLAIN, noise=0.0, is_checkpointed=
 def errors_on_this_rank(rank, world_size, meshes, kv_heads):
     errors = {}
     for ulysses, ring in meshes:
-        sp = SequenceParallel.build(range(world_size), ulysses, ring)
+        sp = SequenceParallel.build(ulysses, ring)
         for name, groups in SEQUENCES.items():
             for count in kv_heads:
                 errors[ulysses, ring, name, count] = sharded_errors(sp, groups, count)

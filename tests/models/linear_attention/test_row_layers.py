@@ -75,7 +75,7 @@ def test_a_ring_is_refused():
 
 
 def errors_on_this_rank(rank, world_size):
-    sp = SequenceParallel.build(range(world_size), world_size, 1)
+    sp = SequenceParallel.build(world_size, 1)
     batch = text_batch().select(non_tensor_batch_keys=["uid"])
     weights = torch.randn(batch.batch["responses"].shape, generator=torch.Generator().manual_seed(2))
     errors = {}

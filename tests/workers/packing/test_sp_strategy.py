@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 import logging
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from verl.distributed.length_balancing import LINEAR_WORK, workload
+from verl.distributed.sequence_parallel import SequenceParallel
+from verl.protocol import DataProto
 from verl.workers.packing.micro_batches import MicroBatchLimit, RowCounts
+from verl.workers.packing.schedule import MicroBatchSchedule
 from verl.workers.packing.sp_strategy import (
     Strategy,
     StrategyLimits,
-    StrategyPlanner,
     deal_rows,
     plan_strategies,
     slowest,
@@ -190,11 +195,16 @@ def test_every_row_is_dealt_once_and_sequences_fit(seed):
 
 
 def test_each_strategy_is_logged_once(caplog):
-    planner = StrategyPlanner(2)
+    forward: Any = SimpleNamespace(
+        sp=SequenceParallel(ulysses_size=2), shares_prompts=False, strategies=tuple(Strategy), logged=set(),
+        media_tokens=lambda batch: [0] * len(batch),
+    )  # fmt: skip
 
     with caplog.at_level(logging.INFO, logger="verl"):
         for lengths in ((100, 100), (100, 10), (90, 90), (80, 10)):
-            planner.plan(rows_of(*lengths), PLENTY)
+            mask = (torch.arange(100) < torch.tensor(lengths)[:, None]).long()
+            batch = DataProto.from_dict({"attention_mask": mask})
+            MicroBatchSchedule(forward, batch, size=10**4, dynamic_batching=True, group=None)
 
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) == 2

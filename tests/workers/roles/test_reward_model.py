@@ -25,7 +25,7 @@ from verl.models.tiny import save_tiny_model, train_tokenizer
 from verl.protocol import DataProto, objects
 from verl.workers.model_builder import build_model
 from verl.workers.packing.forward import PackedForward
-from verl.workers.roles.reward_model import RewardModelScorer, check_has_score, load_reward_tokenizer
+from verl.workers.roles.reward_model import RewardModelScorer, load_reward_tokenizer
 
 PROMPT_LENGTH, RESPONSE_LENGTH = 24, 6
 PROMPTS = ["How many?", "What colour is the circle?", "1 + 2", "red"]
@@ -94,7 +94,6 @@ def make_config(folder, size=4, model_path=None):
 
 def make_scorer(folder, size=4, policy_model_type="qwen2", media=None):
     config = make_config(folder, size)
-    check_has_score(config)
     model = build_model(
         config.model, config.fsdp, mesh=make_mesh(dist.get_world_size(), -1, "cpu"), device="cpu",
         trainable=False, head="scalar", option="worker.reward_model.model",
@@ -275,7 +274,7 @@ def test_a_model_without_a_score_is_refused(tmp_path, one_rank):
     with pytest.raises(
         ValueError, match=r"must be a sequence-classification model .* got \['Qwen2ForCausalLM'\]"
     ):
-        check_has_score(make_config(folder))
+        make_scorer(folder)
 
 
 def test_a_classifier_of_several_labels_is_refused(tmp_path, one_rank):
@@ -284,4 +283,4 @@ def test_a_classifier_of_several_labels_is_refused(tmp_path, one_rank):
     with pytest.raises(
         ValueError, match=r"`worker.reward_model.model.model_path` .* 3 labels, one is needed"
     ):
-        check_has_score(make_config(folder))
+        make_scorer(folder)

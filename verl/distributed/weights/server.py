@@ -35,8 +35,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.distributed.device import is_gpu
-from verl.distributed.host_buffer import host_buffer
+from verl.distributed.device import host_buffer, is_gpu
 from verl.distributed.weights import peer_link
 from verl.distributed.weights.buckets import BucketLayout, NamedTensors, own_buckets
 from verl.distributed.weights.peer_link import PIECE_BYTES, SENDER, PeerLink, ServerAddress

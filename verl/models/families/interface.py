@@ -113,6 +113,8 @@ class Family:
     engine_patches: ClassVar[tuple[str, ...]] = ()
     # Its schemas of features, `module:class`, that must take images of different lengths.
     engine_schemas: ClassVar[tuple[str, ...]] = ()
+    # vLLM runs the language model alone, which reads prompts as embeddings: those of tokens, and features.
+    embeds_prompts: ClassVar[bool] = False
 
     def own_arguments(self, config: Any, input_ids: Tensor) -> dict[str, Tensor]:
         """Return what the model's own padded forward takes besides (B, T) ids and mask: token types."""
@@ -289,8 +291,6 @@ class MediaFamily(Family, ABC):
     # --- the rollout engine
 
     engine_modules: ClassVar[tuple[str, ...]] = ()  # vLLM's names of those in `encoder`, if they differ
-    # vLLM runs the language model alone, which reads prompts as embeddings: those of tokens, and features
-    embeds_prompts: ClassVar[bool] = False
     takes_features: ClassVar[bool] = False  # vLLM reads features of images and videos instead of pixels
     takes_video_features: ClassVar[bool] = True  # with `takes_features`; else those of images only
 

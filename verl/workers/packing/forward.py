@@ -44,7 +44,7 @@ from verl.workers.packing.media_inputs import (
     media_inputs,
 )
 from verl.workers.packing.micro_batches import context_cuts, rows_sharing_prompts
-from verl.workers.packing.observers import ObservedPass, PackedRows, PassTokens
+from verl.workers.packing.observers import PackedRows, PassTokens
 from verl.workers.packing.packed_batch import PackedBatch, ResponseTokens, pack_rows, pack_shared_prompts
 from verl.workers.packing.row_forward import RowForward
 from verl.workers.packing.vision_features import FrozenTower
@@ -211,13 +211,13 @@ class PackedForward(RowForward):
     def _run(self, arguments: dict[str, Any], read: Callable[[DeferredLogits], Any]) -> Any:
         # `read` runs inside the forward pass, where FSDP keeps the head gathered
         arguments = dict(arguments)
-        observed: ObservedPass | None = arguments.pop("observed", None)
-        if observed is None:
+        tokens, read_by_observers = arguments.pop("observed", (None, ()))
+        if tokens is None:
             return self.model(**arguments, read=read)
         with ExitStack() as stack:
             watched = [
-                stack.enter_context(observer.watching(observed.tokens, inputs))
-                for observer, inputs in zip(self.observers, observed.inputs, strict=True)
+                stack.enter_context(observer.watching(tokens, inputs))
+                for observer, inputs in zip(self.observers, read_by_observers, strict=True)
             ]
             result = self.model(**arguments, read=read)
         for columns in watched:
@@ -243,7 +243,10 @@ class PackedForward(RowForward):
             arguments["observed"] = self._observed(packed, plan, micro)
         return ModelInputs(arguments, packed.positions, plan)
 
-    def _observed(self, packed: PackedBatch, plan: ShardPlan | None, micro: DataProto) -> ObservedPass:
+    def _observed(
+        self, packed: PackedBatch, plan: ShardPlan | None, micro: DataProto
+    ) -> tuple[PassTokens, tuple[Any, ...]]:
+        """Return the tokens of a pass, and what each observer reads."""
         mask = micro.batch["attention_mask"]
         rows, columns = mask.nonzero(as_tuple=True)
         tokens = SPRows.of(packed.positions[rows, columns], plan, self.sp)
@@ -251,10 +254,8 @@ class PackedForward(RowForward):
         weights = torch.bincount(tokens.local, minlength=held)
         where = PackedRows(mask, packed.positions, len(packed.input_ids), plan)
         response_length = micro.batch["responses"].shape[1] if "responses" in micro.batch else 0
-        return ObservedPass(
-            PassTokens(mask, response_length, tokens, tokens.select(rows), weights),
-            tuple(observer.inputs(micro, where) for observer in self.observers),
-        )
+        watched = PassTokens(mask, response_length, tokens, tokens.select(rows), weights)
+        return watched, tuple(observer.inputs(micro, where) for observer in self.observers)
 
     def _media(
         self, rows: list[MediaRow], micro: DataProto, input_ids: Tensor, plan: ShardPlan | None

@@ -24,13 +24,6 @@ from verl.workers.packing.packed_batch import group_equal_prompts
 Split = list[list[int]]  # the rows of each micro batch
 
 
-class Bundle(NamedTuple):
-    """Rows that run in the same micro batch."""
-
-    rows: tuple[int, ...]
-    tokens: int
-
-
 class MicroBatchLimit(NamedTuple):
     """The size of a micro batch; one of the two is set."""
 
@@ -88,12 +81,12 @@ def split_rows(counts: RowCounts, rows: Sequence[int], limit: MicroBatchLimit, a
         parts = _fill(counts.group(rows), limit.rows)
         return parts + [[] for _ in range(at_least - len(parts))]
     bundles = _bundles(counts, rows, limit.tokens)
-    costs = [bundle.tokens for bundle in bundles]
+    costs = [counts.tokens(bundle) for bundle in bundles]
     count = max(at_least, -(-sum(costs) // limit.tokens))
     while True:
         parts = balance(costs, count)
         if all(len(part) <= 1 or sum(costs[item] for item in part) <= limit.tokens for part in parts):
-            split = [[row for item in part for row in bundles[item].rows] for part in parts]
+            split = [[row for item in part for row in bundles[item]] for part in parts]
             return split[::-1]  # the fullest first, so that memory peaks at once; empty ones last
         count += 1
 
@@ -178,13 +171,13 @@ def _fill(groups: list[list[int]], size: int) -> list[list[int]]:
     return parts
 
 
-def _bundles(counts: RowCounts, rows: Sequence[int], token_budget: int) -> list[Bundle]:
+def _bundles(counts: RowCounts, rows: Sequence[int], token_budget: int) -> list[Sequence[int]]:
     # single rows, or the rows of a prompt in as few parts as fit the budget
-    bundles = []
+    def fits(parts: Sequence[Sequence[int]]) -> bool:
+        return all(counts.tokens(part) <= token_budget for part in parts)
+
+    bundles: list[Sequence[int]] = []
     for group in counts.group(rows):
-        for count in range(1, len(group) + 1):
-            parts = [Bundle(tuple(part), counts.tokens(part)) for part in split_evenly(group, count)]
-            if all(part.tokens <= token_budget for part in parts):
-                break
-        bundles.extend(parts)
+        divisions = (split_evenly(group, count) for count in range(1, len(group)))
+        bundles += next(filter(fits, divisions), [[row] for row in group])
     return bundles

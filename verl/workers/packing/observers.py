@@ -76,10 +76,3 @@ class ForwardObserver:
     def watching(self, tokens: PassTokens, inputs: Any) -> Iterator[Columns]:
         """Watch the pass in the block; after it, put columns into the yielded dict."""
         yield {}
-
-
-class ObservedPass(NamedTuple):
-    """A pass with its observers, and what they read."""
-
-    tokens: PassTokens
-    inputs: tuple[Any, ...]  # of each observer

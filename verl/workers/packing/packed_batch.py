@@ -21,13 +21,6 @@ Cuts = Mapping[int, Sequence[int]]  # where further contexts of a row begin, amo
 NO_CUTS: Cuts = MappingProxyType({})
 
 
-class Packed(NamedTuple):
-    """The tokens of a padded batch, row after row."""
-
-    values: Tensor  # (N, ...)
-    positions: Tensor  # (B, T) int64: packed position of each token; on padding, of the row's token before it
-
-
 class PackedBatch(NamedTuple):
     """One packed sequence of N tokens with all rows of a micro batch, on CPU."""
 
@@ -60,12 +53,15 @@ class PackedBatch(NamedTuple):
         )
 
 
-def pack(values: Tensor, mask: Tensor) -> Packed:
-    """Drop the padding of `values` (B, T), where `mask` (B, T) is zero, and join the rows."""
+def pack(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Drop the padding of `values` (B, T), where `mask` (B, T) is zero, and join the rows.
+
+    Returns (N,) values, and the packed position of each token (B, T); on padding, of the row's token before.
+    """
     check_same_shape(values=values, mask=mask)
     keep = mask.bool()
     positions = (keep.flatten().cumsum(0) - 1).view_as(keep)
-    return Packed(values[keep], positions)
+    return values[keep], positions
 
 
 class ResponseTokens(NamedTuple):
@@ -95,12 +91,12 @@ class ResponseTokens(NamedTuple):
 
 def pack_rows(input_ids: Tensor, mask: Tensor, position_ids: Tensor, cuts: Cuts = NO_CUTS) -> PackedBatch:
     """Pack rows (B, T), position ids (1 or 4, B, T), each row with its own prompt."""
-    packed = pack(input_ids, mask)
+    packed_ids, positions = pack(input_ids, mask)
     lengths = mask.sum(-1).tolist()
     groups, rows = _divided(
         [SequenceGroup(length) for length in lengths], [[row] for row in range(len(lengths))], cuts
     )
-    return PackedBatch(packed.values, position_ids[:, mask.bool()], packed.positions, groups, rows)
+    return PackedBatch(packed_ids, position_ids[:, mask.bool()], positions, groups, rows)
 
 
 def pack_shared_prompts(
@@ -127,15 +123,12 @@ def pack_shared_prompts(
     repeats = first != torch.arange(len(order))  # (B,): rows whose prompt is packed already
     keep = mask[order].bool()
     keep[repeats, :prompt_width] = False
-    packed = pack(input_ids[order], keep)
-    positions = packed.positions
+    packed_ids, positions = pack(input_ids[order], keep)
     prompt_ends = positions[first, prompt_width - 1, None]  # (B, 1)
     in_prompt = repeats[:, None] & (keep.cumsum(-1) == 0)
     positions = torch.where(in_prompt, positions[first].minimum(prompt_ends), positions)
     groups, rows = _divided(_groups(keep, members, prompt_width), members, cuts)
-    return PackedBatch(
-        packed.values, position_ids[:, order][:, keep], positions[order.argsort()], groups, rows
-    )
+    return PackedBatch(packed_ids, position_ids[:, order][:, keep], positions[order.argsort()], groups, rows)
 
 
 def group_equal_prompts(

@@ -2,9 +2,8 @@
 """Interface of a forward pass to an update, whatever the rows are: packed tokens, or steps of a sampler."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -15,7 +14,7 @@ from verl.models.fused_log_probs import TokenLogProbs
 from verl.models.mixture.routing import Router
 from verl.protocol import DataProto
 from verl.workers.packing.observers import Columns, ForwardObserver
-from verl.workers.packing.sp_strategy import StrategyPlanner
+from verl.workers.packing.sp_strategy import Strategy
 
 
 class RowForward(ABC):
@@ -25,16 +24,19 @@ class RowForward(ABC):
         keys: Columns of tensors that it reads, with `attention_mask` and `loss_mask`.
         object_keys: Columns of objects that it reads.
         shares_prompts: True if it runs a prompt once for all of its rows.
+        strategies: Ways in which ranks may share rows under sequence parallelism.
         observers: Watch every pass.
     """
 
     keys: ClassVar[Sequence[str]]
     object_keys: ClassVar[Sequence[str]]
     shares_prompts = False
+    strategies: Collection[Strategy] = tuple(Strategy)
 
     def __init__(self, model: nn.Module, device: torch.device | str, sp: SequenceParallel) -> None:
         self.model, self.device, self.sp = model, device, sp
         self.observers: list[ForwardObserver] = []
+        self.logged: set[Strategy] = set()  # strategies, each when it is first chosen
         self._columns: Columns = {}
 
     @abstractmethod
@@ -60,10 +62,6 @@ class RowForward(ABC):
     def media_tokens(self, batch: DataProto) -> list[int]:
         """(B,) media tokens of each row that the model itself encodes."""
         return [0] * len(batch)
-
-    @cached_property
-    def planner(self) -> StrategyPlanner:
-        return StrategyPlanner(self.sp.size)
 
     def routers(self) -> list[Router]:
         """Return the modules that choose experts; none for a dense model."""

@@ -9,10 +9,13 @@ from torch import Tensor
 
 from verl.distributed.ulysses import gather_rows
 from verl.protocol import DataProto
+from verl.utils.rank_logger import get_logger
 from verl.workers.packing.media_inputs import BLANK, MediaRow, WholeRows, media_in_packing_order
 from verl.workers.packing.micro_batches import RowCounts, agreed_splits, restore_order
 from verl.workers.packing.row_forward import RowForward
-from verl.workers.packing.sp_strategy import Strategy, StrategyLimits
+from verl.workers.packing.sp_strategy import Strategy, StrategyLimits, plan_strategies
+
+logger = get_logger(__name__)
 
 
 class MicroBatchSchedule:
@@ -37,7 +40,10 @@ class MicroBatchSchedule:
         limits = StrategyLimits.of(
             counts, size=size, dynamic_batching=dynamic_batching, ranks=sp.size, **widths
         )
-        plan = forward.planner.plan(counts, limits)
+        plan = plan_strategies(counts, limits, sp.size, forward.strategies)
+        if sp.size > 1 and plan.strategy not in forward.logged:
+            forward.logged.add(plan.strategy)
+            logger.info("sequence-parallel strategy: strategy=%r reason=%r", str(plan.strategy), plan.reason)
         self.strategy, self.splits = plan.strategy, agreed_splits(plan.splits, group)
 
     def __len__(self) -> int:

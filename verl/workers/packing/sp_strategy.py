@@ -17,10 +17,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from verl.distributed.length_balancing import balance
-from verl.utils.rank_logger import get_logger
 from verl.workers.packing.micro_batches import MicroBatchLimit, RowCounts, Split, split_evenly, split_rows
-
-logger = get_logger(__name__)
 
 # Time of a sharded sequence relative to the same work on whole rows. Two CPU processes with sequences of
 # 1,536 to 4,096 tokens used 1.02 to 1.13 times the processor time, not counting waiting for each other.
@@ -78,27 +75,10 @@ class StrategyPlan:
         return [split_rows(self.counts, rows, self.limit, at_least) for rows in self.shares]
 
 
-class StrategyPlanner:
-    """Chooses the strategy for one model, and logs each when it is first chosen."""
-
-    def __init__(self, ranks: int, strategies: Collection[Strategy] = tuple(Strategy)) -> None:
-        # without `SHARDED`, rows run whole even if they do not fit
-        self.ranks = ranks
-        self.strategies = frozenset(strategies)
-        self._logged: set[Strategy] = set()
-
-    def plan(self, counts: RowCounts, limits: StrategyLimits) -> StrategyPlan:
-        plan = plan_strategies(counts, limits, self.ranks, self.strategies)
-        if self.ranks > 1 and plan.strategy not in self._logged:
-            self._logged.add(plan.strategy)
-            logger.info("sequence-parallel strategy: strategy=%r reason=%r", str(plan.strategy), plan.reason)
-        return plan
-
-
 def plan_strategies(
     counts: RowCounts, limits: StrategyLimits, ranks: int, strategies: Collection[Strategy] = tuple(Strategy)
 ) -> StrategyPlan:
-    """Choose the fastest strategy that fits the limits."""
+    """Choose the fastest of the strategies that fit the limits; without `SHARDED`, rows run whole anyway."""
 
     def sharded(reason: str) -> StrategyPlan:
         everything = tuple(range(len(counts.lengths)))

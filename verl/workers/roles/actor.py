@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probs and loss of the policy, on one data-parallel rank; the reference uses the same class."""
+"""Log-probs and loss of the policy, on one data-parallel rank."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -71,7 +70,7 @@ class Updated(NamedTuple):
 
 
 class DataParallelPPOActor:
-    """Computes log-probs of sequences and, with `training`, updates the policy.
+    """Computes log-probs of sequences, and updates the policy.
 
     Example::
 
@@ -82,26 +81,23 @@ class DataParallelPPOActor:
 
     def __init__(
         self,
-        config: ActorConfig,  # for the reference too
+        config: ActorConfig,
         forward: RowForward,
         group: dist.ProcessGroup | None,
-        training: ActorTraining | None = None,  # None: never updated
+        training: ActorTraining,
     ) -> None:
         self.config, self.forward, self.group, self.training = config, forward, group, training
-        self.replay: RouterReplay | None = None  # None: a dense model, or one that is never updated
-        self.selection: MiniBatchSelection | None = None
-        self.terms: list[LossTerm] = []
-        self.observers: list[ForwardObserver] = []  # of files
-        if training is not None:
-            if forward.routers():
-                self.replay = RouterReplay(config.router_replay, forward.model)
-            loss_type = REINFORCE if training.is_reinforce else config.loss_type
-            self.terms = _terms(config, training, loss_type)
-            self.observers = [OBSERVERS[spec](forward.model) for spec in config.observers]
-            self.updater = Updater("actor", config, forward, group, training, config.ppo_epochs)
-            choose = selection_of(loss_type, POLICY_LOSSES[loss_type])
-            if choose is not None:
-                self.selection = MiniBatchSelection(config, forward, group, choose)
+        self.replay: RouterReplay | None = None  # None: a dense model
+        if forward.routers():
+            self.replay = RouterReplay(config.router_replay, forward.model)
+        loss_type = REINFORCE if training.is_reinforce else config.loss_type
+        self.terms = _terms(config, training, loss_type)
+        self.observers: list[ForwardObserver] = [  # of files
+            OBSERVERS[spec](forward.model) for spec in config.observers
+        ]
+        self.updater = Updater("actor", config, forward, group, training, config.ppo_epochs)
+        choose = selection_of(loss_type, POLICY_LOSSES[loss_type])
+        self.selection = None if choose is None else MiniBatchSelection(config, forward, group, choose)
 
     @property
     def reads_reference(self) -> bool:
@@ -111,13 +107,11 @@ class DataParallelPPOActor:
     def runs_teachers(self) -> bool:
         return "divergence" in needed_results(self.terms)
 
-    @torch.no_grad()
     def compute_log_probs(
         self,
         batch: DataProto,
         temperature: float,
         *,
-        column: str = "old_log_probs",
         with_sum_squares: bool = False,
         reference: RowForward | None = None,
     ) -> DataProto:
@@ -126,13 +120,11 @@ class DataParallelPPOActor:
         See `PackedForward.log_probs` for the arguments.
 
         Returns:
-            The columns of this pass, on CPU: log-probs as `column`, `sum_squared_probs` and `full_kl` if
-            requested; of a mixture what its update reads, `expert_choices`, `route_matches`, `old_routes`.
+            The columns of this pass, on CPU: `old_log_probs`, `sum_squared_probs` and `full_kl` if requested;
+            of a mixture what its update reads, `expert_choices`, `route_matches`, `old_routes`.
         """
-        observers: list[ForwardObserver] = []
-        if self.training is not None:
-            replaying = [] if self.replay is None else self.replay.in_old_pass(batch)
-            observers = [*self.updater.balance.counters(), *replaying, *self.observers]
+        replaying = [] if self.replay is None else self.replay.in_old_pass(batch)
+        observers = [*self.updater.balance.counters(), *replaying, *self.observers]
 
         def columns(micro_batch: DataProto) -> dict[str, Tensor]:
             with self.forward.observed_by(observers) as observed:
@@ -140,7 +132,7 @@ class DataParallelPPOActor:
                     micro_batch, temperature, with_sum_squares=with_sum_squares, reference=reference
                 )
             found = {
-                column: result.log_probs,
+                "old_log_probs": result.log_probs,
                 "sum_squared_probs": result.sum_squared_probs,
                 "full_kl": result.kl,
                 **observed,
@@ -166,7 +158,6 @@ class DataParallelPPOActor:
             entropy_coef: Weight of the entropy bonus; None is the option's.
             seed: For losses that select tokens at random; another in every step.
         """
-        assert self.training is not None, "the reference is never updated"
         coef = self.config.entropy_coef if entropy_coef is None else entropy_coef
         terms = [replace(term, coef=-coef) if term.name == ENTROPY else term for term in self.terms]
         updater, columns = self.updater, None
@@ -208,7 +199,6 @@ class DataParallelPPOActor:
         self, terms: Sequence[LossTerm], micro_batch: MicroBatch, mini_batch: MiniBatch, temperature: float
     ) -> Tensor:
         training, needs = self.training, needed_results(terms)
-        assert training is not None, "the reference is never updated"
         divergence = None
         if "divergence" in needs:
             assert training.teachers is not None, "only their term needs it"

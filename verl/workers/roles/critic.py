@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Values and loss of the critic, on one data-parallel rank."""
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -35,7 +34,6 @@ class DataParallelPPOCritic:
         self.config, self.forward, self.group = config, forward, group
         self.updater = Updater("critic", config, forward, group, training, config.ppo_epochs)
 
-    @torch.no_grad()
     def compute_values(self, batch: DataProto) -> Tensor:
         """(B, R) float32 on CPU: the value before each response token; collective over all ranks."""
         return compute_experience(self.config, self.forward, self.group, batch, self.forward.values)

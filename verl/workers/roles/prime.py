@@ -15,7 +15,7 @@ from verl.config.worker import PrimeConfig
 from verl.protocol import DataProto
 from verl.workers.packing.forward import FORWARD_KEYS, OBJECT_KEYS, PackedForward
 from verl.workers.roles.reward_model import has_same_tokens
-from verl.workers.roles.updater import MicroBatch, MiniBatch, Training, Updater, compute_experience
+from verl.workers.roles.updater import MicroBatch, MiniBatch, Training, Updater, compute_log_probs
 
 UPDATE_KEYS = [*FORWARD_KEYS, "prime_ref_log_probs", "accuracies"]
 TEMPERATURE = 1.0  # the model does not sample, so the rollout's temperature does not apply
@@ -39,11 +39,11 @@ class DataParallelPrimeModel:
 
     def compute_ref_log_probs(self, batch: DataProto) -> Tensor:
         """Log-probs under the reference: (B, R) float32 on CPU; collective."""
-        return self._log_probs(self.reference, batch)
+        return compute_log_probs(self.config, self.reference, self.group, batch, TEMPERATURE)
 
     def compute_process_rewards(self, batch: DataProto) -> Tensor:
         """Reward of each response token: (B, R) float32 on CPU; collective. Reads `prime_ref_log_probs`."""
-        log_probs = self._log_probs(self.forward, batch)
+        log_probs = compute_log_probs(self.config, self.forward, self.group, batch, TEMPERATURE)
         tensors = batch.batch
         return process_rewards(
             log_probs, tensors["prime_ref_log_probs"], tensors["loss_mask"], self.config.beta
@@ -73,12 +73,6 @@ class DataParallelPrimeModel:
         metrics.add_mean("prime/score_right", scores, answered & right)
         metrics.add_mean("prime/score_wrong", scores, answered & ~right)
         return loss
-
-    def _log_probs(self, forward: PackedForward, batch: DataProto) -> Tensor:
-        def log_probs(micro_batch: DataProto) -> Tensor:
-            return forward.log_probs(micro_batch, TEMPERATURE).log_probs
-
-        return compute_experience(self.config, forward, self.group, batch, log_probs)
 
 
 def check_prime_tokenizer(tokenizer: Any, policy_tokenizer: Any) -> None:

@@ -20,9 +20,7 @@ from verl.config.worker import RewardModelConfig
 from verl.data.messages import Message
 from verl.models.auto import use_modelscope_hub_if_asked
 from verl.models.families.registry import family_of
-from verl.models.scalar_head import is_scalar
 from verl.protocol import DataProto
-from verl.workers.model_builder import load_model_config
 from verl.workers.packing.forward import PackedForward
 from verl.workers.packing.media_inputs import MEDIA_KEYS, has_media
 from verl.workers.packing.schedule import run_in_micro_batches
@@ -104,19 +102,6 @@ class RewardModelScorer:
                 " videos, which a reward model can only score with the tokens, the chat template and the"
                 f" model type ({self.policy_model_type}) of `worker.actor.model.model_path`"
             )
-
-
-def check_has_score(config: RewardModelConfig) -> None:
-    # a causal model's new head would score everything zero
-    files = load_model_config(config.model, OPTION)
-    where = f"`{OPTION}.model_path` ({config.model.model_path})"
-    if not is_scalar(files):
-        raise ValueError(
-            f"{where} must be a sequence-classification model with one label, got {files.architectures}:"
-            " use a reward model"
-        )
-    if files.num_labels != 1:
-        raise ValueError(f"{where} has {files.num_labels} labels, one is needed: use a reward model")
 
 
 def load_reward_tokenizer(tokenizer_path: str, trust_remote_code: bool = False) -> Any:

@@ -21,7 +21,7 @@ A row holds its routes as a tensor (tokens, L, k), of its prompt and response wi
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -128,27 +128,22 @@ class RouterBalance(ForwardObserver):
         return loss + self.coef * balance
 
 
-class RouteUse(NamedTuple):
-    """A column of routes, and what a pass does with it."""
-
-    column: str
-    replays: bool  # else it compares only
-
-
 class RouteObserver(ForwardObserver):
-    """Compares or replays the routes of rows, and records the routes of a pass.
+    """Replays the routes in a column, or only compares them, and records the routes of a pass.
 
     It leaves `ROUTE_MATCHES` (b, 2) float32 where the rows have routes, and, if it records, `OLD_ROUTES`
     (b, T, L, k) on CPU, `unrouted` on padding.
     """
 
-    def __init__(self, choices: ExpertChoices, use: RouteUse | None, *, records: bool = False) -> None:
-        self.choices, self.use, self.records = choices, use, records
-        self.reads = () if use is None else (use.column,)
+    def __init__(
+        self, choices: ExpertChoices, column: str | None, *, replays: bool = False, records: bool = False
+    ) -> None:
+        self.choices, self.column, self.replays, self.records = choices, column, replays, records
+        self.reads = () if column is None else (column,)
 
     def inputs(self, micro: DataProto, packed: PackedRows) -> Tensor | None:
         """(n, L, k) routes of this rank's tokens; None if the rows have none."""
-        rows = None if self.use is None else micro.non_tensor_batch.get(self.use.column)
+        rows = None if self.column is None else micro.non_tensor_batch.get(self.column)
         if rows is None:
             return None
         routes = pack_routes(list(rows), packed, self.choices.no_routes)
@@ -163,8 +158,7 @@ class RouteObserver(ForwardObserver):
         if inputs is None and not self.records:
             yield columns
             return
-        replays = self.use is not None and self.use.replays
-        with self.choices.running(ChoicePass(inputs, replays, self.records)) as found:
+        with self.choices.running(ChoicePass(inputs, self.replays, self.records)) as found:
             yield columns
         if found.matches is not None:
             columns[ROUTE_MATCHES] = tokens.row_sums(torch.stack([found.matches, found.known()], 1))
@@ -215,8 +209,8 @@ class RouterReplay:
     def in_old_pass(self, batch: DataProto) -> list[ForwardObserver]:
         """Return the observer of the pass before the update; none if it has nothing to do."""
         self._check(batch)
-        use = RouteUse(ENGINE_ROUTES, self.mode == "r3") if _has(batch, ENGINE_ROUTES) else None
-        return self._observers(use, self.records)
+        column = ENGINE_ROUTES if _has(batch, ENGINE_ROUTES) else None
+        return self._observers(column, replays=self.mode == "r3", records=self.records)
 
     def in_update(self, batch: DataProto) -> list[ForwardObserver]:
         """Return the observer of the update.
@@ -226,17 +220,21 @@ class RouterReplay:
         self._check(batch)
         column = OLD_ROUTES if self.records else ENGINE_ROUTES
         if self.mode != "off" and _has(batch, column):
-            return self._observers(RouteUse(column, True))
+            return self._observers(column, replays=True)
         is_compared = ROUTE_MATCHES in batch.batch or not _has(batch, ENGINE_ROUTES)
-        return self._observers(None if is_compared else RouteUse(ENGINE_ROUTES, False))
+        return self._observers(None if is_compared else ENGINE_ROUTES)
 
     def metric(self, batch: DataProto) -> str:
         """Return the name of what the update's matches are."""
         replays_own = self.records and _has(batch, OLD_ROUTES)
         return REPLAY_AGREEMENT if replays_own or ROUTE_MATCHES in batch.batch else ROUTE_AGREEMENT
 
-    def _observers(self, use: RouteUse | None, records: bool = False) -> list[ForwardObserver]:
-        return [RouteObserver(self.choices, use, records=records)] if use or records else []
+    def _observers(
+        self, column: str | None, *, replays: bool = False, records: bool = False
+    ) -> list[ForwardObserver]:
+        if column is None and not records:
+            return []
+        return [RouteObserver(self.choices, column, replays=replays, records=records)]
 
     def _check(self, batch: DataProto) -> None:
         if self.mode == "r3" and not _has(batch, ENGINE_ROUTES):

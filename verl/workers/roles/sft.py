@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The loss of supervised fine-tuning, on one data-parallel rank."""
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -47,7 +46,6 @@ class DataParallelSFT:
         keys = [*FORWARD_KEYS, *(key for key in TEACHER_KEYS if key in batch.batch)]
         return self.updater.run(batch.select(keys, OBJECT_KEYS), self._loss)
 
-    @torch.no_grad()
     def losses(self, batch: DataProto) -> Tensor:
         """Sum -log p over the learned tokens of each row, (B,) float64 on CPU; collective over all ranks."""
 

@@ -2,7 +2,6 @@
 """Frozen teachers of the policy, each for its own rows, on one data-parallel rank."""
 
 from collections.abc import Mapping
-from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -49,11 +48,7 @@ class Teachers:
         loss: DistillationLossConfig,
         device: torch.device | str = "cpu",
     ) -> None:
-        self.forwards, self.loss, self.device = forwards, loss, device
-
-    @cached_property
-    def names(self) -> list[str]:
-        return list(self.forwards)
+        self.forwards, self.names, self.loss, self.device = forwards, list(forwards), loss, device
 
     @property
     def runs_in_update(self) -> bool:

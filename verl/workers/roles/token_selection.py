@@ -17,7 +17,7 @@ from verl.algorithms.token_selection import SelectionInputs, TokenSelection
 from verl.config.worker import ActorConfig
 from verl.protocol import DataProto
 from verl.workers.packing.row_forward import RowForward
-from verl.workers.roles.updater import compute_experience
+from verl.workers.roles.updater import compute_log_probs
 
 
 class MiniBatchSelection:
@@ -37,13 +37,7 @@ class MiniBatchSelection:
         """Add `selected` (B, R) bool; collective over all ranks."""
         tensors = mini_batch.batch
         keep = tensors["loss_mask"].bool()  # (B, R)
-        log_probs = compute_experience(
-            self.config,
-            self.forward,
-            self.group,
-            mini_batch,
-            lambda micro: self.forward.log_probs(micro, temperature).log_probs,
-        )
+        log_probs = compute_log_probs(self.config, self.forward, self.group, mini_batch, temperature)
         columns = torch.arange(keep.shape[1]).expand_as(keep)
         row_ids = tensors["row_ids"][:, None].expand_as(keep)
         values = torch.stack([log_probs, tensors["old_log_probs"], tensors["advantages"]])[:, keep]  # (3, n)

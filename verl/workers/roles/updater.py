@@ -89,6 +89,19 @@ def compute_experience(
     return compute_columns(*arguments, lambda rows: {"": function(rows)}, further_keys)[""]
 
 
+def compute_log_probs(
+    config: TrainedModelConfig,
+    forward: RowForward,
+    group: dist.ProcessGroup | None,
+    batch: DataProto,
+    temperature: float,
+) -> Tensor:
+    """Compute the log-probs of the response tokens: (B, R) float32 on CPU; collective over all ranks."""
+    return compute_experience(
+        config, forward, group, batch, lambda micro: forward.log_probs(micro, temperature).log_probs
+    )
+
+
 def compute_columns(
     config: TrainedModelConfig,
     forward: RowForward,

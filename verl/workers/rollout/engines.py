@@ -31,9 +31,9 @@ def _build_hf(config: Any, setup: EngineSetup) -> RolloutEngine:
 def import_rollout_engine(name: str, device: str) -> None:
     """Import the packages of an engine ahead of building it, if they take seconds."""
     if name == "vllm":
-        from verl.workers.rollout.vllm.rollout import import_engine  # noqa: PLC0415
+        from verl.workers.rollout.vllm import rollout  # noqa: PLC0415
 
-        import_engine(device)
+        assert rollout.vllm_import.import_vllm(device).LLM is not None  # imported when it is first asked for
 
 
 def build_rollout_engine(config: Any, setup: EngineSetup) -> RolloutEngine:

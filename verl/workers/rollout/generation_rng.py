@@ -9,34 +9,29 @@ equal streams, or they sample different tokens without any error.
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from verl.distributed.device import gpu_random_state, is_gpu, set_gpu_random_state
-
-
-class GlobalRngState(NamedTuple):
-    """States of all global generators; of GPUs' only the current device's."""
-
-    torch_cpu: Tensor
-    torch_gpu: Tensor | None
-    numpy: Any  # a tuple in numpy's legacy form
-    python: tuple[Any, ...]
+from verl.distributed.device import gpu_random_state, is_gpu, set_gpu_random_state, set_seed
 
 
-def capture(device: str) -> GlobalRngState:
-    gpu = gpu_random_state() if is_gpu(device) else None
-    return GlobalRngState(torch.get_rng_state(), gpu, np.random.get_state(), random.getstate())
+def capture(device: str) -> dict[str, Any]:
+    """Return the states of all global generators; of GPUs only the current device's."""
+    return {
+        "torch_cpu": torch.get_rng_state(),
+        "torch_cuda": gpu_random_state() if is_gpu(device) else None,  # the name is that of checkpoints
+        "numpy": np.random.get_state(),
+        "python": random.getstate(),
+    }
 
 
-def restore(state: GlobalRngState) -> None:
-    torch.set_rng_state(state.torch_cpu)
-    set_gpu_random_state(state.torch_gpu)
-    np.random.set_state(state.numpy)
-    random.setstate(state.python)
+def restore(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["torch_cpu"])
+    set_gpu_random_state(state["torch_cuda"])
+    np.random.set_state(state["numpy"])
+    random.setstate(state["python"])
 
 
 @contextmanager
@@ -55,30 +50,24 @@ class GenerationRng:
     def __init__(self, seed: int, device: str) -> None:
         self.device = device
         with preserved_rng(device):
-            torch.manual_seed(seed)  # all GPUs as well
-            np.random.seed(seed % 2**32)
-            random.seed(seed)
+            set_seed(seed)  # of all GPUs as well
             self._state = capture(device)
 
     @contextmanager
     def active(self) -> Iterator[None]:
         """Draw from this stream inside the block."""
-        training = capture(self.device)
-        restore(self._state)
-        try:
-            yield
-        finally:
-            self._state = capture(self.device)
-            restore(training)
+        with preserved_rng(self.device):
+            restore(self._state)
+            try:
+                yield
+            finally:
+                self._state = capture(self.device)
 
     def state(self) -> dict[str, Any]:
         """The state as tensors, numbers and lists, which `torch.load(weights_only=True)` reads."""
-        name, keys, *position = self._state.numpy
-        version, words, gauss = self._state.python
-        return {
-            "torch_cpu": self._state.torch_cpu.clone(),
-            # the name is that of earlier checkpoints
-            "torch_cuda": None if self._state.torch_gpu is None else self._state.torch_gpu.clone(),
+        name, keys, *position = self._state["numpy"]
+        version, words, gauss = self._state["python"]
+        return self._state | {
             "numpy": [name, keys.tolist(), *position],
             "python": [version, list(words), gauss],
         }
@@ -88,9 +77,9 @@ class GenerationRng:
         name, keys, *position = state["numpy"]
         version, words, gauss = state["python"]
         gpu = state["torch_cuda"] if is_gpu(self.device) else None
-        self._state = GlobalRngState(
-            torch_cpu=state["torch_cpu"],
-            torch_gpu=self._state.torch_gpu if gpu is None else gpu,
-            numpy=(name, np.array(keys, dtype=np.uint32), *position),
-            python=(version, tuple(words), gauss),
-        )
+        self._state = {
+            "torch_cpu": state["torch_cpu"],
+            "torch_cuda": self._state["torch_cuda"] if gpu is None else gpu,
+            "numpy": (name, np.array(keys, dtype=np.uint32), *position),
+            "python": (version, tuple(words), gauss),
+        }

@@ -8,10 +8,11 @@ from verl.workers.rollout.vllm.sampling import scale_logits
 
 def test_logits_are_divided_by_the_current_temperature():
     model = SimpleNamespace(compute_logits=lambda hidden: None if hidden is None else hidden.bfloat16())
-    scale = scale_logits(model)
+    temperatures = [1.0]
+    scale_logits(model, lambda: temperatures[-1])
 
     plain = model.compute_logits(torch.tensor([3.0]))
-    scale.temperature = 0.5
+    temperatures.append(0.5)
     scaled = model.compute_logits(torch.tensor([3.0]))
 
     assert (plain.item(), scaled.item()) == (3.0, 6.0)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from verl.workers.rollout.vllm.drafts import expand_to_tokens
 from verl.workers.rollout.vllm.image_blocks import with_image_rows
-from verl.workers.rollout.vllm.patches import replaceable
+from verl.workers.rollout.vllm.patches import replaceable, wrap
 
 SHARED_MEMORY = Path("/dev/shm")
 EXPERT_ACTIVATIONS = {"silu": F.silu, "gelu_tanh": functools.partial(F.gelu, approximate="tanh")}
@@ -43,18 +43,17 @@ def skip_token_ranks() -> None:
 def see_images_whole() -> None:
     """Let tokens of an image attend to its later ones (Gemma 3), which vLLM does on GPUs only."""
     # log-probs of tiny models would differ from the trainer's by 0.1
-    builder = replaceable("vllm.v1.attention.backends.cpu_attn:CPUAttentionMetadataBuilder", "build")
-    if hasattr(builder, "verl_original"):
-        return
-    build = builder.verl_original = builder.build
+    wrap("vllm.v1.attention.backends.cpu_attn:CPUAttentionMetadataBuilder", "build", _build_with_images)
 
-    @functools.wraps(build)
-    def build_with_images(
-        self: Any, common_prefix_len: int, common_attn_metadata: Any, **options: Any
-    ) -> Any:
-        return build(self, common_prefix_len, with_image_rows(self, common_attn_metadata), **options)
 
-    builder.build = build_with_images
+def _build_with_images(
+    theirs: Callable[..., Any],
+    self: Any,
+    common_prefix_len: int,
+    common_attn_metadata: Any,
+    **options: Any,
+) -> Any:
+    return theirs(self, common_prefix_len, with_image_rows(self, common_attn_metadata), **options)
 
 
 def find_kernels_despite_numba() -> None:
@@ -62,68 +61,51 @@ def find_kernels_despite_numba() -> None:
     # vLLM 0.32 reads the attributes of every module, and llvmlite has an object that invents attributes
     if importlib.util.find_spec("vllm.triton_utils.dispatcher") is None:  # older versions replace none
         return
-    dispatcher = replaceable("vllm.triton_utils.dispatcher", "_rebind_kernels")
-    theirs = dispatcher._rebind_kernels
-    if hasattr(theirs, "__wrapped__"):
-        return
+    wrap("vllm.triton_utils.dispatcher", "_rebind_kernels", _without_llvmlite)
 
-    @functools.wraps(theirs)
-    def without_llvmlite(*arguments: Any) -> None:
-        hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if name.startswith("llvmlite.")}
-        try:
-            theirs(*arguments)
-        finally:
-            sys.modules.update(hidden)
 
-    dispatcher._rebind_kernels = without_llvmlite
+def _without_llvmlite(theirs: Callable[..., None], *arguments: Any) -> None:
+    hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if name.startswith("llvmlite.")}
+    try:
+        theirs(*arguments)
+    finally:
+        sys.modules.update(hidden)
 
 
 def sample_from_drafts() -> None:
     """Give each token of a draft the temperature, top-p and top-k of its request, and allow no drafts."""
     # vLLM 0.32's kernel for CPUs writes into a copy and rounds to integers: drafts are accepted by logits
     # divided by whatever the memory held. Its top-k fails on steps in which no request has a draft.
-    sampler = replaceable(
-        "vllm.v1.sample.rejection_sampler", "expand_batch_to_tokens", "apply_sampling_constraints"
-    )
-    sampler.expand_batch_to_tokens = expand_to_tokens
-    theirs = sampler.apply_sampling_constraints
+    module = "vllm.v1.sample.rejection_sampler"
+    replaceable(module, "expand_batch_to_tokens").expand_batch_to_tokens = expand_to_tokens
+    wrap(module, "apply_sampling_constraints", _constrain_if_any)
 
-    @functools.wraps(theirs)
-    def of_some(logits: Tensor, *arguments: Any) -> Tensor:
-        return theirs(logits, *arguments) if len(logits) else logits
 
-    if not hasattr(theirs, "__wrapped__"):
-        sampler.apply_sampling_constraints = of_some
+def _constrain_if_any(theirs: Callable[..., Tensor], logits: Tensor, *arguments: Any) -> Tensor:
+    return theirs(logits, *arguments) if len(logits) else logits
 
 
 def name_shared_memory_per_run() -> None:
     """Name vLLM's files in /dev/shm (tensor parallelism on CPU) by run, and unlink them once mapped."""
     # all runs would share the names of files that are left behind: the next run fails with "create shm in
     # SHMManager failed. errno: 17"
-    communicator = replaceable(
-        "vllm.distributed.device_communicators.cpu_communicator:_CPUSHMDistributed",
-        "make_group_name",
-        "_init_cpu_shm",
-    )
-    if not hasattr(communicator, "verl_originals"):
-        communicator.verl_originals = (communicator.make_group_name, communicator._init_cpu_shm)
-    make_group_name, init_cpu_shm = communicator.verl_originals
+    communicator = "vllm.distributed.device_communicators.cpu_communicator:_CPUSHMDistributed"
+    wrap(communicator, "make_group_name", _run_group_name)
+    wrap(communicator, "_init_cpu_shm", _init_and_unlink)
 
-    def run_group_name(group: Any) -> str:
-        return f"verl-{os.environ['MASTER_PORT']}-{make_group_name(group)}".replace("/", "")
 
-    @functools.wraps(init_cpu_shm)
-    def init_and_unlink(self: Any) -> int:
-        if self.communicator.rank == 0:
-            unlink_shared_memory(self.group_name)
-        torch.distributed.barrier(self.communicator.device_group)
-        handle = init_cpu_shm(self)  # ends with a barrier
-        if self.communicator.rank == 0:
-            unlink_shared_memory(self.group_name)
-        return handle
+def _run_group_name(theirs: Callable[[Any], str], communicator: Any) -> str:
+    return f"verl-{os.environ['MASTER_PORT']}-{theirs(communicator)}".replace("/", "")
 
-    communicator.make_group_name = staticmethod(run_group_name)
-    communicator._init_cpu_shm = init_and_unlink
+
+def _init_and_unlink(theirs: Callable[[Any], int], self: Any) -> int:
+    if self.communicator.rank == 0:
+        unlink_shared_memory(self.group_name)
+    torch.distributed.barrier(self.communicator.device_group)
+    handle = theirs(self)  # ends with a barrier
+    if self.communicator.rank == 0:
+        unlink_shared_memory(self.group_name)
+    return handle
 
 
 def unlink_shared_memory(group_name: str) -> None:
@@ -148,15 +130,13 @@ def _use_plain_linear(layer: Any, remove_weight: bool) -> None:
 def read_plain_convolution_weights() -> None:
     """Tell convolutions of linear attention that `keep_linear_weights` kept their weights."""
     # They expect the repacked weights of CPUs with AVX512-BF16: log-probs are off by 5.
-    ops: Any = importlib.import_module("vllm._custom_ops")
     for name in ("causal_conv1d_fwd_cpu", "causal_conv1d_update_cpu"):
-        function = getattr(ops, name, None)  # older versions have none
-        if function is not None and getattr(function, "func", None) is not _convolve:
-            setattr(ops, name, functools.partial(_convolve, function))
+        if hasattr(importlib.import_module("vllm._custom_ops"), name):  # older versions have none
+            wrap("vllm._custom_ops", name, _convolve)
 
 
-def _convolve(function: Callable[..., Tensor], *, weight: Tensor, **arguments: Any) -> Tensor:
-    return function(weight=weight.flatten(1), **arguments | {"is_weight_packed": False})
+def _convolve(theirs: Callable[..., Tensor], *, weight: Tensor, **arguments: Any) -> Tensor:
+    return theirs(weight=weight.flatten(1), **arguments | {"is_weight_packed": False})
 
 
 def keep_expert_weights() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.models.families.interface import KINDS, EncodedMedium, Family, Kind, MediaFamily
+from verl.models.families.interface import KINDS, Kind, MediaFamily
 from verl.models.families.registry import family_of, media_family_of
 from verl.utils.rank_logger import get_logger
 from verl.workers.rollout.interface import EmbeddedMedia, RolloutRequest
@@ -22,20 +22,17 @@ def vllm_prompt(request: RolloutRequest, hf_config: Any) -> dict[str, Any]:
     prompt: dict[str, Any] = {"prompt_token_ids": list(request.prompt_token_ids)}
     if request.media is None:
         return prompt
-    family = media_family_of(hf_config)
-    if isinstance(request.media, EmbeddedMedia):
-        features: dict[Kind, list[EncodedMedium]] = {
-            kind: getattr(request.media, f"{kind}s") for kind in KINDS
-        }
-        data = {kind: family.engine_features(kind, items) for kind, items in features.items() if items}
+    family, media = media_family_of(hf_config), request.media
+    given: dict[Kind, list[Any]] = {kind: list(getattr(media, f"{kind}s")) for kind in KINDS}
+    if isinstance(media, EmbeddedMedia):
+        data = {kind: family.engine_features(kind, items) for kind, items in given.items() if items}
         return prompt | {"multi_modal_data": data}
-    data = {kind: list(getattr(request.media, f"{kind}s")) for kind in KINDS}
-    data["audio"] += request.media.sounds
-    data = {modality: items for modality, items in data.items() if items}
+    given["audio"] += media.sounds
+    data = {kind: items for kind, items in given.items() if items}
     if data:
         prompt["multi_modal_data"] = data
-    options = family.engine_options(data.keys(), [meta for _, meta in request.media.videos])
-    if request.media.sounds:
+    options = family.engine_options(data.keys(), [meta for _, meta in media.videos])
+    if media.sounds:
         options = {**options, "use_audio_in_video": True}
     return prompt | {"mm_processor_kwargs": options} if options else prompt
 
@@ -60,16 +57,11 @@ def prompt_embeddings(request: RolloutRequest, hf_config: Any, embed: Callable[[
     return embeddings
 
 
-def embeds_prompts(family: Family) -> bool:
-    """Return whether vLLM runs the language model alone and reads prompts with media as embeddings."""
-    return isinstance(family, MediaFamily) and family.embeds_prompts
-
-
 def reads_embeddings(version: str, hf_config: Any) -> bool:
     """True if vLLM reads features instead of pixels for a model's images at least."""
     can = tuple(int(part) for part in version.split(".")[:2]) >= READS_EMBEDDINGS
     family = family_of(hf_config)
-    if embeds_prompts(family):
+    if family.embeds_prompts:
         return True
     can = can and isinstance(family, MediaFamily) and family.takes_features
     if not can:

@@ -8,7 +8,6 @@ the largest position of all, where the model continues after the last token; and
 to the longest of a call, so that features depend on what is encoded together.
 """
 
-import functools
 import importlib
 import typing
 from collections.abc import Callable, Sequence
@@ -21,7 +20,7 @@ from verl.models.families.audio.qwen2_5_omni import Qwen25Omni
 from verl.models.families.audio.qwen3_omni import CHUNK_FRAMES, CHUNK_TOKENS
 from verl.models.families.interface import Family, MediaShape, MediumShape
 from verl.models.families.registry import media_family_of
-from verl.workers.rollout.vllm.patches import replaceable
+from verl.workers.rollout.vllm.patches import replaceable, wrap
 
 
 def apply_family_patches(family: Family) -> None:
@@ -66,21 +65,15 @@ def slice_images_as_the_processor_does() -> None:
 def take_times_of_videos() -> None:
     """Have vLLM take the seconds of a temporal patch of Qwen2.5-Omni's videos from the prompt's options."""
     # its processor supposes two frames a second for all videos, whatever was sampled
-    processor = replaceable(
-        "vllm.model_executor.models.qwen2_5_omni_thinker:Qwen2_5OmniThinkerMultiModalProcessor",
-        "_postprocess_hf_mm_data",
-    )
-    theirs = processor._postprocess_hf_mm_data
+    processor = "vllm.model_executor.models.qwen2_5_omni_thinker:Qwen2_5OmniThinkerMultiModalProcessor"
+    wrap(processor, "_postprocess_hf_mm_data", _with_times)
 
-    @functools.wraps(theirs)
-    def with_times(self: Any, hf_data: Any, hf_kwargs: Any, processed_data: Any) -> Any:
-        processed = theirs(self, hf_data, hf_kwargs, processed_data)
-        if hf_kwargs.get("second_per_grid_ts"):
-            processed["second_per_grid_ts"] = torch.tensor(hf_kwargs["second_per_grid_ts"])
-        return processed
 
-    if not hasattr(theirs, "__wrapped__"):
-        processor._postprocess_hf_mm_data = with_times
+def _with_times(theirs: Callable[..., Any], self: Any, hf_data: Any, hf_kwargs: Any, *others: Any) -> Any:
+    processed = theirs(self, hf_data, hf_kwargs, *others)
+    if hf_kwargs.get("second_per_grid_ts"):
+        processed["second_per_grid_ts"] = torch.tensor(hf_kwargs["second_per_grid_ts"])
+    return processed
 
 
 def take_turns_of_videos_and_their_sound() -> None:
@@ -101,11 +94,9 @@ def take_turns_of_qwen3_omni() -> None:
         f"{module}:Qwen3OmniMoeThinkerMultiModalProcessor", "get_updates_use_audio_in_video"
     )
     processor.get_updates_use_audio_in_video = tokens_with_sound
-    model = replaceable(f"{module}:Qwen3OmniMoeThinkerForConditionalGeneration", "get_mrope_input_positions")
-    tower = replaceable(f"{module}:Qwen3OmniMoeAudioEncoder", "forward")
-    if not hasattr(tower.forward, "__wrapped__"):
-        model.get_mrope_input_positions = positions_where_heard(model.get_mrope_input_positions)
-        tower.forward = with_whole_chunk(tower.forward, CHUNK_FRAMES, CHUNK_TOKENS)
+    model = f"{module}:Qwen3OmniMoeThinkerForConditionalGeneration"
+    wrap(model, "get_mrope_input_positions", _positions_where_heard)
+    wrap(f"{module}:Qwen3OmniMoeAudioEncoder", "forward", _with_whole_chunk)
 
 
 def size_frames_as_the_files_say() -> None:
@@ -164,29 +155,26 @@ def positions_with_sound(
     return found[1:], int(found[1, -1]) + 1 - len(ids)  # responses continue the last position
 
 
-def positions_where_heard(theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace `get_mrope_input_positions` for prompts with videos that are heard."""
-
-    @functools.wraps(theirs)
-    def positions(model: Any, input_tokens: list[int], mm_features: Sequence[Any]) -> tuple[Tensor, int]:
-        is_heard = any(each.modality == "video" and _is_heard(each) for each in mm_features)
-        return (positions_with_sound if is_heard else theirs)(model, input_tokens, mm_features)
-
-    return positions
+def _positions_where_heard(
+    theirs: Callable[..., Any], model: Any, input_tokens: list[int], mm_features: Sequence[Any]
+) -> tuple[Tensor, int]:
+    is_heard = any(each.modality == "video" and _is_heard(each) for each in mm_features)
+    return (positions_with_sound if is_heard else theirs)(model, input_tokens, mm_features)
 
 
-def with_whole_chunk(theirs: Callable[..., Tensor], frames: int, tokens: int) -> Callable[..., Tensor]:
+def _with_whole_chunk(
+    theirs: Callable[..., Tensor],
+    tower: Any,
+    input_features: Tensor,
+    feature_lens: Tensor,
+    aftercnn_lens: Tensor,
+) -> Tensor:
     """Have an audio encoder pad all chunks to a whole one, with a blank clip of that many mel frames."""
-
-    @functools.wraps(theirs)
-    def encode(tower: Any, input_features: Tensor, feature_lens: Tensor, aftercnn_lens: Tensor) -> Tensor:
-        blank = input_features.new_zeros(len(input_features), frames)
-        mel = torch.cat([input_features, blank], 1)
-        lengths = torch.cat([feature_lens, feature_lens.new_tensor([frames])])
-        counts = torch.cat([aftercnn_lens, aftercnn_lens.new_tensor([tokens])])
-        return theirs(tower, mel, lengths, counts)[:-tokens]
-
-    return encode
+    blank = input_features.new_zeros(len(input_features), CHUNK_FRAMES)
+    mel = torch.cat([input_features, blank], 1)
+    lengths = torch.cat([feature_lens, feature_lens.new_tensor([CHUNK_FRAMES])])
+    counts = torch.cat([aftercnn_lens, aftercnn_lens.new_tensor([CHUNK_TOKENS])])
+    return theirs(tower, mel, lengths, counts)[:-CHUNK_TOKENS]
 
 
 def omni_family_of(config: Any) -> Qwen25Omni:

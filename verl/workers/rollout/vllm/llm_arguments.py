@@ -16,7 +16,6 @@ from verl.models.families.registry import family_of, kinds_of, trained_part
 from verl.models.layer_configs import experts_per_token, layer_heads
 from verl.workers.model_builder import apply_overrides
 from verl.workers.rollout.interface import EngineSetup
-from verl.workers.rollout.vllm.engine_prompts import embeds_prompts
 from verl.workers.rollout.vllm.lora_sync import adapter_arguments
 
 # vLLM's names. Each row of a weight has a scale of its own, and each token's activations have one.
@@ -51,20 +50,20 @@ def engine_arguments(config: Any, setup: EngineSetup, hf_config: Any) -> dict[st
     if setup.records_routes and is_gpu(setup.device):
         arguments["enable_return_routed_experts"] = True  # on CPU `SlotRoutes` records them
     family = family_of(hf_config)
-    if embeds_prompts(family):
+    if family.embeds_prompts:
         arguments["enable_prompt_embeds"] = True
     elif setup.takes_embeddings:
         arguments["enable_mm_embeds"] = True
     # From our config, once: vLLM may call the function again for a config that it has changed.
     ours = family.engine_overrides(hf_config)
     changes = dict(overrides=dict(setup.override_config), ours=ours, head_dtype=_head_dtype(setup.device))
-    if any(changes.values()) or embeds_prompts(family):
+    if any(changes.values()) or family.embeds_prompts:
         arguments["hf_overrides"] = partial(_overridden, **changes)
     if config.quantization is not None:
         arguments["quantization"] = QUANTIZATIONS[config.quantization]
     if config.speculative.is_used:
         arguments["speculative_config"] = config.speculative.engine_arguments()
-    if config.limit_images and "image" in kinds_of(hf_config) and not embeds_prompts(family):
+    if config.limit_images and "image" in kinds_of(hf_config) and not family.embeds_prompts:
         arguments["limit_mm_per_prompt"] = {"image": config.limit_images}
     if setup.device == "cpu":
         return arguments | _cpu_arguments(config, hf_config, arguments["max_model_len"])
@@ -127,7 +126,7 @@ def _overridden(
         # else vLLM rounds logits to the weights' dtype, which the trainer does not; models with a vision
         # tower build their head from the nested config
         hf_config.head_dtype = hf_config.get_text_config().head_dtype = head_dtype
-    return _language_model(hf_config) if embeds_prompts(family_of(hf_config)) else hf_config
+    return _language_model(hf_config) if family_of(hf_config).embeds_prompts else hf_config
 
 
 def _language_model(hf_config: Any) -> Any:

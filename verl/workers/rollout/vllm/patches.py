@@ -6,7 +6,10 @@ a new version of vLLM fails here and not later in the numbers. Checked with vLLM
 for CPUs are in `cpu_patches`, patches for some models in `family_patches`.
 """
 
+import functools
 import importlib
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,6 +31,18 @@ def replaceable(module: str, *names: str) -> Any:
     missing = [name for name in names if not hasattr(owner, name)]
     assert not missing, f"vLLM's {module} has no {missing}, which must be replaced"
     return owner
+
+
+def wrap(module: str, name: str, ours: Callable[..., Any]) -> None:
+    """Have a function of vLLM go through `ours`, which gets it as a further first argument; only once."""
+    owner = replaceable(module, name)
+    theirs = getattr(owner, name)
+    if hasattr(theirs, "goes_through_verl"):
+        return
+    wrapped: Any = functools.wraps(theirs)(lambda *args, **kwargs: ours(theirs, *args, **kwargs))
+    wrapped.goes_through_verl = True
+    is_static = isinstance(inspect.getattr_static(owner, name), staticmethod)
+    setattr(owner, name, staticmethod(wrapped) if is_static else wrapped)
 
 
 def inspect_models_here() -> None:

@@ -32,7 +32,6 @@ from verl.workers.rollout.stepwise import StepwiseEngine
 from verl.workers.rollout.vllm import lora_sync, sleep_mode, vllm_import, weight_sync
 from verl.workers.rollout.vllm.drafts import count_drafts, forget_responses
 from verl.workers.rollout.vllm.engine_prompts import (
-    embeds_prompts,
     prompt_embeddings,
     reads_embeddings,
     vllm_prompt,
@@ -46,11 +45,6 @@ from verl.workers.rollout.vllm.sampling import (
     scale_logits,
 )
 from verl.workers.rollout.vllm.slot_routes import ReturnedRoutes, SlotRoutes
-
-
-def import_engine(device: str) -> None:
-    """Import what an engine on this kind of device is made of; it may not be known yet which device."""
-    assert vllm_import.import_vllm(device).LLM is not None  # vLLM imports it when it is first asked for
 
 
 class RunningRequest(NamedTuple):
@@ -86,7 +80,7 @@ class VLLMRollout(StepwiseEngine):
         family = family_of(self.hf_config)
         apply_family_patches(family)
         self.banned = media_token_ids(self.hf_config)
-        self.embeds_prompts = embeds_prompts(family)
+        self.embeds_prompts = family.embeds_prompts
         takes = self.embeds_prompts or setup.takes_embeddings
         self.takes_embeddings = takes and reads_embeddings(vllm.__version__, self.hf_config)
         self.adapter = setup.adapter
@@ -97,7 +91,7 @@ class VLLMRollout(StepwiseEngine):
         self.engine = self.llm.llm_engine
         check_sampling(self.engine.vllm_config)
         self.model = self.llm.apply_model(lambda model: model)[0]
-        self.scale = scale_logits(self.model)
+        scale_logits(self.model, lambda: self._temperature)
         self.runner = self.engine.model_executor.driver_worker.worker.model_runner
         self.level = sleep_mode.KEPT
         if is_gpu(self.device):
@@ -188,7 +182,6 @@ class VLLMRollout(StepwiseEngine):
         # back until the last one finishes, and refuses greedy sampling.
         assert self.synced, "weights must be synced before a rollout: the engine has random or discarded ones"
         self.wake()
-        self.scale.temperature = sampling.logit_temperature
         shared: dict[tuple[int, int], Any] = {}  # parameters, by longest response and offset of the seed
         adapter = lora_sync.adapter_request() if self.takes_adapter else None
         added: dict[str, RunningRequest] = {}

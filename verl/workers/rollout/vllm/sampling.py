@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sampling in vLLM: parameters of a request, the temperature of its logits, log-probs of sampled tokens."""
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -60,21 +59,13 @@ def sampling_params(
     return params
 
 
-@dataclasses.dataclass
-class LogitScale:
-    """Sampling temperature of the running requests; all have the same."""
-
-    temperature: float = 1.0
-
-
-def scale_logits(model: Any) -> LogitScale:
-    """Divide the logits of an engine's module by a temperature, read at every step from the result.
+def scale_logits(model: Any, temperature: Callable[[], float]) -> None:
+    """Divide the logits of an engine's module by the temperature of the running requests.
 
     vLLM reports log-probs either of the unscaled logits or after top-p, top-k and banned tokens, but training
     needs softmax(logits / temperature) over the whole vocabulary. So the engine samples at temperature 1 from
     scaled logits. Sampling is the same: top-p, top-k and min-p follow the temperature in vLLM as well.
     """
-    scale = LogitScale()
     if getattr(model, "_suppress_token_ids", None):  # of the generation config; `banned` has them
         model._suppress_token_ids = None
     compute_logits: Callable[..., Tensor | None] = model.compute_logits
@@ -85,10 +76,9 @@ def scale_logits(model: Any) -> LogitScale:
         if logits is None:  # a rank that does not sample
             return None
         logits = logits.float()  # else the sampler does it, after a slower softmax in bfloat16
-        return logits if scale.temperature == 1.0 else logits.div_(scale.temperature)
+        return logits if temperature() == 1.0 else logits.div_(temperature())
 
     model.compute_logits = compute_scaled_logits
-    return scale
 
 
 def check_sampling(vllm_config: Any) -> None:
