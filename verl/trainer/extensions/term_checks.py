@@ -74,7 +74,7 @@ def _columns(term: LossTerm, observed: Collection[str]) -> dict[str, Tensor]:
         if key is None or key.kind == "object":
             known = sorted({*observed, *(name for name, key in BATCH_KEYS.items() if key.kind != "object")})
             raise ProtocolError(f"needs {name!r}, which is none of {[*TokenLogProbs._fields, *known]}")
-        shape = [SIZES.get(str(size), 4) for size in key.dims[0]]
+        shape = [SIZES.get(size, 4) for size in key.dims[0]]
         ones = torch.ones(shape, dtype=DTYPES.get(key.kind, torch.int64))
-        columns[name] = ones if key.kind == "mask" else ones / 2 if key.kind == "float32" else ones
+        columns[name] = ones / 2 if key.kind == "float32" else ones
     return columns
