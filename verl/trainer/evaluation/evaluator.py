@@ -4,21 +4,15 @@
 The means are those of the run's own validation, since `Validator` computes both.
 """
 
-from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
-import torch
-
-from verl.agents.setup import check_conversations, schemas_of
 from verl.config.ppo import PPOConfig
 from verl.config.reward_servers import without_teachers
 from verl.data.loader import make_loaders
-from verl.data.readers import load_readers, media_options
+from verl.data.readers import media_options
 from verl.logger.tracker import Tracker
 from verl.planning.step_needs import StepNeeds
-from verl.protocol import DataProto
 from verl.trainer.evaluation.categories import Categories
 from verl.trainer.evaluation.report import (
     Evaluation,
@@ -28,6 +22,7 @@ from verl.trainer.evaluation.report import (
     powers_up_to,
     summarize,
 )
+from verl.trainer.kinds.text import TextRun
 from verl.trainer.metrics import StageTimer
 from verl.trainer.prepare import PreparedRun
 from verl.trainer.reward_servers.servers import RewardServers
@@ -63,8 +58,10 @@ class Evaluator:
         if "val/reward_score" not in metrics:
             raise RuntimeError(NO_SCORE)
         key = correct_key(question.correct_key, scored)
-        responses = list(_responses(scored, scored.values[key]))
-        self.log.keep(as_trained(scored), step)
+        uids = scored.sequences.non_tensor_batch["uid"]
+        found = zip(uids, scored.scores, scored.values[key], strict=True)
+        responses = [ScoredResponse(*each) for each in found]
+        self.log.keep(as_finished(scored.sequences, scored.values, scored.scores), step)
         self.tracker.log(metrics, step)
         return Evaluation(
             model=model,
@@ -114,16 +111,13 @@ def build_evaluator(run: PreparedRun[PPOConfig], stack: ExitStack, question: Que
     )
     reward = open_reward(stack, worker.scoring, folder, servers)
     media = media_options(data, worker.rollout)
-    tools = schemas_of(worker.rollout.multi_turn)
-    readers = load_readers(worker.actor.model, data.override_chat_template, media, cache, tools)
-    if worker.rollout.multi_turn.enable:
-        check_conversations(readers, data, worker.rollout.multi_turn)
+    readers = TextRun(data, worker, config.trainer).readers(media, cache)
     val = make_loaders(data, readers, folder).val
     assert val is not None, "the config was checked"
     shared = ModelRunOptions(pool.device, 0, media, cache, data.override_chat_template, data.seed)
     roles = [role for role in config.models if role == "reward_model"]
     options = ppo_options(
-        shared, data, config.algorithm, roles, has_old_pass=StepNeeds.of(config).old_pass, tools=tools
+        shared, data, config.algorithm, roles, has_old_pass=StepNeeds.of(config).old_pass, tools=readers.tools
     )
     servers.start_own()
     workers = start_workers(
@@ -134,29 +128,13 @@ def build_evaluator(run: PreparedRun[PPOConfig], stack: ExitStack, question: Que
     on_progress = None if worker.rollout.disable_tqdm else tracker.progress
     engines = SharedEngines(workers, worker)
     sampler = Sampler(data, worker, engines, reward, readers.tokenizer, on_progress)
-    log = EvaluationLog(
+    log = RolloutLog(
         folder, question.keep, readers.tokenizer, readers.media,
-        skip_special_tokens=worker.reward.skip_special_tokens, tools=tools,
+        skip_special_tokens=worker.reward.skip_special_tokens, tools=readers.tools,
     )  # fmt: skip
     categories = Categories(data.category_keys, data.answer_key)
     validator = Validator(sampler, workers, val, worker, config.dp_size, 0, categories=categories)
     return Evaluator(validator, log, folder, tracker)
-
-
-class EvaluationLog(RolloutLog):
-    """Writes responses that nothing was trained on: they have no advantage."""
-
-    def _row(self, *arguments: Any) -> dict[str, Any]:
-        return super()._row(*arguments) | {"advantage": None}
-
-
-def as_trained(scored: ScoredResponses) -> DataProto:
-    """Return the sequences with the keys that a finished batch of training has."""
-    sequences = as_finished(scored.sequences, scored.values, scored.scores)
-    return sequences.merge({
-        "old_log_probs": sequences.batch["rollout_log_probs"],
-        "advantages": torch.zeros(sequences.batch["responses"].shape),
-    })  # fmt: skip
 
 
 def correct_key(asked: str | None, scored: ScoredResponses) -> str:
@@ -169,9 +147,3 @@ def correct_key(asked: str | None, scored: ScoredResponses) -> str:
             f" {sorted(scored.values)}"
         )
     return asked
-
-
-def _responses(scored: ScoredResponses, values: Sequence[float]) -> Iterator[ScoredResponse]:
-    uids = scored.sequences.non_tensor_batch["uid"]
-    for uid, score, value in zip(uids, scored.scores, values, strict=True):
-        yield ScoredResponse(uid, score, value)
