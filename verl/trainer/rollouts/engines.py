@@ -8,7 +8,10 @@ from contextlib import contextmanager
 from functools import cached_property, partial
 from itertools import chain
 from operator import methodcaller
+from pathlib import Path
 from typing import Any, TypeVar
+
+import torch
 
 from verl.config.worker import WorkerConfig
 from verl.protocol import DataProto
@@ -19,6 +22,8 @@ from verl.single_controller.ray.worker_group import RayWorkerGroup
 from verl.trainer.metrics import StageTimer
 from verl.trainer.rollouts.engine_registry import EngineRegistry
 from verl.workers.rollout.interface import FinishedResponse, SamplingOptions
+
+ENGINES_FILE = "engines.pt"  # random states of engines in processes of their own
 
 T = TypeVar("T")
 Responses = Iterator[list[FinishedResponse]]
@@ -56,12 +61,11 @@ class SharedEngines:
             list(self.workers.encode_media(prompts.select([], ["multi_modal_data"])))
         return self.workers.generate(prompts, options)
 
-    def state(self) -> list[Any]:
-        """Return the random states of the engines that the workers' own checkpoints do not hold."""
-        return []
+    def save_states(self, folder: Path) -> None:
+        """Write the random states of the engines that the workers' own checkpoints do not hold."""
 
-    def set_state(self, state: Sequence[Any]) -> None:
-        """Restore what `state` returned, for the first engines if their number has changed."""
+    def load_states(self, folder: Path) -> None:
+        """Restore what `save_states` wrote, for the first engines if their number has changed."""
 
 
 class OwnEngines:
@@ -120,10 +124,13 @@ class OwnEngines:
             left = {uid for uid, _ in unfinished}
             rest = prompts[[row for row, uid in enumerate(uids) if uid in left]]
 
-    def state(self) -> list[Any]:
-        return self._on(self.groups, lambda group: group.rng_state())
+    def save_states(self, folder: Path) -> None:
+        if state := self._on(self.groups, lambda group: group.rng_state()):
+            torch.save(state, folder / ENGINES_FILE)
 
-    def set_state(self, state: Sequence[Any]) -> None:
+    def load_states(self, folder: Path) -> None:
+        path = folder / ENGINES_FILE
+        state = torch.load(path, weights_only=False) if path.exists() else ()
         for group, states in zip(self.groups.values(), state, strict=False):
             group.set_rng_state(states[0])
 

@@ -26,7 +26,7 @@ from verl.single_controller.ray.published_weights import PublishedWeights
 from verl.trainer.metrics import Metrics, StageTimer, sampled_mask
 from verl.trainer.rollouts.collector import Collected, RolloutCollector
 from verl.trainer.rollouts.engines import Engines
-from verl.trainer.rollouts.schedule import AHEAD_FILE, load_engines, save_engines, warn_of_dropped
+from verl.trainer.rollouts.schedule import AHEAD_FILE, warn_of_dropped
 from verl.trainer.rollouts.scores import ScoredGroups, Scoring
 from verl.trainer.rollouts.stream_groups import (
     GROUPS_FILE,
@@ -109,13 +109,13 @@ class GroupStream:
         if self.is_deterministic and self.collector.sampler.converses:
             for engine in self.engines.groups.values():
                 engine.forget()  # as a resumed run does
-        save_engines(self.engines, folder)
+        self.engines.save_states(folder)
         for groups in self._finished():
             groups.check_storable()
         save_queues(self.queues, self.source.num_batches, folder)
 
     def load(self, folder: Path) -> None:
-        load_engines(self.engines, folder)
+        self.engines.load_states(folder)
         warn_of_dropped(folder, AHEAD_FILE)
         if not (folder / PROMPTS_FILE).exists():
             return
