@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,13 +43,6 @@ from verl.workers.rollout.interface import FinishedResponse
 STEPS = 16  # of an engine at once, unless a response is finished before
 
 logger = get_logger(__name__)
-
-
-class Work(NamedTuple):
-    """The next work of an engine."""
-
-    weights: PublishedWeights | None  # to load first
-    groups: list[OpenGroup]  # to begin or to continue
 
 
 class GroupStream:
@@ -168,16 +160,19 @@ class GroupStream:
     def _keep_at_work(self, queue: GroupQueue, slot: int) -> None:
         engine, options = self.engines.groups[queue.engines[slot]], self.collector.sampler.options
         while (work := self._next_work(queue, slot)) is not None:
-            if work.weights is not None:
-                engine.load_weights(work.weights)
+            weights, groups = work
+            if weights is not None:
+                engine.load_weights(weights)
             columns = self.collector.sampler.columns
-            requests = [group.request(self.collector.group_size, columns) for group in work.groups]
+            requests = [group.request(self.collector.group_size, columns) for group in groups]
             prompts = DataProto.concat(requests) if requests else None
             self._take(queue, engine.sample(prompts, options, STEPS)[0])
         self._keep_begun(queue, slot, engine.interrupt()[0])
 
-    def _next_work(self, queue: GroupQueue, slot: int) -> Work | None:
-        """Wait for work; None if the stream is to rest."""
+    def _next_work(
+        self, queue: GroupQueue, slot: int
+    ) -> tuple[PublishedWeights | None, list[OpenGroup]] | None:
+        """Wait for weights to load and groups to begin or continue; None if the stream is to rest."""
         plan = queue.plan
         with self._changed:
             while True:
@@ -189,7 +184,7 @@ class GroupStream:
                     self._changed.notify_all()
                 groups = self._groups(queue, slot) if self._may_sample(queue) else []
                 if weights is not None or groups or (self._may_sample(queue) and plan.num_sampling(slot)):
-                    return Work(weights, groups)
+                    return weights, groups
                 if self._is_resting:  # at a point that does not depend on time
                     return None
                 start = time.monotonic()
