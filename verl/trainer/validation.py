@@ -12,8 +12,8 @@ from verl.config.worker import WorkerConfig
 from verl.logger.base import Generation
 from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
 from verl.single_controller.ray.worker_group import RayWorkerGroup
-from verl.trainer.evaluation.categories import Categories, means_by_category
-from verl.trainer.metrics import Metrics, compute_reward_metrics, known_mean, length_metrics
+from verl.trainer.evaluation.categories import Categories, means_by_category, score_means
+from verl.trainer.metrics import Metrics, length_metrics
 from verl.trainer.rollouts.sampler import Sampler, with_uids
 from verl.trainer.rollouts.scores import Scoring, Values, add_terms, on_tokens, reward_values
 
@@ -149,13 +149,9 @@ def as_finished(sequences: DataProto, values: Values, scores: Sequence[float]) -
 
 def means_of(scored: ScoredResponses) -> Metrics:
     """Compute the metrics of a validation; without any score there is no `val/reward_score`."""
-    terms = {name: term.tolist() for name, term in scored.terms.items()}
-    means = compute_reward_metrics(scored.values | terms, "val/")
-    metrics = {f"{key}_reward": mean for key, mean in means.items()}
-    metrics |= means_by_category(scored.categories, scored.values | terms, scored.scores)
-    score = known_mean(scored.scores)
-    if score is not None:
-        metrics["val/reward_score"] = score
+    values = scored.values | {name: term.tolist() for name, term in scored.terms.items()}
+    metrics = score_means("val/", values, scored.scores)
+    metrics |= means_by_category(scored.categories, values, scored.scores)
     for name, key in (("val_response_length", "response_mask"), ("val_prompt_length", "prompt_mask")):
         mask = scored.sequences.batch[key]
         metrics |= length_metrics(name, mask.sum(-1), mask.shape[-1])
