@@ -4,12 +4,13 @@
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, as_completed
 from contextlib import contextmanager
 from functools import cached_property, partial
 from itertools import chain
 from operator import methodcaller
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -21,6 +22,7 @@ from verl.single_controller.ray.published_weights import PublishedWeights
 from verl.single_controller.ray.worker_group import RayWorkerGroup
 from verl.trainer.metrics import StageTimer
 from verl.trainer.rollouts.engine_registry import EngineRegistry
+from verl.utils.background import in_background
 from verl.workers.rollout.interface import FinishedResponse, SamplingOptions
 
 ENGINES_FILE = "engines.pt"  # random states of engines in processes of their own
@@ -185,40 +187,33 @@ Engines = SharedEngines | OwnEngines
 
 def on_all(calls: Sequence[Callable[[], T]]) -> list[T]:
     """Make all calls at once and return their results in order; the first error is raised."""
-    return [result for _, result in sorted(merged([partial(_numbered, *each) for each in enumerate(calls)]))]
-
-
-def _numbered(number: int, call: Callable[[], T]) -> Iterator[tuple[int, T]]:
-    yield number, call()
+    futures = [in_background(call, f"engine {number}") for number, call in enumerate(calls)]
+    for future in as_completed(futures):
+        future.result()
+    return [future.result() for future in futures]
 
 
 def merged(streams: Sequence[Callable[[], Iterator[T]]]) -> Iterator[T]:
     """Read streams at once, each in a thread, and yield their items as they arrive; an error is raised."""
-    arrived: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
+    arrived: queue.SimpleQueue[T | Future[None]] = queue.SimpleQueue()  # items, and the ends of streams
     is_left = threading.Event()  # the reader does not want the rest
 
     def read(stream: Callable[[], Iterator[T]]) -> None:
-        end: Any = None
-        try:
-            for item in stream():
-                arrived.put((False, item))
-                if is_left.is_set():
-                    break
-        except BaseException as error:  # noqa: BLE001 - raised by the reader
-            end = error
-        arrived.put((True, end))
+        for item in stream():
+            arrived.put(item)
+            if is_left.is_set():
+                break
 
     for number, stream in enumerate(streams):
-        threading.Thread(target=read, args=(stream,), name=f"engine {number}", daemon=True).start()
+        in_background(partial(read, stream), f"engine {number}").add_done_callback(arrived.put)
     running = len(streams)
     try:
         while running:
-            is_end, value = arrived.get()
-            if not is_end:
-                yield value
-            elif value is not None:
-                raise value
-            else:
+            item = arrived.get()
+            if isinstance(item, Future):
+                item.result()
                 running -= 1
+            else:
+                yield item
     finally:
         is_left.set()
