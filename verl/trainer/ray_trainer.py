@@ -167,7 +167,7 @@ class RayPPOTrainer(TrainingLoop):
 
     def validate(self, timer: StageTimer) -> Metrics:
         """Score responses to the held-out prompts with the current weights."""
-        if not self.validator.has_prompts:
+        if self.validator.loader is None:
             return {}
         with timer("validation"):
             with self.sampling.current(self.run_state.step, timer):

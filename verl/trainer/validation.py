@@ -3,6 +3,7 @@
 
 import random
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -36,45 +37,30 @@ class ScoredResponses(NamedTuple):
     categories: dict[str, list[str]]  # of each response, by column
 
 
+@dataclass(eq=False)
 class Validator:
-    """Samples and scores every held-out prompt.
+    """Samples and scores every held-out prompt."""
 
-    Args:
-        num_samples: Responses to show: `trainer.val_generations_to_log`.
-        num_recorded: First prompts whose responses are recorded: `trainer.rollouts_to_keep`.
-        categories: Columns whose values are categories, each with means of its own.
+    sampler: Sampler
+    workers: RayWorkerGroup  # score with the reward model
+    loader: Iterable[DataProto] | None
+    worker: WorkerConfig
+    dp_size: int
+    num_samples: int  # responses to show: `trainer.val_generations_to_log`
+    num_recorded: int = 0  # first prompts whose responses are recorded: `trainer.rollouts_to_keep`
+    categories: Categories = NO_CATEGORIES  # columns whose values have means of their own
 
-    Attributes:
-        samples: The responses to show of the last validation, always to the same prompts.
-        recorded: The responses to the first prompts with their scores, for `RolloutLog`; None without any.
-    """
-
-    def __init__(
-        self,
-        sampler: Sampler,
-        workers: RayWorkerGroup,
-        loader: Iterable[DataProto] | None,
-        worker: WorkerConfig,
-        dp_size: int,
-        num_samples: int,
-        num_recorded: int = 0,
-        categories: Categories = NO_CATEGORIES,
-    ) -> None:
-        self.sampler = sampler
-        self.workers = workers  # score with the reward model
-        self.loader = loader or ()
-        self.has_prompts = loader is not None
-        self.worker, self.dp_size, self.categories = worker, dp_size, categories
-        self.num_samples, self.num_recorded = num_samples, num_recorded
-        self.samples: list[Generation] = []
-        self.recorded: DataProto | None = None
-        self._sampled: list[tuple[DataProto, Scoring]] = []
+    # Of the last validation: the responses to show, always to the same prompts, ...
+    samples: list[Generation] = field(init=False, default_factory=list)
+    # ... and those to the first prompts with their scores, for `RolloutLog`; None without any.
+    recorded: DataProto | None = field(init=False, default=None)
+    _sampled: list[tuple[DataProto, Scoring]] = field(init=False, default_factory=list)
 
     def sample(self, step: int) -> None:
         """Sample a response to every prompt; the engine must be awake."""
         self._sampled = [
             self.sampler.sample(with_uids(prompts, f"val{step}-{number}"), self.sampler.validation_options)
-            for number, prompts in enumerate(self.loader)
+            for number, prompts in enumerate(self.loader or ())
         ]
 
     def measure(self) -> Metrics:
