@@ -44,8 +44,7 @@ from verl.single_controller.ray.worker_group import RayWorkerGroup
 from verl.trainer.evaluation.categories import Categories
 from verl.trainer.kinds.text import TextRun
 from verl.trainer.prepare import PreparedRun
-from verl.trainer.prime import PrimeRewards
-from verl.trainer.ray_trainer import RayPPOTrainer
+from verl.trainer.ray_trainer import PrimeRewards, RayPPOTrainer
 from verl.trainer.reward_servers.servers import RewardServers
 from verl.trainer.rollouts.balancing import Balancer
 from verl.trainer.rollouts.collector import RolloutCollector
