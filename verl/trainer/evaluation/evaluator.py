@@ -5,6 +5,7 @@ The means are those of the run's own validation, since `Validator` computes both
 """
 
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 from verl.config.ppo import PPOConfig
@@ -28,7 +29,6 @@ from verl.trainer.prepare import PreparedRun
 from verl.trainer.reward_servers.servers import RewardServers
 from verl.trainer.rollouts.engines import SharedEngines
 from verl.trainer.rollouts.rollout_log import RolloutLog
-from verl.trainer.rollouts.sampler import Sampler
 from verl.trainer.setup import open_cache, open_reward, open_tracker, ppo_options
 from verl.trainer.start_workers import start_workers
 from verl.trainer.validation import NO_SCORE, ScoredResponses, Validator, as_finished, means_of
@@ -105,13 +105,14 @@ def build_evaluator(run: PreparedRun[PPOConfig], stack: ExitStack, question: Que
     """
     config, pool, processes = run
     data, worker, folder = config.data, config.worker, Path(config.trainer.checkpoint_folder)
+    kind = TextRun(data, worker, replace(config.trainer, rollouts_to_keep=question.keep))
     cache = open_cache(stack)
     servers = stack.enter_context(
         RewardServers(without_teachers(config.reward_servers), pool.device, folder, config.num_devices)
     )
     reward = open_reward(stack, worker.scoring, folder, servers)
     media = media_options(data, worker.rollout)
-    readers = TextRun(data, worker, config.trainer).readers(media, cache)
+    readers = kind.readers(media, cache)
     val = make_loaders(data, readers, folder).val
     assert val is not None, "the config was checked"
     shared = ModelRunOptions(pool.device, 0, media, cache, data.override_chat_template, data.seed)
@@ -125,13 +126,8 @@ def build_evaluator(run: PreparedRun[PPOConfig], stack: ExitStack, question: Que
     )
     servers.start_shared_and_wait(workers.processes)
     tracker = stack.enter_context(open_tracker(config, 0, None))
-    on_progress = None if worker.rollout.disable_tqdm else tracker.progress
-    engines = SharedEngines(workers, worker)
-    sampler = Sampler(data, worker, engines, reward, readers.tokenizer, on_progress)
-    log = RolloutLog(
-        folder, question.keep, readers.tokenizer, readers.media,
-        skip_special_tokens=worker.reward.skip_special_tokens, tools=readers.tools,
-    )  # fmt: skip
+    log = kind.rollout_log(readers)
+    sampler = kind.sampler(SharedEngines(workers, worker), reward, readers, tracker, log)
     categories = Categories(data.category_keys, data.answer_key)
     validator = Validator(sampler, workers, val, worker, config.dp_size, 0, categories=categories)
     return Evaluator(validator, log, folder, tracker)
