@@ -19,7 +19,8 @@ from verl.rewards.turns import MAX_FLOAT32
 
 MAX_ID = 2**31 - 1  # of int32
 ROUNDING = 1e-3  # a log-prob of 0 that was computed in low precision may be above it
-ANSWERED = (TEACHER_LOG_PROBS, TEACHER_TOP_IDS, TEACHER_TOP_LOG_PROBS)  # in the order of `TokenAnswers`
+# In the order of `TokenAnswers`.
+ANSWERED: tuple[str, ...] = (TEACHER_LOG_PROBS, TEACHER_TOP_IDS, TEACHER_TOP_LOG_PROBS)
 MEDIA = ("multi_modal_data", "observation_media")
 
 

@@ -16,7 +16,7 @@ from verl.batch_keys import BATCH_KEYS, BatchKey
 from verl.config.algorithm import AlgorithmConfig
 from verl.config.schema import value_at
 from verl.models.fused_log_probs import TokenLogProbs
-from verl.protocol import DataProto
+from verl.protocol import DataProto, objects
 from verl.trainer.core_algos import advantage_inputs
 from verl.trainer.extensions.protocol import ProtocolError, UsedExtension, check_tensor, described
 from verl.workers.packing.observers import OBSERVERS, ForwardObserver
@@ -134,7 +134,8 @@ def _tiny_batch(algorithm: AlgorithmConfig, responses: int) -> DataProto:
     tensors |= {name: values for name, values in optional.items() if name in needs}
     if "process_rewards" in needs:
         tensors["accuracies"] = (scores > 0).float()
-    return DataProto.from_dict(tensors, {"uid": [f"prompt {row // responses}" for row in range(size)]})
+    uids = objects(f"prompt {row // responses}" for row in range(size))
+    return DataProto.from_dict(tensors, {"uid": uids})
 
 
 def check_gradient(name: str, result: Tensor, inputs: Tensor) -> None:
