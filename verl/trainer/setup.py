@@ -40,19 +40,15 @@ from verl.protocol import DataProto
 from verl.rewards.manager import NoRewardFunction, RewardManager
 from verl.rewards.servers import endpoint_arguments
 from verl.single_controller.ray.resource_pool import ResourcePool
-from verl.single_controller.ray.worker_group import RayWorkerGroup
-from verl.trainer.evaluation.categories import Categories
 from verl.trainer.kinds.text import TextRun
 from verl.trainer.prepare import PreparedRun
 from verl.trainer.ray_trainer import PrimeRewards, RayPPOTrainer
 from verl.trainer.reward_servers.servers import RewardServers
 from verl.trainer.rollouts.balancing import Balancer
 from verl.trainer.rollouts.collector import RolloutCollector
-from verl.trainer.rollouts.early_stop import check_scored_alone, make_early_stop
+from verl.trainer.rollouts.early_stop import check_scored_alone
 from verl.trainer.rollouts.engines import Engines, OwnEngines, SharedEngines
-from verl.trainer.rollouts.group_filter import make_group_filter, make_quota
 from verl.trainer.rollouts.group_stream import PartialRollouts
-from verl.trainer.rollouts.sampler import Sampler
 from verl.trainer.rollouts.schedule import InTurn, OneStepAhead, Schedule
 from verl.trainer.rollouts.stream import Stream
 from verl.trainer.run.checkpointing import PPORunState, RunState, done_before
@@ -60,7 +56,6 @@ from verl.trainer.run.resuming import check_resume, origin_of
 from verl.trainer.served_teachers import ServedTeachers
 from verl.trainer.sft_trainer import SFTTrainer
 from verl.trainer.start_workers import start_workers, start_workers_and_engines
-from verl.trainer.validation import Validator
 from verl.workers.run_options import ModelRunOptions, RunOptions
 from verl.workers.sft_worker import SFTWorker
 
@@ -102,13 +97,13 @@ def build_trainer(run: PreparedRun[PPOConfig], stack: ExitStack) -> RayPPOTraine
     rollout_log = kind.rollout_log(readers)
     sampler = kind.sampler(engines, reward, readers, tracker, rollout_log)
     mini_batches = {role: section.global_batch_size for role, section in config.trained_roles.items()}
-    collector = make_collector(sampler, loaders.train, mini_batches, data, algorithm, trainer, worker.reward)
+    collector = kind.collector(sampler, endless(loaders.train), mini_batches.values(), algorithm)
     at_once = worker.rollout.sequences_at_once(is_gpu(pool.device))
     sampling = make_schedule(engines, collector, trainer.async_training, steps, at_once)
     balancer = Balancer(config.dp_size, worker.rollout.n, mini_batches, worker.actor.share_prompt)
     prime = [PrimeRewards(workers, balancer, worker.prime.update)] if algorithm.use_prime else []
     stages = [*prime, *([servers.metrics] if servers.models else [])]
-    validator = make_validator(sampler, workers, loaders.val, data, worker, trainer, config.dp_size)
+    validator = kind.validator(sampler, workers, loaders.val, config.dp_size)
     controllers = get_kl_controller(algorithm), get_entropy_controller(worker.actor)
     run_state = PPORunState(trainer, steps, rows, *controllers, workers, loaders.train, sampling, origin)
     teachers = open_served_teachers(config.distillation, servers)
@@ -249,21 +244,6 @@ def ppo_options(
     )
 
 
-def make_collector(
-    sampler: Sampler,
-    loader: PromptLoader | None,
-    mini_batches: Mapping[str, int],
-    data: DataConfig,
-    algorithm: AlgorithmConfig,
-    trainer: TrainerConfig,
-    reward: RewardConfig,
-) -> RolloutCollector:
-    group_filter = make_group_filter(algorithm, trainer.rejection_sample)
-    quota = make_quota(data, trainer, mini_batches.values())
-    early_stop = make_early_stop(algorithm, group_filter, data.seed)
-    return RolloutCollector(sampler, endless(loader), group_filter, quota, algorithm, reward, early_stop)
-
-
 def make_schedule(
     engines: Engines, collector: RolloutCollector, config: AsyncConfig, last_step: int, at_once: int
 ) -> Schedule:
@@ -276,21 +256,6 @@ def make_schedule(
     if config.mode == STREAM:
         return Stream(engines, collector, config, last_step, at_once)
     return OneStepAhead(engines, collector, last_step) if config.samples_ahead else InTurn(engines, collector)
-
-
-def make_validator(
-    sampler: Sampler,
-    workers: RayWorkerGroup,
-    loader: PromptLoader | None,
-    data: DataConfig,
-    worker: WorkerConfig,
-    trainer: TrainerConfig,
-    dp_size: int,
-) -> Validator:
-    return Validator(
-        sampler, workers, loader, worker, dp_size, trainer.val_generations_to_log,
-        num_recorded=trainer.rollouts_to_keep, categories=Categories(data.category_keys, data.answer_key),
-    )  # fmt: skip
 
 
 def open_tracker(config: RunTree, training_steps: int, checkpoint: Path | None) -> Tracker:

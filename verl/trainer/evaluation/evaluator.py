@@ -14,7 +14,6 @@ from verl.data.loader import make_loaders
 from verl.data.readers import media_options
 from verl.logger.tracker import Tracker
 from verl.planning.step_needs import StepNeeds
-from verl.trainer.evaluation.categories import Categories
 from verl.trainer.evaluation.report import (
     Evaluation,
     Question,
@@ -128,8 +127,7 @@ def build_evaluator(run: PreparedRun[PPOConfig], stack: ExitStack, question: Que
     tracker = stack.enter_context(open_tracker(config, 0, None))
     log = kind.rollout_log(readers)
     sampler = kind.sampler(SharedEngines(workers, worker), reward, readers, tracker, log)
-    categories = Categories(data.category_keys, data.answer_key)
-    validator = Validator(sampler, workers, val, worker, config.dp_size, 0, categories=categories)
+    validator = kind.validator(sampler, workers, val, config.dp_size)
     return Evaluator(validator, log, folder, tracker)
 
 
