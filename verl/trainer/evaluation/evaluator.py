@@ -5,7 +5,7 @@ The means are those of the run's own validation, since `Validator` computes both
 """
 
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from verl.config.ppo import PPOConfig
@@ -37,15 +37,14 @@ from verl.workers.run_options import ModelRunOptions
 ACCURACY, OVERALL = "accuracy", "overall"  # keys of the reward function that may say what is correct
 
 
+@dataclass(frozen=True, eq=False)
 class Evaluator:
-    """Samples responses to the held-out prompts and reports on them.
+    """Samples responses to the held-out prompts and reports on them."""
 
-    Args:
-        log: Writes responses for the viewer.
-    """
-
-    def __init__(self, validator: Validator, log: RolloutLog, folder: Path, tracker: Tracker) -> None:
-        self.validator, self.log, self.folder, self.tracker = validator, log, folder, tracker
+    validator: Validator
+    log: RolloutLog  # writes responses for the viewer
+    folder: Path
+    tracker: Tracker
 
     def evaluate(self, model: str, step: int, question: Question) -> Evaluation:
         """Sample, score and report; `model` and `step` are the report's."""

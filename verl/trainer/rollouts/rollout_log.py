@@ -4,6 +4,7 @@
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,29 +27,24 @@ TOKEN_VALUES = ["rollout_log_probs", "old_log_probs", "advantages"]  # a validat
 KEPT_TENSORS = ["prompt_mask", "response_mask", "loss_mask", "responses", "token_level_scores"]
 
 
+@dataclass(eq=False)
 class RolloutLog:
     """Writes the responses to the first `trainer.rollouts_to_keep` prompts of every step, in whole groups.
 
     Likewise of every validation, whose first prompts are always the same.
     """
 
-    def __init__(
-        self,
-        run_folder: Path,
-        num_groups: int,
-        tokenizer: Any,
-        media: "MediaLoader | None",
-        *,
-        skip_special_tokens: bool,
-        tools: Sequence[Mapping[str, Any]] = (),  # schemas
-        keep_whole_images: bool = False,
-    ) -> None:
-        self.num_groups = num_groups
-        self.skip_special_tokens = skip_special_tokens
-        self.tokenizer, self.tools = tokenizer, tools
-        self.keep_whole_images = keep_whole_images
-        self.media = media  # reads from the run's cache; None for a text model
-        self.store = RolloutStore(run_folder)
+    run_folder: Path
+    num_groups: int
+    tokenizer: Any
+    media: "MediaLoader | None"  # reads from the run's cache; None for a text model
+    _: KW_ONLY
+    skip_special_tokens: bool
+    tools: Sequence[Mapping[str, Any]] = ()  # schemas
+    keep_whole_images: bool = False
+
+    def __post_init__(self) -> None:
+        self.store = RolloutStore(self.run_folder)
 
     def keep(self, batch: DataProto, step: int, kind: str = TRAIN) -> None:
         """Write the first groups of a finished batch; a full disk is only a warning."""
