@@ -53,7 +53,7 @@ from verl.trainer.rollouts.schedule import InTurn, OneStepAhead, Schedule
 from verl.trainer.rollouts.stream import Stream
 from verl.trainer.run.checkpointing import PPORunState, RunState, done_before
 from verl.trainer.run.resuming import check_resume, origin_of
-from verl.trainer.served_teachers import ServedTeachers
+from verl.trainer.served_teachers import ServedTeachers, TeacherModel
 from verl.trainer.sft_trainer import SFTTrainer
 from verl.trainer.start_workers import start_workers, start_workers_and_engines
 from verl.workers.run_options import ModelRunOptions, RunOptions
@@ -182,8 +182,6 @@ def open_served_teachers(distillation: DistillationConfig, servers: RewardServer
     """Return None unless a teacher runs behind a server."""
     if not distillation.served:
         return None
-    from verl.trainer.served_teachers import TeacherModel  # noqa: PLC0415 (needs `openai`)
-
     numbers = {name: number for number, name in enumerate(distillation.teachers)}
     teachers = {
         numbers[name]: TeacherModel(name=name, **endpoint_arguments(servers.specs[str(teacher.server)]))

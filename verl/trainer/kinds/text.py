@@ -4,7 +4,7 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from verl.agents.setup import check_conversations, schemas_of
 from verl.config.algorithm import AlgorithmConfig
@@ -34,14 +34,11 @@ from verl.workers.fsdp_worker import FSDPWorker
 class TextRun:
     """Builds the parts of a trainer for prompts of text and media; a run of another kind overrides them."""
 
+    worker_class: ClassVar[type[Worker]] = FSDPWorker  # of processes that train and sample
+
     data: DataConfig
     worker: WorkerConfig
     trainer: TrainerConfig
-
-    @property
-    def worker_class(self) -> type[Worker]:
-        """The worker of processes that train and sample."""
-        return FSDPWorker
 
     def readers(self, media: MediaOptions, cache: MediaCache) -> Readers:
         """Load the readers of prompts, and check them."""

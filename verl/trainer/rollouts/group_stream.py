@@ -261,7 +261,6 @@ class GroupStream:
                 group.is_with_engine = False
 
     def _next_step(self, step: int) -> Collected:
-        """Take the groups of a step, which is ready."""
         taken = list(chain.from_iterable(queue.take() for queue in self.queues))
         self._changed.notify_all()
         sampled, self._sampled = self._sampled, []

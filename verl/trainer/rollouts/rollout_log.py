@@ -100,7 +100,6 @@ class RolloutLog:
         }
 
     def _response(self, item: Mapping[str, Any], token_ids: list[int]) -> dict[str, Any]:
-        """Return the columns of the policy's responses."""
         return {"response": self._decode(token_ids)}
 
     def _conversation(self, item: Mapping[str, Any], token_ids: list[int]) -> dict[str, Any]:
