@@ -172,9 +172,7 @@ def check_run(trainer: RunConfig, num_serving: int = 0) -> None:
         )
     check_cores(trainer, num_serving)
     check_loggers(trainer.logger)
-    checkpoint_to_resume(
-        trainer.checkpoint_folder, trainer.load_checkpoint_path, trainer.find_last_checkpoint
-    )
+    checkpoint_to_resume(trainer)
 
 
 def check_weights(run: PlannedRun, *, loads: bool = False) -> None:

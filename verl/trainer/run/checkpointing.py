@@ -146,10 +146,7 @@ class RunState:
 
     def load(self) -> None:
         """Resume from `trainer.load_checkpoint_path`, or from the last checkpoint of this run's folder."""
-        config = self.config
-        folder = checkpoint_to_resume(
-            config.checkpoint_folder, config.load_checkpoint_path, config.find_last_checkpoint
-        )
+        folder = checkpoint_to_resume(self.config)
         self.checkpoints.clear()
         if folder is not None:
             with phase("checkpoint"):
