@@ -18,7 +18,7 @@ from verl.algorithms.kl import KLLoss
 from verl.checkpoint.tracker import checkpoint_step
 from verl.config.algorithm import EXACT_KL, AlgorithmConfig
 from verl.config.async_training import PARTIAL, STREAM, AsyncConfig
-from verl.config.data import DataConfig, RowsConfig
+from verl.config.data import DataConfig
 from verl.config.distillation import DistillationConfig
 from verl.config.ppo import PPOConfig
 from verl.config.sft import SFTConfig
@@ -39,7 +39,6 @@ from verl.planning.step_plan import make_plan, make_sft_plan
 from verl.protocol import DataProto
 from verl.rewards.manager import NoRewardFunction, RewardManager
 from verl.rewards.servers import endpoint_arguments
-from verl.single_controller.ray.resource_pool import ResourcePool
 from verl.trainer.kinds.text import TextRun
 from verl.trainer.prepare import PreparedRun
 from verl.trainer.ray_trainer import PrimeRewards, RayPPOTrainer
@@ -66,7 +65,7 @@ def build_trainer(run: PreparedRun[PPOConfig], stack: ExitStack) -> RayPPOTraine
     Raises:
         ValueError: Data, template or reward function cannot be used.
     """
-    config, pool, processes = run
+    config, pool = run.config, run.pool
     data, worker, algorithm, trainer = config.data, config.worker, config.algorithm, config.trainer
     folder, kind = Path(trainer.checkpoint_folder), kind_of(data, worker, trainer)
     with phase("data"):
@@ -83,14 +82,12 @@ def build_trainer(run: PreparedRun[PPOConfig], stack: ExitStack) -> RayPPOTraine
     rows = data.rollout_batch_size
     steps = make_plan(config, num_rows(loaders), done_before(checkpoint, rows)).training_steps or 0
     options = ppo_options(
-        model_options(pool, steps, data, config.distillation, media, cache), data, algorithm, config.models,
+        model_options(run, steps, media, cache), data, algorithm, config.models,
         has_old_pass=StepNeeds.of(config).old_pass, tools=readers.tools,
         in_lockstep=trainer.async_training.deterministic,
     )  # fmt: skip
     servers.start_own()
-    workers, engines = start_workers_and_engines(
-        stack, pool, processes, kind.worker_class, worker, trainer, options, config.num_devices
-    )
+    workers, engines = start_workers_and_engines(run, stack, kind.worker_class, options)
     servers.start_shared_and_wait(workers.processes)
     tracker = stack.enter_context(open_tracker(config, steps, checkpoint))
 
@@ -114,7 +111,7 @@ def build_trainer(run: PreparedRun[PPOConfig], stack: ExitStack) -> RayPPOTraine
 
 def build_sft_trainer(run: PreparedRun[SFTConfig], stack: ExitStack) -> SFTTrainer:
     """Open the data of a fine-tuning run and start its workers, as `build_trainer` does."""
-    config, pool, processes = run
+    config = run.config
     data, worker, trainer = config.data, config.worker, config.trainer
     folder = Path(trainer.checkpoint_folder)
     with phase("data"):
@@ -130,8 +127,8 @@ def build_sft_trainer(run: PreparedRun[SFTConfig], stack: ExitStack) -> SFTTrain
     plan = make_sft_plan(config, num_rows(loaders), done_before(checkpoint, rows))
     training_steps = plan.training_steps or 0
 
-    options = model_options(pool, training_steps, data, config.distillation, media, cache)
-    workers = start_workers(stack, pool, processes, SFTWorker, worker, options, trainer.worker_timeout_s)
+    options = model_options(run, training_steps, media, cache)
+    workers = start_workers(run, stack, SFTWorker, options)
     tracker = stack.enter_context(open_tracker(config, training_steps, checkpoint))
     run_state = RunState(trainer, training_steps, rows, workers, loaders.train, origin)
     batches = endless(loaders.train)
@@ -195,16 +192,12 @@ def num_rows(loaders: Loaders) -> int:
 
 
 def model_options(
-    pool: ResourcePool,
-    training_steps: int,
-    data: RowsConfig,
-    distillation: DistillationConfig,
-    media: MediaOptions,
-    cache: MediaCache,
+    run: PreparedRun[Any], training_steps: int, media: MediaOptions, cache: MediaCache
 ) -> ModelRunOptions:
+    data = run.config.data
     return ModelRunOptions(
-        pool.device, training_steps, media, cache, data.override_chat_template, data.seed,
-        distillation=distillation,
+        run.pool.device, training_steps, media, cache, data.override_chat_template, data.seed,
+        distillation=run.config.distillation,
     )  # fmt: skip
 
 

@@ -101,7 +101,7 @@ def build_evaluator(run: PreparedRun[PPOConfig], stack: ExitStack, question: Que
     Raises:
         ValueError: Data, template or reward function cannot be used.
     """
-    config, pool, processes = run
+    config, pool = run.config, run.pool
     data, worker, folder = config.data, config.worker, Path(config.trainer.checkpoint_folder)
     kind = TextRun(data, worker, replace(config.trainer, rollouts_to_keep=question.keep))
     cache = open_cache(stack)
@@ -119,9 +119,7 @@ def build_evaluator(run: PreparedRun[PPOConfig], stack: ExitStack, question: Que
         shared, data, config.algorithm, roles, has_old_pass=StepNeeds.of(config).old_pass, tools=readers.tools
     )
     servers.start_own()
-    workers = start_workers(
-        stack, pool, processes, FSDPWorker, worker, options, config.trainer.worker_timeout_s
-    )
+    workers = start_workers(run, stack, FSDPWorker, options)
     servers.start_shared_and_wait(workers.processes)
     tracker = stack.enter_context(open_tracker(config, 0, None))
     log = kind.rollout_log(readers)
