@@ -16,7 +16,7 @@ from typing import Any
 from verl.algorithms.controllers import get_entropy_controller, get_kl_controller
 from verl.algorithms.kl import KLLoss
 from verl.checkpoint.tracker import checkpoint_step
-from verl.config.algorithm import EXACT_KL, AlgorithmConfig
+from verl.config.algorithm import EXACT_KL
 from verl.config.async_training import PARTIAL, STREAM, AsyncConfig
 from verl.config.data import DataConfig
 from verl.config.distillation import DistillationConfig
@@ -82,8 +82,7 @@ def build_trainer(run: PreparedRun[PPOConfig], stack: ExitStack) -> RayPPOTraine
     rows = data.rollout_batch_size
     steps = make_plan(config, num_rows(loaders), done_before(checkpoint, rows)).training_steps or 0
     options = ppo_options(
-        model_options(run, steps, media, cache), data, algorithm, config.models,
-        has_old_pass=StepNeeds.of(config).old_pass, tools=readers.tools,
+        run, model_options(run, steps, media, cache), config.models, readers.tools,
         in_lockstep=trainer.async_training.deterministic,
     )  # fmt: skip
     servers.start_own()
@@ -202,17 +201,17 @@ def model_options(
 
 
 def ppo_options(
+    run: PreparedRun[Any],
     shared: ModelRunOptions,
-    data: DataConfig,
-    algorithm: AlgorithmConfig,
     models: Collection[str],
-    *,
-    has_old_pass: bool,
     tools: Sequence[Mapping[str, Any]],  # schemas
+    *,
     in_lockstep: bool = False,
 ) -> RunOptions:
     """Collect the options outside `worker` that the workers read; `models` are the run's roles."""
-    correction = algorithm.rollout_correction
+    config: PPOConfig = run.config
+    data, algorithm, correction = config.data, config.algorithm, config.algorithm.rollout_correction
+    has_old_pass = StepNeeds.of(config).old_pass
     use_reference = "ref" in models
     has_kl_loss = use_reference and algorithm.use_kl_loss
     has_full_kl = use_reference and algorithm.kl_penalty in EXACT_KL

@@ -13,7 +13,6 @@ from verl.config.reward_servers import without_teachers
 from verl.data.loader import make_loaders
 from verl.data.readers import media_options
 from verl.logger.tracker import Tracker
-from verl.planning.step_needs import StepNeeds
 from verl.trainer.evaluation.report import (
     Evaluation,
     Question,
@@ -115,9 +114,7 @@ def build_evaluator(run: PreparedRun[PPOConfig], stack: ExitStack, question: Que
     assert val is not None, "the config was checked"
     shared = ModelRunOptions(pool.device, 0, media, cache, data.override_chat_template, data.seed)
     roles = [role for role in config.models if role == "reward_model"]
-    options = ppo_options(
-        shared, data, config.algorithm, roles, has_old_pass=StepNeeds.of(config).old_pass, tools=readers.tools
-    )
+    options = ppo_options(run, shared, roles, readers.tools)
     servers.start_own()
     workers = start_workers(run, stack, FSDPWorker, options)
     servers.start_shared_and_wait(workers.processes)
