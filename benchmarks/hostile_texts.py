@@ -25,10 +25,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from verl.agents.endpoint.errors import ApiError
+
 from tests.helpers.conversations import begin, rules_of
 from verl.agents.conversation import Conversation
 from verl.agents.endpoint.chat_messages import read_messages
-from verl.agents.endpoint.errors import ApiError
 from verl.agents.tools.answers import AnswerLimits, as_observation
 from verl.rewards.graders.judging import read_checklist, read_choice, read_criteria, read_ranking, read_score
 
@@ -41,7 +42,7 @@ MARKS = (
     "\U0001f600", "Score: ", "[[A]]", "[1] > ", "1: yes\n",
 )  # fmt: skip
 # Formats of calls by the chat template that writes them.
-FORMATS = {"hermes": "hermes", "qwen3_coder": "qwen3_coder", "glm": "glm", "llama": "json", "gemma4": "gemma4"}
+FORMATS = {name: name for name in ("hermes", "qwen3_coder", "glm", "gemma4")} | {"llama": "json"}
 CRITERIA = read_criteria(["is short", {"criterion": "is wrong", "weight": -1}])
 
 

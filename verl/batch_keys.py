@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Table of the keys that a batch may hold. To add one, add a row to `BATCH_KEYS`.
+"""Table of the keys that a batch may hold. To add one, add a row to `TABLE`.
 
 Shape letters, throughout the project:
 
@@ -41,121 +41,102 @@ class BatchKey(NamedTuple):
     """One row of the table of batch keys."""
 
     name: str
-    dims: tuple[tuple[str | int, ...], ...]  # allowed shapes, in the letters above
+    shapes: str  # in the letters above: `B R`, or several as `B T or B 4 T`
     kind: str  # "int64", "int32", "float32", "mask" (int64, zeros and ones) or "object"
     writer: str
     readers: str
 
+    @property
+    def dims(self) -> list[list[str]]:
+        """The letters and numbers of each allowed shape."""
+        return [shape.split() for shape in self.shapes.split(" or ")]
 
-BATCH_KEYS: dict[str, BatchKey] = {
-    row.name: row
-    for row in (
-        BatchKey("prompts", (("B", "P"),), "int64", "loader", "rollout, reward"),
-        BatchKey("prompt_mask", (("B", "P"),), "mask", "loader", "rollout, reward"),
-        BatchKey("prompt_position_ids", (("B", "P"), ("B", 4, "P")), "int64", "loader", "rollout"),
-        BatchKey("raw_prompt_ids", (("B",),), "object", "loader", "rollout"),
-        BatchKey("prompt_text", (("B",),), "object", "loader", "reward"),
-        BatchKey("prompt_messages", (("B",),), "object", "loader", "reward model"),
-        BatchKey("ground_truth", (("B",),), "object", "loader", "reward"),
-        BatchKey("multi_modal_data", (("B",),), "object", "loader", "rollout, log-probs, values, update"),
-        BatchKey("uid", (("B",),), "object", "collector", "collector, advantage"),
-        BatchKey("responses", (("B", "R"),), "int64", "rollout", "reward, log-probs, values, update"),
-        BatchKey(
-            "response_mask",
-            (("B", "R"),),
-            "mask",
-            "rollout",
-            "reward, reward model, metrics, rollout log",
-        ),
-        BatchKey(
-            "loss_mask",
-            (("B", "R"),),
-            "mask",
-            "rollout, reward, advantage",
-            "reward, log-probs, values, process rewards, KL penalty, correction, advantage, update, metrics,"
-            " rollout log",
-        ),
-        BatchKey("observation_mask", (("B", "R"),), "mask", "rollout (conversations)", "metrics"),
-        BatchKey(
-            "observation_media",
-            (("B",),),
-            "object",
-            "rollout (conversations)",
-            "log-probs, values, update, rollout log",
-        ),
-        BatchKey(
-            "context_starts",
-            (("B",),),
-            "object",
-            "rollout (conversations)",
-            "log-probs, values, update, rollout log",
-        ),
-        BatchKey(
-            "turns", (("B",),), "object", "rollout (conversations)", "reward, advantage, metrics, rollout log"
-        ),
-        BatchKey("contexts", (("B",),), "object", "rollout (conversations)", "rollout log"),
-        BatchKey("stop_reason", (("B",),), "object", "rollout (conversations)", "rollout log"),
-        BatchKey("input_ids", (("B", "T"),), "int64", "rollout", "log-probs, values, update"),
-        BatchKey("attention_mask", (("B", "T"),), "mask", "rollout", "log-probs, values, update"),
-        BatchKey(
-            "position_ids", (("B", "T"), ("B", 4, "T")), "int64", "rollout", "log-probs, values, update"
-        ),
-        BatchKey("rollout_log_probs", (("B", "R"),), "float32", "rollout", "mismatch metrics, correction"),
-        BatchKey("rollout_versions", (("B", "R"),), "int64", "rollout (stream, partial)", "metrics"),
-        BatchKey("drafted_tokens", (("B",),), "int64", "rollout (speculative)", "metrics"),
-        BatchKey("accepted_tokens", (("B",),), "int64", "rollout (speculative)", "metrics"),
-        BatchKey("row_ids", (("B",),), "int64", "collector", "balancing, resampling, update"),
-        BatchKey("rollout_steps", (("B",),), "int64", "collector", "metrics"),
-        BatchKey("sequence_weights", (("B",),), "float32", "collector (early stop)", "update"),
-        BatchKey("reward_baselines", (("B",),), "float32", "collector", "advantage (remax)"),
-        BatchKey("token_level_scores", (("B", "R"),), "float32", "reward", "KL penalty, metrics"),
-        BatchKey("reward_components", (("B", "K"),), "float32", "reward", "advantage (gdpo)"),
-        BatchKey("reward_values", (("B",),), "object", "reward", "rollout log"),
-        BatchKey("accuracies", (("B",),), "float32", "reward", "advantage (prime), update"),
-        BatchKey("old_log_probs", (("B", "R"),), "float32", "actor", "KL penalty, update"),
-        BatchKey("sum_squared_probs", (("B", "R"),), "float32", "actor", "advantage (token baselines)"),
-        BatchKey("expert_choices", (("B", "E"),), "float32", "actor", "update (router's balance)"),
-        BatchKey("rollout_routes", (("B",),), "object", "rollout (mixtures)", "log-probs, update"),
-        BatchKey("old_routes", (("B",),), "object", "actor (`router_replay=r2`)", "update"),
-        BatchKey("route_matches", (("B", 2),), "float32", "actor (mixtures)", "update, metrics"),
-        BatchKey("ref_log_probs", (("B", "R"),), "float32", "reference", "KL penalty, update"),
-        BatchKey("teacher_ids", (("B",),), "int64", "loader", "teachers, update (distillation)"),
-        BatchKey("teacher_prompts", (("B", "Q"),), "int64", "loader", "teachers, update (distillation)"),
-        BatchKey("teacher_prompt_mask", (("B", "Q"),), "mask", "loader", "teachers, update (distillation)"),
-        BatchKey(
-            "teacher_prompt_position_ids",
-            (("B", "Q"), ("B", 4, "Q")),
-            "int64",
-            "loader",
-            "teachers, update (distillation)",
-        ),
-        BatchKey("teacher_media", (("B",),), "object", "loader", "teachers, update (distillation)"),
-        BatchKey(
-            "teacher_log_probs", (("B", "R"),), "float32", "teachers", "advantage, update (distillation)"
-        ),
-        BatchKey("teacher_top_ids", (("B", "R", "Z"),), "int32", "served teachers", "update (distillation)"),
-        BatchKey(
-            "teacher_top_log_probs", (("B", "R", "Z"),), "float32", "served teachers", "update (distillation)"
-        ),
-        BatchKey("full_kl", (("B", "R"),), "float32", "actor and reference", "KL penalty"),
-        BatchKey("values", (("B", "R"),), "float32", "critic", "advantage, update"),
-        BatchKey("prime_ref_log_probs", (("B", "R"),), "float32", "prime", "process rewards, update"),
-        BatchKey("process_rewards", (("B", "R"),), "float32", "prime", "advantage (prime)"),
-        BatchKey("reward_model_scores", (("B",),), "float32", "reward model", "reward"),
-        BatchKey("kept_mask", (("B", "R"),), "mask", "correction", "advantage"),
-        BatchKey("rollout_is_weights", (("B", "R"),), "float32", "correction", "advantage, update"),
-        BatchKey("token_level_rewards", (("B", "R"),), "float32", "KL penalty", "advantage, metrics"),
-        BatchKey("advantages", (("B", "R"),), "float32", "advantage", "update, metrics"),
-        BatchKey("returns", (("B", "R"),), "float32", "advantage", "update, metrics"),
-    )
-}
+
+TABLE = (
+    BatchKey("prompts", "B P", "int64", "loader", "rollout, reward"),
+    BatchKey("prompt_mask", "B P", "mask", "loader", "rollout, reward"),
+    BatchKey("prompt_position_ids", "B P or B 4 P", "int64", "loader", "rollout"),
+    BatchKey("raw_prompt_ids", "B", "object", "loader", "rollout"),
+    BatchKey("prompt_text", "B", "object", "loader", "reward"),
+    BatchKey("prompt_messages", "B", "object", "loader", "reward model"),
+    BatchKey("ground_truth", "B", "object", "loader", "reward"),
+    BatchKey("multi_modal_data", "B", "object", "loader", "rollout, log-probs, values, update"),
+    BatchKey("uid", "B", "object", "collector", "collector, advantage"),
+    BatchKey("responses", "B R", "int64", "rollout", "reward, log-probs, values, update"),
+    BatchKey("response_mask", "B R", "mask", "rollout", "reward, reward model, metrics, rollout log"),
+    BatchKey(
+        "loss_mask",
+        "B R",
+        "mask",
+        "rollout, reward, advantage",
+        "reward, log-probs, values, process rewards, KL penalty, correction, advantage, update, metrics,"
+        " rollout log",
+    ),
+    BatchKey("observation_mask", "B R", "mask", "rollout (conversations)", "metrics"),
+    BatchKey(
+        "observation_media",
+        "B",
+        "object",
+        "rollout (conversations)",
+        "log-probs, values, update, rollout log",
+    ),
+    BatchKey(
+        "context_starts", "B", "object", "rollout (conversations)", "log-probs, values, update, rollout log"
+    ),
+    BatchKey("turns", "B", "object", "rollout (conversations)", "reward, advantage, metrics, rollout log"),
+    BatchKey("contexts", "B", "object", "rollout (conversations)", "rollout log"),
+    BatchKey("stop_reason", "B", "object", "rollout (conversations)", "rollout log"),
+    BatchKey("input_ids", "B T", "int64", "rollout", "log-probs, values, update"),
+    BatchKey("attention_mask", "B T", "mask", "rollout", "log-probs, values, update"),
+    BatchKey("position_ids", "B T or B 4 T", "int64", "rollout", "log-probs, values, update"),
+    BatchKey("rollout_log_probs", "B R", "float32", "rollout", "mismatch metrics, correction"),
+    BatchKey("rollout_versions", "B R", "int64", "rollout (stream, partial)", "metrics"),
+    BatchKey("drafted_tokens", "B", "int64", "rollout (speculative)", "metrics"),
+    BatchKey("accepted_tokens", "B", "int64", "rollout (speculative)", "metrics"),
+    BatchKey("row_ids", "B", "int64", "collector", "balancing, resampling, update"),
+    BatchKey("rollout_steps", "B", "int64", "collector", "metrics"),
+    BatchKey("sequence_weights", "B", "float32", "collector (early stop)", "update"),
+    BatchKey("reward_baselines", "B", "float32", "collector", "advantage (remax)"),
+    BatchKey("token_level_scores", "B R", "float32", "reward", "KL penalty, metrics"),
+    BatchKey("reward_components", "B K", "float32", "reward", "advantage (gdpo)"),
+    BatchKey("reward_values", "B", "object", "reward", "rollout log"),
+    BatchKey("accuracies", "B", "float32", "reward", "advantage (prime), update"),
+    BatchKey("old_log_probs", "B R", "float32", "actor", "KL penalty, update"),
+    BatchKey("sum_squared_probs", "B R", "float32", "actor", "advantage (token baselines)"),
+    BatchKey("expert_choices", "B E", "float32", "actor", "update (router's balance)"),
+    BatchKey("rollout_routes", "B", "object", "rollout (mixtures)", "log-probs, update"),
+    BatchKey("old_routes", "B", "object", "actor (`router_replay=r2`)", "update"),
+    BatchKey("route_matches", "B 2", "float32", "actor (mixtures)", "update, metrics"),
+    BatchKey("ref_log_probs", "B R", "float32", "reference", "KL penalty, update"),
+    BatchKey("teacher_ids", "B", "int64", "loader", "teachers, update (distillation)"),
+    BatchKey("teacher_prompts", "B Q", "int64", "loader", "teachers, update (distillation)"),
+    BatchKey("teacher_prompt_mask", "B Q", "mask", "loader", "teachers, update (distillation)"),
+    BatchKey(
+        "teacher_prompt_position_ids", "B Q or B 4 Q", "int64", "loader", "teachers, update (distillation)"
+    ),
+    BatchKey("teacher_media", "B", "object", "loader", "teachers, update (distillation)"),
+    BatchKey("teacher_log_probs", "B R", "float32", "teachers", "advantage, update (distillation)"),
+    BatchKey("teacher_top_ids", "B R Z", "int32", "served teachers", "update (distillation)"),
+    BatchKey("teacher_top_log_probs", "B R Z", "float32", "served teachers", "update (distillation)"),
+    BatchKey("full_kl", "B R", "float32", "actor and reference", "KL penalty"),
+    BatchKey("values", "B R", "float32", "critic", "advantage, update"),
+    BatchKey("prime_ref_log_probs", "B R", "float32", "prime", "process rewards, update"),
+    BatchKey("process_rewards", "B R", "float32", "prime", "advantage (prime)"),
+    BatchKey("reward_model_scores", "B", "float32", "reward model", "reward"),
+    BatchKey("kept_mask", "B R", "mask", "correction", "advantage"),
+    BatchKey("rollout_is_weights", "B R", "float32", "correction", "advantage, update"),
+    BatchKey("token_level_rewards", "B R", "float32", "KL penalty", "advantage, metrics"),
+    BatchKey("advantages", "B R", "float32", "advantage", "update, metrics"),
+    BatchKey("returns", "B R", "float32", "advantage", "update, metrics"),
+)
+BATCH_KEYS: dict[str, BatchKey] = {row.name: row for row in TABLE}
 
 
 def check_columns(columns: Mapping[str, Tensor | np.ndarray], num_rows: int) -> None:
     """Raise unless the columns of a batch match `BATCH_KEYS`; keys outside of the table pass."""
     sizes: dict[str, tuple[int, str]] = {"B": (num_rows, "the batch")}
     rows = [row for name, row in BATCH_KEYS.items() if name in columns]
-    rows.sort(key=lambda row: "T" in row.dims[0])  # after the keys that define P and R
+    rows.sort(key=lambda row: "T" in row.shapes)  # after the keys that define P and R
     for row in rows:
         value = columns[row.name]
         _check_dtype(row, value)
@@ -178,19 +159,19 @@ def _check_shape(row: BatchKey, shape: tuple[int, ...], sizes: dict[str, tuple[i
     """Check a shape; `sizes` collects the size of each letter and the key that defined it."""
     if "P" in sizes and "R" in sizes:
         sizes["T"] = (sizes["P"][0] + sizes["R"][0], f"{sizes['P'][1]} and {sizes['R'][1]}")
-    expected = f"`{row.name}` must have shape " + " or ".join(
-        "(" + ", ".join(map(str, dims)) + ")" for dims in row.dims
-    )
+    shown = " or ".join(f"({', '.join(dims)})" for dims in row.dims)
+    expected = f"`{row.name}` must have shape {shown}"
     fitting = [dims for dims in row.dims if len(dims) == len(shape)]
     if not fitting:
         raise BatchError(f"{expected}, got {shape}")
     for dim, size in zip(fitting[0], shape, strict=True):
-        if isinstance(dim, int) and size != dim:
-            raise BatchError(f"{expected}, got {shape}")
-        if isinstance(dim, str):
-            wanted, source = sizes.setdefault(dim, (size, f"`{row.name}`"))
-            if size != wanted:
-                raise BatchError(f"{expected} with {dim} = {wanted} from {source}, got {shape}")
+        if dim.isdigit():
+            if size != int(dim):
+                raise BatchError(f"{expected}, got {shape}")
+            continue
+        wanted, source = sizes.setdefault(dim, (size, f"`{row.name}`"))
+        if size != wanted:
+            raise BatchError(f"{expected} with {dim} = {wanted} from {source}, got {shape}")
 
 
 def _check_values(row: BatchKey, value: Tensor | np.ndarray) -> None:

@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from verl.algorithms.rollout_correction import (
-    RolloutCorrection,
     correction_metrics,
     importance_weights,
     rejection_mask,
@@ -22,8 +21,7 @@ TRAINER = ROLLOUT + torch.tensor(RATIOS).log()
 
 
 def spec(importance_sampling=None, threshold="100", normalize=False, rejections=None, thresholds=None):
-    options = RolloutCorrectionConfig(importance_sampling, threshold, normalize, rejections, thresholds)
-    return RolloutCorrection.of(options)
+    return RolloutCorrectionConfig(importance_sampling, threshold, normalize, rejections, thresholds)
 
 
 def weights(*arguments):
@@ -268,4 +266,4 @@ def test_any_mask_dtype_works(mask):
 )
 def test_invalid_options_are_named(arguments, message):
     with pytest.raises(ValueError, match=f"`algorithm.rollout_correction.{message}"):
-        spec(*arguments)
+        correction_metrics(TRAINER, ROLLOUT, MASK, spec(*arguments))

@@ -31,7 +31,6 @@ OCCURRENCES: dict[str, dict[str, tuple[str, str]]] = {
     "verl/diffusion/step_forward.py": {"loss_mask": (COUNTS, "log-probs, update")},
     "verl/trainer/core_algos.py": {"loss_mask": (COUNTS, "KL penalty, correction, advantage")},
     "verl/trainer/extensions/algorithms.py": {"response_mask": (TINY, ""), "loss_mask": (TINY, "")},
-    "verl/trainer/extensions/term_checks.py": {"loss_mask": (TINY, "")},
     "verl/trainer/kinds/pictures.py": {"loss_mask": (WRITES, "")},
     "verl/trainer/metrics.py": {
         "response_mask": (WHOLE, "metrics"),

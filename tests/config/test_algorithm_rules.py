@@ -61,6 +61,7 @@ def test_verls_names_of_estimators_are_accepted(minimal, verls, ours):
 
 CORRECTION = "algorithm.rollout_correction"
 EARLY, FILTER = "algorithm.early_stop.after", "algorithm.online_filtering=true"
+ADAPTIVE = "worker.actor.adaptive_entropy"
 TURNS = "worker.rollout.multi_turn"
 LONE = [
     "gae",
@@ -116,8 +117,16 @@ LONE = [
             [EARLY, "must be null", "mode=partial", "one_step_off"],
         ),
         (
-            ["worker.actor.adaptive_entropy.enabled=true", "worker.actor.entropy_coef=0.1"],
+            [f"{ADAPTIVE}.enabled=true", "worker.actor.entropy_coef=0.1"],
             ["worker.actor.entropy_coef", "(0.1)", "max_entropy_coef", "(0.005)"],
+        ),
+        (
+            [
+                f"{ADAPTIVE}.enabled=true",
+                f"{ADAPTIVE}.min_entropy_coef=0.002",
+                "worker.actor.entropy_coef=0.001",
+            ],
+            ["worker.actor.entropy_coef", "(0.001)", "min_entropy_coef", "(0.002)"],
         ),
         (["worker.actor.clip_cov_lb=6.0"], ["clip_cov_lb", "must be below", "clip_cov_ub"]),
         ([f"{CORRECTION}.rollout_is_threshold=0.5"], [f"{CORRECTION}.rollout_is_threshold", "'0.5'"]),

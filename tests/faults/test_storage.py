@@ -11,6 +11,7 @@ import pytest
 
 from tests.faults.runs import Run, assert_same
 from verl.checkpoint.tracker import checkpoint_to_resume, read_record
+from verl.config.trainer import RunConfig
 
 pytestmark = pytest.mark.faults
 DISK_MIB = 100
@@ -56,7 +57,8 @@ def test_a_run_on_a_full_disk_continues_and_saves_when_there_is_room(
     assert len(run.steps) == len(undisturbed)
     assert read_record(kept).last_global_step == 6
     assert not (kept / "global_step_4").exists()
-    checkpoint_to_resume(kept, kept / "global_step_2", find_last=False)  # raises if it is not whole
+    begun = RunConfig(save_checkpoint_path=str(kept), load_checkpoint_path=str(kept / "global_step_2"))
+    checkpoint_to_resume(begun)  # raises if it is not whole
     record(
         "the disk is full when a checkpoint is due",
         again=0, noticed_s=run.noticed_s("could not be written"), went_on_s=run.went_on_s(),

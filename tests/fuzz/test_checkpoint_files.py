@@ -20,6 +20,7 @@ from verl.checkpoint.tracker import (
     find_last_checkpoint,
     read_record,
 )
+from verl.config.trainer import RunConfig
 
 names = st.sampled_from(
     [
@@ -113,7 +114,9 @@ def test_a_damaged_tracker_file_leads_to_a_complete_checkpoint_or_an_error_with_
 
     try:
         found = check_reads_or_names(
-            lambda: checkpoint_to_resume(run, None, True), run / TRACKER, TRACKER_REMEDIES
+            lambda: checkpoint_to_resume(RunConfig(save_checkpoint_path=str(run))),
+            run / TRACKER,
+            TRACKER_REMEDIES,
         )
     finally:
         (run / TRACKER).write_bytes(original)
@@ -143,7 +146,11 @@ def test_a_damaged_manifest_is_read_or_refused_with_its_path(run, data):
     path.write_bytes(damaged(original, data))
 
     try:
-        check_reads_or_names(lambda: checkpoint_to_resume(run, None, True), run / "global_step_4", REMEDIES)
+        check_reads_or_names(
+            lambda: checkpoint_to_resume(RunConfig(save_checkpoint_path=str(run))),
+            run / "global_step_4",
+            REMEDIES,
+        )
     finally:
         path.write_bytes(original)
 

@@ -9,7 +9,7 @@ from verl.config.schema import ConfigError, load_config
 from verl.models.tiny import save_tiny_model
 from verl.planning.planned_run import planned_ppo
 from verl.planning.report import dry_run_memory
-from verl.trainer.model_checks import check_divided_experts
+from verl.trainer.model_checks import check_models
 
 SIZE = "worker.actor.fsdp.expert_parallel_size"
 
@@ -44,7 +44,7 @@ def load(folders, model, *options):
 
 
 def check(folders, model, *options):
-    check_divided_experts(planned_ppo(load(folders, model, *options)))
+    check_models(planned_ppo(load(folders, model, *options)))
 
 
 def taught_by(folders, model, *options):

@@ -9,7 +9,7 @@ from verl.config.ppo import PPOConfig
 from verl.config.schema import ConfigError, load_config
 from verl.models.tiny import save_tiny_model
 from verl.planning.planned_run import planned_ppo
-from verl.trainer.model_checks import check_trained_models
+from verl.trainer.model_checks import check_models
 
 PRIME = {"algorithm.adv_estimator": "prime", "worker.prime.model.model_path": "model"}
 
@@ -54,4 +54,4 @@ def test_a_pattern_of_the_process_reward_model_that_matches_nothing_is_found_bef
     config = load_config(PPOConfig, [*prime, f"{lora}.rank=8", f"{lora}.target_modules=qproj"])
 
     with pytest.raises(ValueError, match=rf"`{lora}.target_modules` \(qproj\) matches no linear module"):
-        check_trained_models(planned_ppo(config))
+        check_models(planned_ppo(config))

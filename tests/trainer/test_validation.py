@@ -162,7 +162,7 @@ def test_training_continues_with_a_warning_after_a_validation_without_any_score(
 
     trainer = SimpleNamespace(
         validator=SimpleNamespace(
-            has_prompts=True, sample=unscored.sample, measure=unscored.measure, samples=[], recorded=None
+            loader=[], sample=unscored.sample, measure=unscored.measure, samples=[], recorded=None
         ),
         sampling=SimpleNamespace(current=unscored.sampler.engines.awake),
         run_state=SimpleNamespace(step=3, record_score=refuse),

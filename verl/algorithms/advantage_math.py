@@ -32,13 +32,6 @@ class Sequences(NamedTuple):
     group_ids: Tensor  # (B,) int64
 
 
-class TopTwo(NamedTuple):
-    """The two largest values of each group; -inf for a missing one."""
-
-    first: Tensor  # (G,)
-    second: Tensor  # (G,), equal to the first for a tie
-
-
 def response_tokens(inputs: AdvantageInputs) -> Tensor:
     """Check the shapes and return the response mask as (B, R) bool."""
     check_same_shape(token_level_rewards=inputs.token_level_rewards, response_mask=inputs.response_mask)
@@ -193,8 +186,8 @@ def group_z_scores(values: Tensor, sequences: Sequences, divide_by_std: bool) ->
     return distances / (stds + STD_EPS) if divide_by_std else distances
 
 
-def top_two(values: Tensor, sequences: Sequences) -> TopTwo:
-    """Find the two largest values (B,) of each group."""
+def top_two(values: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
+    """Find the two largest values (B,) of each group, (G,) each; equal for a tie, -inf for a missing one."""
     ids = sequences.group_ids
     values = torch.where(sequences.lengths > 0, values, -torch.inf)
     lowest = torch.full_like(torch.bincount(ids), -torch.inf, dtype=values.dtype)  # (G,)
@@ -202,7 +195,7 @@ def top_two(values: Tensor, sequences: Sequences) -> TopTwo:
     is_first = values == first[ids]
     rest = lowest.scatter_reduce(0, ids, torch.where(is_first, -torch.inf, values), "amax")
     is_shared = torch.bincount(ids, weights=is_first.double()) > 1
-    return TopTwo(first, torch.where(is_shared, first, rest))
+    return first, torch.where(is_shared, first, rest)
 
 
 def row_blocks(tensor: Tensor) -> list[slice]:

@@ -28,9 +28,7 @@ class AdvantageInputs:
     turn_gamma: float = 1.0  # discount factor for each turn of a conversation
     lam: float = 1.0  # weight of later rewards relative to the critic's values; gae and turn_gae
     values: Tensor | None = None  # (B, R) float32, the critic's; gae and turn_gae
-    turn_ids: Tensor | None = (
-        None  # (B, R) int64, number of each token's turn, from 0; turn_grpo and turn_gae
-    )
+    turn_ids: Tensor | None = None  # (B, R) int64, each token's turn, from 0; turn_grpo and turn_gae
     reward_baselines: Tensor | None = None  # (B,) float32, score of the prompt's greedy response; remax
     reward_components: Tensor | None = None  # (B, K) float32, parts of the score; gdpo
     reward_weights: Tensor | None = None  # (K,) float32, default 1; gdpo

@@ -4,7 +4,7 @@
 import math
 
 from verl.config.algorithm import AlgorithmConfig
-from verl.config.worker import ActorConfig
+from verl.config.worker import ActorConfig, AdaptiveEntropyConfig
 
 MAX_RELATIVE_ERROR = 0.2  # the adaptive controller moves the coefficient slowly
 
@@ -78,21 +78,14 @@ class AdaptiveEntropyController:
         c <- clip(c - delta, minimum, maximum)    after any other step
         coef = c while the last entropy was below the target, else 0
 
-    Before the first step coef is c.
+    Before the first step coef is c, from the minimum to the maximum.
 
     Source: Skywork Open Reasoner 1 Technical Report, adaptive entropy control
     (https://arxiv.org/abs/2505.22312).
     """
 
-    def __init__(self, coef: float, target: float, delta: float, maximum: float, minimum: float) -> None:
-        if not minimum <= coef <= maximum:
-            raise ValueError(
-                f"`worker.actor.entropy_coef` ({coef}) must lie between"
-                f" `worker.actor.adaptive_entropy.min_entropy_coef` ({minimum}) and"
-                f" `worker.actor.adaptive_entropy.max_entropy_coef` ({maximum})"
-            )
-        self.target, self.delta = target, delta  # nats per token, change per step
-        self.maximum, self.minimum = maximum, minimum
+    def __init__(self, coef: float, options: AdaptiveEntropyConfig) -> None:
+        self.options = options
         self._reached = coef
         self._is_needed = True
 
@@ -103,9 +96,11 @@ class AdaptiveEntropyController:
     def update(self, entropy: float) -> None:  # mean nats per response token
         if math.isnan(entropy):  # all updates of the step were skipped
             return
-        self._is_needed = entropy < self.target
-        change = self.delta if self._is_needed else -self.delta
-        self._reached = min(max(self._reached + change, self.minimum), self.maximum)
+        options = self.options
+        self._is_needed = entropy < options.target_entropy
+        change = options.delta_entropy_coef if self._is_needed else -options.delta_entropy_coef
+        lowest, highest = options.min_entropy_coef, options.max_entropy_coef
+        self._reached = min(max(self._reached + change, lowest), highest)
 
     def state_dict(self) -> dict[str, float]:
         return {"entropy_coef": self._reached, "entropy_is_needed": float(self._is_needed)}
@@ -132,13 +127,6 @@ def get_kl_controller(algorithm: AlgorithmConfig) -> KLController:
 
 
 def get_entropy_controller(actor: ActorConfig) -> EntropyController:
-    adaptive = actor.adaptive_entropy
-    if not adaptive.enabled:
+    if not actor.adaptive_entropy.enabled:
         return FixedEntropyController(actor.entropy_coef)
-    return AdaptiveEntropyController(
-        actor.entropy_coef,
-        adaptive.target_entropy,
-        adaptive.delta_entropy_coef,
-        adaptive.max_entropy_coef,
-        adaptive.min_entropy_coef,
-    )
+    return AdaptiveEntropyController(actor.entropy_coef, actor.adaptive_entropy)

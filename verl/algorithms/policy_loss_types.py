@@ -66,13 +66,6 @@ class PolicyTerms(NamedTuple):
     mask: Tensor
 
 
-class Surrogate(NamedTuple):
-    """The clipped surrogate loss, in the shape of its inputs."""
-
-    per_token: Tensor
-    is_clipped: Tensor  # bool; the bound increases the loss, so the token has no gradient
-
-
 def policy_terms(inputs: PolicyLossInputs) -> PolicyTerms:
     """Return log-probs, ratios and advantages with the padding zeroed, after checking shapes."""
     check_same_shape(
@@ -91,11 +84,14 @@ def policy_terms(inputs: PolicyLossInputs) -> PolicyTerms:
     return PolicyTerms(log_probs, old_log_probs, log_ratio, ratio, advantages, inputs.response_mask)
 
 
-def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Surrogate:
-    """`max(-A ratio, -A clip(ratio, 1 - low, 1 + high))`: PPO, equation 7 (https://arxiv.org/abs/1707.06347)."""
+def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+    """`max(-A ratio, -A clip(ratio, 1 - low, 1 + high))`, and where the bound is active (no gradient), bool.
+
+    Source: PPO, equation 7 (https://arxiv.org/abs/1707.06347).
+    """
     unclipped = -advantages * ratio
     at_bounds = -advantages * ratio.clamp(1 - low, 1 + high)
-    return Surrogate(torch.maximum(unclipped, at_bounds), at_bounds > unclipped)
+    return torch.maximum(unclipped, at_bounds), at_bounds > unclipped
 
 
 def dual_clipped_surrogate(terms: PolicyTerms, ratio: Tensor, inputs: PolicyLossOptions) -> PolicyLoss:

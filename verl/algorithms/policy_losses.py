@@ -110,8 +110,8 @@ def clip_cov(inputs: PolicyLossInputs) -> PolicyLoss:
     Source: "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models", section 4.2
     (https://arxiv.org/abs/2505.22617).
     """
-    selected = _selected(inputs, "clip_cov")
     terms = policy_terms(inputs)
+    selected = _selected(inputs, "clip_cov")
     surrogate, is_clipped = clipped_surrogate(
         terms.ratio, terms.advantages, inputs.clip_ratio_low, inputs.clip_ratio_high
     )
@@ -132,8 +132,8 @@ def kl_cov(inputs: PolicyLossInputs) -> PolicyLoss:
     Source: "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models", section 4.2
     (https://arxiv.org/abs/2505.22617).
     """
-    selected = _selected(inputs, "kl_cov")
     terms = policy_terms(inputs)
+    selected = _selected(inputs, "kl_cov")
     penalty = (inputs.ppo_kl_coef * terms.log_ratio.abs()).masked_fill(~selected, 0)
     return policy_loss(terms, -terms.advantages * terms.ratio + penalty, kl_cov_frac=selected)
 
@@ -233,5 +233,4 @@ def _selected(inputs: PolicyLossInputs, name: str) -> Tensor:  # (B, R) bool
             f"`worker.actor.loss_type` {name} needs `selected`: the tokens that"
             f" `TOKEN_SELECTIONS[{name!r}]` chose over the whole mini batch"
         )
-    check_same_shape(selected=inputs.selected, response_mask=inputs.response_mask)
     return inputs.selected.bool() & (inputs.response_mask != 0)

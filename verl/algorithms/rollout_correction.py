@@ -13,7 +13,6 @@ Source: "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"
 """
 
 import math
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -25,37 +24,10 @@ from verl.config.rollout_correction import Bounds, Rejection, parse_bounds, pars
 from verl.utils.masking import check_same_shape
 
 SECTION = "algorithm.rollout_correction"
-CUT_AT_TWO = Bounds(lower=None, upper=2.0)
-
-
-@dataclass(frozen=True)
-class RolloutCorrection:
-    """Correction of the mismatch; by default it is only measured.
-
-    Example::
-
-        spec = RolloutCorrection.of(config.algorithm.rollout_correction)
-        weights = importance_weights(old_log_probs, rollout_log_probs, mask, spec)  # (B, R)
-        mask = rejection_mask(old_log_probs, rollout_log_probs, mask, spec)  # (B, R)
-    """
-
-    importance_sampling: str | None = None  # "token", "sequence" or None: no weights
-    bounds: Bounds = CUT_AT_TWO
-    batch_normalize: bool = False  # divide weights by their mean over the batch
-    rejections: tuple[Rejection, ...] = ()
-
-    @classmethod
-    def of(cls, options: RolloutCorrectionConfig) -> "RolloutCorrection":
-        return cls(
-            options.rollout_is,
-            parse_bounds(options.rollout_is_threshold, f"{SECTION}.rollout_is_threshold"),
-            options.rollout_is_batch_normalize,
-            parse_rejections(options.rollout_rs, options.rollout_rs_threshold, SECTION),
-        )
 
 
 def importance_weights(
-    log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, spec: RolloutCorrection
+    log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, options: RolloutCorrectionConfig
 ) -> Tensor:
     """Weights of the tokens' losses that correct for sampling from another policy, without gradient.
 
@@ -63,25 +35,25 @@ def importance_weights(
         sequence:  w[i,t] = exp(sum_s m[i,s] l[i,s])    the same for each token of sequence i
 
     An upper bound alone truncates: min(w, upper). With two bounds, weights outside become zero (IcePop).
-    `batch_normalize` then divides by the mean. Without importance sampling the weights are the mask.
+    `rollout_is_batch_normalize` then divides by the mean. Without `rollout_is` the weights are the mask.
 
     Source: truncation as in the module; IcePop: "Every Step Evolves" (https://arxiv.org/abs/2510.18855).
     """
     tokens = _Tokens.of(log_probs, rollout_log_probs, mask)
-    if spec.importance_sampling is None:
+    level = options.rollout_is
+    if level is None:
         return tokens.keep.float()
-    raw = _raw_weights(tokens, spec.importance_sampling)  # (N,) or (B,)
-    weights = _bounded(raw, spec.bounds)
-    if spec.batch_normalize:
-        mean = _mean_weight(weights, tokens, spec.importance_sampling)
+    weights = _bounded(_raw_weights(tokens, level), _bounds(options))  # (N,) or (B,)
+    if options.rollout_is_batch_normalize:
+        mean = _mean_weight(weights, tokens, level)
         weights = torch.where(mean > 0, weights / mean, weights)
-    if spec.importance_sampling == "sequence":
+    if level == "sequence":
         weights = tokens.spread(weights)  # (N,)
     return tokens.unpack(weights.float())
 
 
 def rejection_mask(
-    log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, spec: RolloutCorrection
+    log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, options: RolloutCorrectionConfig
 ) -> Tensor:
     """The response mask, (B, R) int64, without rejected tokens and sequences.
 
@@ -96,13 +68,13 @@ def rejection_mask(
     """
     tokens = _Tokens.of(log_probs, rollout_log_probs, mask)
     kept = torch.ones_like(tokens.log_ratio, dtype=torch.int64)  # (N,)
-    for rejection in spec.rejections:
+    for rejection in _rejections(options):
         kept *= _within(tokens, rejection)
     return tokens.unpack(kept)
 
 
 def correction_metrics(
-    log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, spec: RolloutCorrection
+    log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, options: RolloutCorrectionConfig
 ) -> dict[str, float]:
     """Measure the mismatch and the effect of the correction; empty without a response token.
 
@@ -113,10 +85,10 @@ def correction_metrics(
     if not len(tokens.log_ratio):
         return {}
     metrics = _difference_metrics(tokens, log_probs.detach()[tokens.keep].double())
-    if spec.importance_sampling is not None:
-        metrics |= _weight_metrics(tokens, spec, spec.importance_sampling)
-    if spec.rejections:
-        metrics |= _rejection_metrics(tokens, spec.rejections)
+    if options.rollout_is is not None:
+        metrics |= _weight_metrics(tokens, options, options.rollout_is)
+    if rejections := _rejections(options):
+        metrics |= _rejection_metrics(tokens, rejections)
     names, values = zip(*metrics.items(), strict=True)
     numbers = torch.stack([value.double() for value in values]).tolist()
     return {f"rollout_corr/{name}": number for name, number in zip(names, numbers, strict=True)}
@@ -155,6 +127,14 @@ class _Tokens(NamedTuple):
     def unpack(self, values: Tensor) -> Tensor:
         """Undo the concatenation: (N,) to (B, R), zero outside of the mask."""
         return values.new_zeros(self.keep.shape).masked_scatter_(self.keep, values)
+
+
+def _bounds(options: RolloutCorrectionConfig) -> Bounds:
+    return parse_bounds(options.rollout_is_threshold, f"{SECTION}.rollout_is_threshold")
+
+
+def _rejections(options: RolloutCorrectionConfig) -> tuple[Rejection, ...]:
+    return parse_rejections(options.rollout_rs, options.rollout_rs_threshold, SECTION)
 
 
 def _raw_weights(tokens: _Tokens, level: str) -> Tensor:
@@ -223,13 +203,14 @@ def _difference_metrics(tokens: _Tokens, log_probs: Tensor) -> dict[str, Tensor]
     }
 
 
-def _weight_metrics(tokens: _Tokens, spec: RolloutCorrection, level: str) -> dict[str, Tensor]:
+def _weight_metrics(tokens: _Tokens, options: RolloutCorrectionConfig, level: str) -> dict[str, Tensor]:
     """Statistics of the weights before the bounds, () each."""
     raw = _raw_weights(tokens, level)  # (N,) or (B,)
     weights = (tokens.spread(raw) if level == "sequence" else raw).double()  # (N,)
     by_sequence = tokens.means(weights)[tokens.lengths > 0]  # (sequences,)
-    upper = spec.bounds.upper
-    lower = 1 / upper if spec.bounds.lower is None else spec.bounds.lower
+    bounds = _bounds(options)
+    upper = bounds.upper
+    lower = 1 / upper if bounds.lower is None else bounds.lower
     high, low = (weights > upper).double().mean(), (weights < lower).double().mean()
     metrics = {
         **_statistics("rollout_is_", weights),
@@ -242,8 +223,8 @@ def _weight_metrics(tokens: _Tokens, spec: RolloutCorrection, level: str) -> dic
         "rollout_is_seq_fraction_high": (by_sequence > upper).double().mean(),
         "rollout_is_seq_fraction_low": (by_sequence < lower).double().mean(),
     }
-    if spec.batch_normalize:
-        metrics["rollout_is_batch_norm_factor"] = _mean_weight(_bounded(raw, spec.bounds), tokens, level)
+    if options.rollout_is_batch_normalize:
+        metrics["rollout_is_batch_norm_factor"] = _mean_weight(_bounded(raw, bounds), tokens, level)
     return metrics
 
 

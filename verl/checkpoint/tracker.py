@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from verl.checkpoint.manifest import STEP_FOLDER, check_digests, is_whole, read_manifest, remedy, write_json
+from verl.config.trainer import RunConfig
 
 logger = logging.getLogger(__name__)
 
@@ -138,17 +139,15 @@ def find_last_checkpoint(root: Path | str) -> Path | None:
     return folder
 
 
-def checkpoint_to_resume(
-    root: Path | str, load_checkpoint_path: Path | str | None, find_last: bool
-) -> Path | None:
+def checkpoint_to_resume(trainer: RunConfig) -> Path | None:
     """Return the checkpoint to resume from, after verifying all of its files; None to start from scratch.
 
-    `load_checkpoint_path` takes precedence over the newest checkpoint in `root`.
+    `trainer.load_checkpoint_path` takes precedence over the newest checkpoint in the run's folder.
     """
-    if load_checkpoint_path is not None:
-        folder = Path(load_checkpoint_path)
-    elif find_last:
-        folder = find_last_checkpoint(root)
+    if trainer.load_checkpoint_path is not None:
+        folder = Path(trainer.load_checkpoint_path)
+    elif trainer.find_last_checkpoint:
+        folder = find_last_checkpoint(trainer.checkpoint_folder)
     else:
         return None
     if folder is not None:

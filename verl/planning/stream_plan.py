@@ -25,12 +25,12 @@ with `max_staleness=0`, it takes version 3 only: a and b are dropped, and c leav
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 NO_WEIGHTS = -1  # version of an engine that has just joined
 
 
-@dataclass(frozen=True, order=True)
-class GroupId:
+class GroupId(NamedTuple):
     """A prompt with its responses; the order is that of age."""
 
     version: int  # of the weights that began it

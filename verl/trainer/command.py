@@ -23,7 +23,7 @@ from verl.logger.tracker import check_loggers
 from verl.planning.device_defaults import device_defaults, load_run_config
 from verl.planning.planned_run import PlannedRun
 from verl.planning.report import Describe
-from verl.trainer.run.dry_run import PlanSwitches, dry_run, join_values, read_switches, takes_value
+from verl.trainer.run.dry_run import PlanSwitches, dry_run, read_switches, split_values
 from verl.trainer.run.exit_status import (
     BAD_INPUT,
     FOR_THE_USER,
@@ -72,16 +72,16 @@ class TrainingCommand(Generic[C]):
         """
         outlive_readers()
         repair_cuda_builds()
-        arguments = list(join_values(sys.argv[1:] if arguments is None else arguments))
+        given, arguments = split_values(sys.argv[1:] if arguments is None else arguments)
         overrides = [argument for argument in arguments if not argument.startswith("-")]
         switches = [argument for argument in arguments if argument.startswith("-")]
-        unknown = [name for name in switches if name not in SWITCHES and not takes_value(name)]
+        unknown = [name for name in switches if name not in SWITCHES]
         if unknown:
             hint = dashless(unknown[0], [*arguments, ""][arguments.index(unknown[0]) + 1])
             sys.stderr.write(f"`{unknown[0]}` is not a switch{hint}\n\n{self.usage}")
             return BAD_INPUT
         try:
-            planned = read_switches(switches)
+            planned = read_switches(given, switches)
         except ValueError as error:
             sys.stderr.write(f"{error}\n")
             return BAD_INPUT
@@ -172,9 +172,7 @@ def check_run(trainer: RunConfig, num_serving: int = 0) -> None:
         )
     check_cores(trainer, num_serving)
     check_loggers(trainer.logger)
-    checkpoint_to_resume(
-        trainer.checkpoint_folder, trainer.load_checkpoint_path, trainer.find_last_checkpoint
-    )
+    checkpoint_to_resume(trainer)
 
 
 def check_weights(run: PlannedRun, *, loads: bool = False) -> None:

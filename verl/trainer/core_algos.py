@@ -22,12 +22,7 @@ from verl.algorithms.distillation import distillation_advantages
 from verl.algorithms.kl import KL_ESTIMATORS, kl_divergence
 from verl.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss, PolicyLossInputs, ppo
 from verl.algorithms.resampling import resample, resampling_weights
-from verl.algorithms.rollout_correction import (
-    RolloutCorrection,
-    correction_metrics,
-    importance_weights,
-    rejection_mask,
-)
+from verl.algorithms.rollout_correction import correction_metrics, importance_weights, rejection_mask
 from verl.config.algorithm import AlgorithmConfig, PFPPOConfig, RolloutCorrectionConfig
 from verl.config.distillation import DistillationConfig
 from verl.protocol import DataProto
@@ -74,12 +69,12 @@ def correct_rollouts(
     As far as the options ask for it, adds `kept_mask` (B, R), the loss mask without rejected tokens, and
     `rollout_is_weights` (B, R).
     """
-    tensors, correction = batch.batch, RolloutCorrection.of(options)
-    arguments = (tensors["old_log_probs"], tensors["rollout_log_probs"], tensors["loss_mask"], correction)
+    tensors = batch.batch
+    arguments = (tensors["old_log_probs"], tensors["rollout_log_probs"], tensors["loss_mask"], options)
     added = {}
-    if correction.rejections:
+    if options.rollout_rs is not None:
         added["kept_mask"] = rejection_mask(*arguments)
-    if correction.importance_sampling is not None:
+    if options.rollout_is is not None:
         added["rollout_is_weights"] = importance_weights(*arguments)
     return batch.merge(added), measure_mismatch(batch, options)
 
@@ -88,8 +83,7 @@ def measure_mismatch(batch: DataProto, options: RolloutCorrectionConfig) -> dict
     """Measure the mismatch between the engine that sampled and the trainer, and the effect of `options`."""
     tensors = batch.batch
     mask = tensors["loss_mask"]
-    correction = RolloutCorrection.of(options)
-    return correction_metrics(tensors["old_log_probs"], tensors["rollout_log_probs"], mask, correction)
+    return correction_metrics(tensors["old_log_probs"], tensors["rollout_log_probs"], mask, options)
 
 
 def compute_advantages(batch: DataProto, algorithm: AlgorithmConfig) -> DataProto:

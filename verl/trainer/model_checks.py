@@ -19,19 +19,18 @@ from verl.utils.rank_logger import get_logger
 logger = get_logger(__name__)
 
 
-def check_trained_models(run: PlannedRun) -> None:
-    """Log the trained parameters of each model; raise `ValueError` if a pattern matches nothing."""
+def check_models(run: PlannedRun) -> None:
+    """Log the trained parameters of each model.
+
+    Raises:
+        ValueError: A pattern matches nothing, or the experts cannot be divided as the options say.
+    """
     for planned in run.models:
         if planned.optim is not None:
             shape = check_trained(
                 planned.model, planned.optim, planned.role, planned.head, planned.router_replay
             )
             logger.info("%s: %s", planned.role, shape.trained_text)
-
-
-def check_divided_experts(run: PlannedRun) -> None:
-    """Raise `ValueError` if the experts of a model cannot be divided as its options say."""
-    for planned in run.models:
         check_experts(planned)
 
 

@@ -99,8 +99,7 @@ def prepare_run(
         run = describe(config)
         checks.check_quantized_engine(run, device)
         checks.export_checkpoints(planned.model for planned in run.models)
-        checks.check_trained_models(run)
-        checks.check_divided_experts(run)
+        checks.check_models(run)
     if check is not None:
         with phase("rewards of samples"):
             check()

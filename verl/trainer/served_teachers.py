@@ -13,12 +13,14 @@ from torch import Tensor
 
 from verl.batch_keys import TEACHER_IDS, TEACHER_LOG_PROBS, TEACHER_TOP_IDS, TEACHER_TOP_LOG_PROBS
 from verl.config.distillation import TEACHERS, DistillationLossConfig
-from verl.protocol import DataProto
+from verl.protocol import DataProto, prompt_lengths
 from verl.rewards.graders.endpoint import Endpoint
 from verl.rewards.turns import MAX_FLOAT32
 
 MAX_ID = 2**31 - 1  # of int32
 ROUNDING = 1e-3  # a log-prob of 0 that was computed in low precision may be above it
+# In the order of `TokenAnswers`.
+ANSWERED: tuple[str, ...] = (TEACHER_LOG_PROBS, TEACHER_TOP_IDS, TEACHER_TOP_LOG_PROBS)
 MEDIA = ("multi_modal_data", "observation_media")
 
 
@@ -118,7 +120,7 @@ class ServedTeachers:
     """
 
     def __init__(self, teachers: Mapping[int, TeacherModel], loss: DistillationLossConfig) -> None:
-        self.teachers, self.loss = teachers, loss
+        self.teachers = teachers
         self.k = loss.topk if loss.is_top else 0
 
     def add_to(self, batch: DataProto) -> DataProto:
@@ -135,8 +137,9 @@ class ServedTeachers:
         columns = self._columns(batch)
         answers = asyncio.run(self._ask(batch, own))
         for row, given in zip(own, answers, strict=True):
-            for name, values in self._values(given).items():
-                columns[name][row, : len(values)] = values
+            found = dict(zip(ANSWERED, map(torch.from_numpy, given), strict=True))
+            for name, column in columns.items():
+                column[row, : len(found[name])] = found[name]
         return batch.merge(columns, replace=list(columns))
 
     def _columns(self, batch: DataProto) -> dict[str, Tensor]:
@@ -149,23 +152,11 @@ class ServedTeachers:
             TEACHER_TOP_LOG_PROBS: torch.zeros(*shape, self.k),
         }
 
-    def _values(self, given: TokenAnswers) -> dict[str, Tensor]:
-        if not self.k:
-            return {TEACHER_LOG_PROBS: torch.from_numpy(given.log_probs)}
-        return {
-            TEACHER_TOP_IDS: torch.from_numpy(given.top_ids),
-            TEACHER_TOP_LOG_PROBS: torch.from_numpy(given.top_log_probs),
-        }
-
     async def _ask(self, batch: DataProto, own: Mapping[int, TeacherModel]) -> list[TokenAnswers]:
-        tensors, width = batch.batch, batch.batch["responses"].shape[1]
-        masks = tensors["attention_mask"].bool()  # (B, T)
-        starts = masks[:, :-width].sum(-1).tolist()  # lengths of the prompts
+        ids, masks = batch.batch["input_ids"], batch.batch["attention_mask"].bool()  # (B, T)
+        starts = prompt_lengths(batch)
         return await asyncio.gather(
-            *(
-                teacher.ask(tensors["input_ids"][row][masks[row]].tolist(), starts[row], self.k)
-                for row, teacher in own.items()
-            )
+            *(teacher.ask(ids[row][masks[row]].tolist(), starts[row], self.k) for row, teacher in own.items())
         )
 
 

@@ -16,8 +16,8 @@ from typing import Any
 from verl.algorithms.controllers import get_entropy_controller, get_kl_controller
 from verl.algorithms.kl import KLLoss
 from verl.checkpoint.tracker import checkpoint_step
-from verl.config.algorithm import EXACT_KL, AlgorithmConfig
-from verl.config.data import DataConfig, RowsConfig
+from verl.config.algorithm import EXACT_KL
+from verl.config.data import DataConfig
 from verl.config.distillation import DistillationConfig
 from verl.config.ppo import PPOConfig
 from verl.config.sft import SFTConfig
@@ -38,29 +38,22 @@ from verl.planning.step_plan import make_plan, make_sft_plan
 from verl.protocol import DataProto
 from verl.rewards.manager import NoRewardFunction, RewardManager
 from verl.rewards.servers import endpoint_arguments
-from verl.single_controller.ray.resource_pool import ResourcePool
-from verl.single_controller.ray.worker_group import RayWorkerGroup
-from verl.trainer.evaluation.categories import Categories
 from verl.trainer.kinds.text import TextRun
 from verl.trainer.prepare import PreparedRun
-from verl.trainer.prime import PrimeRewards
-from verl.trainer.ray_trainer import RayPPOTrainer
+from verl.trainer.ray_trainer import PrimeRewards, RayPPOTrainer
 from verl.trainer.reward_servers.servers import RewardServers
 from verl.trainer.rollouts.balancing import Balancer
 from verl.trainer.rollouts.collector import RolloutCollector
-from verl.trainer.rollouts.early_stop import check_scored_alone, make_early_stop
+from verl.trainer.rollouts.early_stop import check_scored_alone
 from verl.trainer.rollouts.engines import Engines, OwnEngines, SharedEngines
-from verl.trainer.rollouts.group_filter import make_group_filter, make_quota
 from verl.trainer.rollouts.group_stream import PartialRollouts
-from verl.trainer.rollouts.sampler import Sampler
 from verl.trainer.rollouts.schedule import InTurn, OneStepAhead, Schedule
 from verl.trainer.rollouts.stream import Stream
 from verl.trainer.run.checkpointing import PPORunState, RunState, done_before
 from verl.trainer.run.resuming import check_resume, origin_of
-from verl.trainer.served_teachers import ServedTeachers
+from verl.trainer.served_teachers import ServedTeachers, TeacherModel
 from verl.trainer.sft_trainer import SFTTrainer
 from verl.trainer.start_workers import start_workers, start_workers_and_engines
-from verl.trainer.validation import Validator
 from verl.workers.run_options import ModelRunOptions, RunOptions
 from verl.workers.sft_worker import SFTWorker
 
@@ -71,7 +64,7 @@ def build_trainer(run: PreparedRun[PPOConfig], stack: ExitStack) -> RayPPOTraine
     Raises:
         ValueError: Data, template or reward function cannot be used.
     """
-    config, pool, processes = run
+    config, pool = run.config, run.pool
     data, worker, algorithm, trainer = config.data, config.worker, config.algorithm, config.trainer
     folder, kind = Path(trainer.checkpoint_folder), kind_of(data, worker, trainer)
     with phase("data"):
@@ -88,27 +81,24 @@ def build_trainer(run: PreparedRun[PPOConfig], stack: ExitStack) -> RayPPOTraine
     rows = data.rollout_batch_size
     steps = make_plan(config, num_rows(loaders), done_before(checkpoint, rows)).training_steps or 0
     options = ppo_options(
-        model_options(pool, steps, data, config.distillation, media, cache), data, algorithm, config.models,
-        has_old_pass=StepNeeds.of(config).old_pass, tools=readers.tools,
+        run, model_options(run, steps, media, cache), config.models, readers.tools,
         in_lockstep=trainer.async_training.deterministic,
     )  # fmt: skip
     servers.start_own()
-    workers, engines = start_workers_and_engines(
-        stack, pool, processes, kind.worker_class, worker, trainer, options, config.num_devices
-    )
+    workers, engines = start_workers_and_engines(run, stack, kind.worker_class, options)
     servers.start_shared_and_wait(workers.processes)
     tracker = stack.enter_context(open_tracker(config, steps, checkpoint))
 
     rollout_log = kind.rollout_log(readers)
     sampler = kind.sampler(engines, reward, readers, tracker, rollout_log)
     mini_batches = {role: section.global_batch_size for role, section in config.trained_roles.items()}
-    collector = make_collector(sampler, loaders.train, mini_batches, data, algorithm, trainer, worker.reward)
+    collector = kind.collector(sampler, endless(loaders.train), mini_batches.values(), algorithm)
     at_once = worker.rollout.sequences_at_once(is_gpu(pool.device))
     sampling = make_schedule(engines, collector, trainer.async_training, steps, at_once)
     balancer = Balancer(config.dp_size, worker.rollout.n, mini_batches, worker.actor.share_prompt)
     prime = [PrimeRewards(workers, balancer, worker.prime.update)] if algorithm.use_prime else []
     stages = [*prime, *([servers.metrics] if servers.models else [])]
-    validator = make_validator(sampler, workers, loaders.val, data, worker, trainer, config.dp_size)
+    validator = kind.validator(sampler, workers, loaders.val, config.dp_size)
     controllers = get_kl_controller(algorithm), get_entropy_controller(worker.actor)
     run_state = PPORunState(trainer, steps, rows, *controllers, workers, loaders.train, sampling, origin)
     teachers = open_served_teachers(config.distillation, servers)
@@ -119,7 +109,7 @@ def build_trainer(run: PreparedRun[PPOConfig], stack: ExitStack) -> RayPPOTraine
 
 def build_sft_trainer(run: PreparedRun[SFTConfig], stack: ExitStack) -> SFTTrainer:
     """Open the data of a fine-tuning run and start its workers, as `build_trainer` does."""
-    config, pool, processes = run
+    config = run.config
     data, worker, trainer = config.data, config.worker, config.trainer
     folder = Path(trainer.checkpoint_folder)
     with phase("data"):
@@ -135,8 +125,8 @@ def build_sft_trainer(run: PreparedRun[SFTConfig], stack: ExitStack) -> SFTTrain
     plan = make_sft_plan(config, num_rows(loaders), done_before(checkpoint, rows))
     training_steps = plan.training_steps or 0
 
-    options = model_options(pool, training_steps, data, config.distillation, media, cache)
-    workers = start_workers(stack, pool, processes, SFTWorker, worker, options, trainer.worker_timeout_s)
+    options = model_options(run, training_steps, media, cache)
+    workers = start_workers(run, stack, SFTWorker, options)
     tracker = stack.enter_context(open_tracker(config, training_steps, checkpoint))
     run_state = RunState(trainer, training_steps, rows, workers, loaders.train, origin)
     batches = endless(loaders.train)
@@ -187,8 +177,6 @@ def open_served_teachers(distillation: DistillationConfig, servers: RewardServer
     """Return None unless a teacher runs behind a server."""
     if not distillation.served:
         return None
-    from verl.trainer.served_teachers import TeacherModel  # noqa: PLC0415 (needs `openai`)
-
     numbers = {name: number for number, name in enumerate(distillation.teachers)}
     teachers = {
         numbers[name]: TeacherModel(name=name, **endpoint_arguments(servers.specs[str(teacher.server)]))
@@ -202,31 +190,27 @@ def num_rows(loaders: Loaders) -> int:
 
 
 def model_options(
-    pool: ResourcePool,
-    training_steps: int,
-    data: RowsConfig,
-    distillation: DistillationConfig,
-    media: MediaOptions,
-    cache: MediaCache,
+    run: PreparedRun[Any], training_steps: int, media: MediaOptions, cache: MediaCache
 ) -> ModelRunOptions:
+    data = run.config.data
     return ModelRunOptions(
-        pool.device, training_steps, media, cache, data.override_chat_template, data.seed,
-        distillation=distillation,
+        run.pool.device, training_steps, media, cache, data.override_chat_template, data.seed,
+        distillation=run.config.distillation,
     )  # fmt: skip
 
 
 def ppo_options(
+    run: PreparedRun[Any],
     shared: ModelRunOptions,
-    data: DataConfig,
-    algorithm: AlgorithmConfig,
     models: Collection[str],
-    *,
-    has_old_pass: bool,
     tools: Sequence[Mapping[str, Any]],  # schemas
+    *,
     in_lockstep: bool = False,
 ) -> RunOptions:
     """Collect the options outside `worker` that the workers read; `models` are the run's roles."""
-    correction = algorithm.rollout_correction
+    config: PPOConfig = run.config
+    data, algorithm, correction = config.data, config.algorithm, config.algorithm.rollout_correction
+    has_old_pass = StepNeeds.of(config).old_pass
     use_reference = "ref" in models
     has_kl_loss = use_reference and algorithm.use_kl_loss
     has_full_kl = use_reference and algorithm.kl_penalty in EXACT_KL
@@ -249,21 +233,6 @@ def ppo_options(
     )
 
 
-def make_collector(
-    sampler: Sampler,
-    loader: PromptLoader | None,
-    mini_batches: Mapping[str, int],
-    data: DataConfig,
-    algorithm: AlgorithmConfig,
-    trainer: TrainerConfig,
-    reward: RewardConfig,
-) -> RolloutCollector:
-    group_filter = make_group_filter(algorithm, trainer.rejection_sample)
-    quota = make_quota(data, trainer, mini_batches.values())
-    early_stop = make_early_stop(algorithm, group_filter, data.seed)
-    return RolloutCollector(sampler, endless(loader), group_filter, quota, algorithm, reward, early_stop)
-
-
 def make_schedule(
     engines: Engines, collector: RolloutCollector, config: AsyncConfig, last_step: int, at_once: int
 ) -> Schedule:
@@ -276,21 +245,6 @@ def make_schedule(
     if config.mode == STREAM:
         return Stream(engines, collector, config, last_step, at_once)
     return OneStepAhead(engines, collector, last_step) if config.samples_ahead else InTurn(engines, collector)
-
-
-def make_validator(
-    sampler: Sampler,
-    workers: RayWorkerGroup,
-    loader: PromptLoader | None,
-    data: DataConfig,
-    worker: WorkerConfig,
-    trainer: TrainerConfig,
-    dp_size: int,
-) -> Validator:
-    return Validator(
-        sampler, workers, loader, worker, dp_size, trainer.val_generations_to_log,
-        num_recorded=trainer.rollouts_to_keep, categories=Categories(data.category_keys, data.answer_key),
-    )  # fmt: skip
 
 
 def open_tracker(config: RunTree, training_steps: int, checkpoint: Path | None) -> Tracker:

@@ -14,7 +14,7 @@ from verl.single_controller.ray.processes import WorkerProcesses
 from verl.single_controller.ray.resource_pool import ResourcePool
 from verl.single_controller.ray.worker_group import Pending, RayWorkerGroup
 from verl.single_controller.worker import Worker
-from verl.trainer.prepare import engine_pool, start_processes
+from verl.trainer.prepare import PreparedRun, engine_pool, start_processes
 from verl.trainer.rollouts.engine_registry import EngineRegistry
 from verl.trainer.rollouts.engines import Engines, OwnEngines, SharedEngines
 from verl.workers.fsdp_worker import FSDPWorker
@@ -26,17 +26,12 @@ from verl.workers.warm_up import import_worker
 
 
 def start_workers(
-    stack: ExitStack,
-    pool: ResourcePool,
-    processes: WorkerProcesses | None,
-    kind: type[Worker],
-    worker: Any,
-    options: ModelRunOptions,
-    timeout_s: float | None,
+    run: PreparedRun[Any], stack: ExitStack, kind: type[Worker], options: ModelRunOptions
 ) -> RayWorkerGroup:
     """Start a worker on each device and have them load their models."""
+    worker, timeout_s = run.config.worker, run.config.trainer.worker_timeout_s
     with phase("workers"):
-        group = RayWorkerGroup(pool, kind, worker, options, timeout_s=timeout_s, processes=processes)
+        group = RayWorkerGroup(run.pool, kind, worker, options, timeout_s=timeout_s, processes=run.processes)
         workers = stack.enter_context(group)
     with phase("models and engine" if kind is FSDPWorker else "models"):
         workers.init_model()
@@ -44,24 +39,22 @@ def start_workers(
 
 
 def start_workers_and_engines(
-    stack: ExitStack,
-    pool: ResourcePool,
-    processes: WorkerProcesses | None,
-    kind: type[Worker],  # of processes that train and sample
-    worker: WorkerConfig,
-    trainer: TrainerConfig,
-    options: RunOptions,
-    num_devices: int,  # of the run
+    run: PreparedRun[Any], stack: ExitStack, kind: type[Worker], options: RunOptions
 ) -> tuple[RayWorkerGroup, Engines]:
-    """Start the processes that train, and separate sampling processes if there are any."""
-    timeout_s = trainer.worker_timeout_s
+    """Start the processes that train, and separate sampling processes if there are any.
+
+    Args:
+        kind: Of processes that train and sample.
+    """
+    worker: WorkerConfig = run.config.worker
+    trainer: TrainerConfig = run.config.trainer
     if worker.hybrid_engine:
-        workers = start_workers(stack, pool, processes, kind, worker, options, timeout_s)
+        workers = start_workers(run, stack, kind, options)
         return workers, SharedEngines(workers, worker)
 
     size = worker.rollout.tensor_parallel_size
-    own_pool = partial(engine_pool, num_devices, size, pool.device)
-    starter = EngineStarter(stack, own_pool, worker, options, timeout_s)
+    own_pool = partial(engine_pool, run.config.num_devices, size, run.pool.device)
+    starter = EngineStarter(stack, own_pool, worker, options, trainer.worker_timeout_s)
     # All at once: imports take seconds.
     waiting = [starter.new_processes() for _ in range(trainer.n_gpus_for_rollout // size)]
     groups = [starter.new_group(index, its) for index, its in enumerate(waiting)]
@@ -69,7 +62,7 @@ def start_workers_and_engines(
     adapter: EngineAdapter | None = None
     if not worker.actor.model.lora.is_used:  # else the engines may serve the adapters of the loaded model
         started = [group.start("init_engine", None) for group in groups]
-    workers = start_workers(stack, pool, processes, TrainingWorker, worker, options, timeout_s)
+    workers = start_workers(run, stack, TrainingWorker, options)
     with phase("rollout engines"):
         if not started:
             adapter = workers.engine_adapter()[0]

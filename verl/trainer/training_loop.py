@@ -42,9 +42,8 @@ class TrainingLoop(ABC):
         self.profiles = StepProfiles(run, workers)
         self.last_metrics: Metrics = {}  # of the last step
         self.last_validation: Metrics = {}  # of the last validation
-        self._steps: weakref.ref[Generator[Step, None, None]] | None = (
-            None  # of the last loop over this object
-        )
+        # Of the last loop over this object.
+        self._steps: weakref.ref[Generator[Step, None, None]] | None = None
 
     @abstractmethod
     def train_step(self, timer: StageTimer) -> tuple[DataProto, Metrics]:

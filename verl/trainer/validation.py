@@ -3,6 +3,7 @@
 
 import random
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -12,8 +13,8 @@ from verl.config.worker import WorkerConfig
 from verl.logger.base import Generation
 from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
 from verl.single_controller.ray.worker_group import RayWorkerGroup
-from verl.trainer.evaluation.categories import Categories, means_by_category
-from verl.trainer.metrics import Metrics, compute_reward_metrics, known_mean, length_metrics
+from verl.trainer.evaluation.categories import Categories, means_by_category, score_means
+from verl.trainer.metrics import Metrics, length_metrics
 from verl.trainer.rollouts.sampler import Sampler, with_uids
 from verl.trainer.rollouts.scores import Scoring, Values, add_terms, on_tokens, reward_values
 
@@ -36,45 +37,30 @@ class ScoredResponses(NamedTuple):
     categories: dict[str, list[str]]  # of each response, by column
 
 
+@dataclass(eq=False)
 class Validator:
-    """Samples and scores every held-out prompt.
+    """Samples and scores every held-out prompt."""
 
-    Args:
-        num_samples: Responses to show: `trainer.val_generations_to_log`.
-        num_recorded: First prompts whose responses are recorded: `trainer.rollouts_to_keep`.
-        categories: Columns whose values are categories, each with means of its own.
+    sampler: Sampler
+    workers: RayWorkerGroup  # score with the reward model
+    loader: Iterable[DataProto] | None
+    worker: WorkerConfig
+    dp_size: int
+    num_samples: int  # responses to show: `trainer.val_generations_to_log`
+    num_recorded: int = 0  # first prompts whose responses are recorded: `trainer.rollouts_to_keep`
+    categories: Categories = NO_CATEGORIES  # columns whose values have means of their own
 
-    Attributes:
-        samples: The responses to show of the last validation, always to the same prompts.
-        recorded: The responses to the first prompts with their scores, for `RolloutLog`; None without any.
-    """
-
-    def __init__(
-        self,
-        sampler: Sampler,
-        workers: RayWorkerGroup,
-        loader: Iterable[DataProto] | None,
-        worker: WorkerConfig,
-        dp_size: int,
-        num_samples: int,
-        num_recorded: int = 0,
-        categories: Categories = NO_CATEGORIES,
-    ) -> None:
-        self.sampler = sampler
-        self.workers = workers  # score with the reward model
-        self.loader = loader or ()
-        self.has_prompts = loader is not None
-        self.worker, self.dp_size, self.categories = worker, dp_size, categories
-        self.num_samples, self.num_recorded = num_samples, num_recorded
-        self.samples: list[Generation] = []
-        self.recorded: DataProto | None = None
-        self._sampled: list[tuple[DataProto, Scoring]] = []
+    # Of the last validation: the responses to show, always to the same prompts, ...
+    samples: list[Generation] = field(init=False, default_factory=list)
+    # ... and those to the first prompts with their scores, for `RolloutLog`; None without any.
+    recorded: DataProto | None = field(init=False, default=None)
+    _sampled: list[tuple[DataProto, Scoring]] = field(init=False, default_factory=list)
 
     def sample(self, step: int) -> None:
         """Sample a response to every prompt; the engine must be awake."""
         self._sampled = [
             self.sampler.sample(with_uids(prompts, f"val{step}-{number}"), self.sampler.validation_options)
-            for number, prompts in enumerate(self.loader)
+            for number, prompts in enumerate(self.loader or ())
         ]
 
     def measure(self) -> Metrics:
@@ -149,13 +135,9 @@ def as_finished(sequences: DataProto, values: Values, scores: Sequence[float]) -
 
 def means_of(scored: ScoredResponses) -> Metrics:
     """Compute the metrics of a validation; without any score there is no `val/reward_score`."""
-    terms = {name: term.tolist() for name, term in scored.terms.items()}
-    means = compute_reward_metrics(scored.values | terms, "val/")
-    metrics = {f"{key}_reward": mean for key, mean in means.items()}
-    metrics |= means_by_category(scored.categories, scored.values | terms, scored.scores)
-    score = known_mean(scored.scores)
-    if score is not None:
-        metrics["val/reward_score"] = score
+    values = scored.values | {name: term.tolist() for name, term in scored.terms.items()}
+    metrics = score_means("val/", values, scored.scores)
+    metrics |= means_by_category(scored.categories, values, scored.scores)
     for name, key in (("val_response_length", "response_mask"), ("val_prompt_length", "prompt_mask")):
         mask = scored.sequences.batch[key]
         metrics |= length_metrics(name, mask.sum(-1), mask.shape[-1])

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.algorithms.rollout_correction import RolloutCorrection
 from verl.batch_keys import ROUTES, TEACHER_LOG_PROBS
 from verl.config.worker import WorkerConfig
 from verl.data.readers import load_tokenizer
@@ -79,7 +78,7 @@ class TrainingWorker(ModelWorker):
             **self._sizes(),
             kl_loss=options.kl_loss,
             reference=self.reference_forward,
-            correction=RolloutCorrection.of(correction) if options.corrects_in_update else None,
+            correction=correction if options.corrects_in_update else None,
             is_reinforce=correction.loss_type == "reinforce",
             teachers=None if options.distillation.rewards_tokens else self.teachers,
             uses_advantages=not options.distillation.is_alone or options.distillation.rewards_tokens,

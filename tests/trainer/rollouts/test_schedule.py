@@ -8,6 +8,7 @@ import pytest
 
 from tests.trainer.rollouts.sampling import Engine, make_collector, make_config, numbered_prompts, numbers_of
 from verl.trainer.metrics import StageTimer
+from verl.trainer.rollouts.engines import ENGINES_FILE
 from verl.trainer.rollouts.schedule import AHEAD_FILE, InTurn, OneStepAhead
 
 PROMPTS, LAST = 4, 4
@@ -30,11 +31,11 @@ class Engines:
             raise RuntimeError("the sampling process is gone")
         return self.engine.generate(prompts, options)
 
-    def state(self):
-        return [len(self.engine.calls)]
+    def save_states(self, folder):
+        (folder / ENGINES_FILE).write_text(str(len(self.engine.calls)))
 
-    def set_state(self, state):
-        self.restored = state
+    def load_states(self, folder):
+        self.restored = int((folder / ENGINES_FILE).read_text())
 
 
 def start(kind, reward_manager, *, consumed=0, **options):
@@ -97,7 +98,7 @@ def test_a_resumed_run_trains_on_what_was_sampled_ahead(reward_manager, tmp_path
     resumed.load(tmp_path)
     after = [resumed.collect(step, StageTimer()) for step in (3, 4)]
 
-    assert engines.restored == [3]
+    assert engines.restored == 3
     for one, other in zip(unbroken, after, strict=True):
         assert versions_of(one.batch) == versions_of(other.batch)
         assert numbers_of(one.batch) == numbers_of(other.batch)

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers.distributed import run_distributed
-from verl.algorithms.rollout_correction import RolloutCorrection, importance_weights
+from verl.algorithms.rollout_correction import importance_weights
+from verl.config.algorithm import RolloutCorrectionConfig
 from verl.config.model import FSDPConfig, ModelConfig
 from verl.config.worker import ActorConfig
 from verl.distributed.fsdp import make_mesh
@@ -285,7 +286,7 @@ def test_one_update_without_old_log_probs_equals_a_pass_before_it_bit_for_bit(fo
         "loss_type": loss_type,
         "entropy_coef": 0.1,
     }
-    correction = RolloutCorrection(importance_sampling="sequence")
+    correction = RolloutCorrectionConfig(rollout_is="sequence")
     batch = make_batch(4)
     sampled = {"rollout_log_probs": batch.batch["old_log_probs"] - 0.01 * batch.batch["advantages"].abs()}
     batch = batch.select([name for name in batch.batch.keys() if name != "old_log_probs"], [])  # noqa: SIM118

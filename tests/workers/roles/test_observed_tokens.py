@@ -9,7 +9,7 @@ from tests.helpers.nightly import by_day
 from tests.workers.roles.test_actor import make_actor, make_batch, weights
 from verl.algorithms.kl import EXACT, KL_ESTIMATORS
 from verl.algorithms.policy_losses import POLICY_LOSSES
-from verl.algorithms.rollout_correction import RolloutCorrection
+from verl.config.algorithm import RolloutCorrectionConfig
 from verl.config.model import FSDPConfig, ModelConfig
 from verl.config.worker import CriticConfig
 from verl.distributed.fsdp import make_mesh
@@ -106,7 +106,7 @@ def test_observed_tokens_reach_no_weight_that_the_update_computes(folder, level)
     batch.batch.pop("rollout_is_weights")
 
     def make():
-        return make_actor(folder, correction=RolloutCorrection(importance_sampling=level))
+        return make_actor(folder, correction=RolloutCorrectionConfig(rollout_is=level))
 
     assert_same_update(make, batch, observed, names)
 

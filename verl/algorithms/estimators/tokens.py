@@ -139,7 +139,7 @@ def _token_baseline(inputs: AdvantageInputs, kept: Tensor, lengths: Tensor, esti
         weights.index_add_(0, ids[rows], weight)
         weighted_returns.index_add_(0, ids[rows], weighted_return)
 
-    ends = top_two(lengths, Sequences(kept, lengths, lengths, ids)).second  # (G,)
+    _, ends = top_two(lengths, Sequences(kept, lengths, lengths, ids))  # (G,)
     positions = torch.arange(num_tokens, device=kept.device)
     baselines = torch.where(
         positions < ends.unsqueeze(-1), weighted_returns / (weights + WEIGHT_EPS), 0.0

@@ -5,7 +5,7 @@ A validation logs the means of each category, and an evaluation reports them as 
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from verl.trainer.metrics import Metrics, compute_reward_metrics, known_mean
@@ -72,15 +72,15 @@ def means_by_category(
                 len(parts), MAX_LOGGED,
             )  # fmt: skip
             continue
-        for name in sorted(parts):
-            metrics |= _means_of(f"val/{NOT_IN_NAMES.sub('_', key)}/{name}/", parts[name], values, scores)
+        for name, rows in sorted(parts.items()):
+            part = {value: [column[row] for row in rows] for value, column in values.items()}
+            prefix = f"val/{NOT_IN_NAMES.sub('_', key)}/{name}/"
+            metrics |= score_means(prefix, part, [scores[row] for row in rows])
     return metrics
 
 
-def _means_of(
-    prefix: str, rows: Sequence[int], values: Mapping[str, Sequence[float]], scores: Sequence[float]
-) -> Metrics:
-    part = {name: [column[row] for row in rows] for name, column in values.items()}
-    metrics = {f"{key}_reward": mean for key, mean in compute_reward_metrics(part, prefix).items()}
-    score = known_mean([scores[row] for row in rows])
+def score_means(prefix: str, values: dict[str, list[float]], scores: Iterable[float]) -> Metrics:
+    """Compute the mean of each value as `{NAME}_reward`, and that of the scores, if any is known."""
+    metrics = {f"{key}_reward": mean for key, mean in compute_reward_metrics(values, prefix).items()}
+    score = known_mean(scores)
     return metrics if score is None else metrics | {f"{prefix}reward_score": score}

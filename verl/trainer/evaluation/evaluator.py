@@ -4,22 +4,15 @@
 The means are those of the run's own validation, since `Validator` computes both.
 """
 
-from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-import torch
-
-from verl.agents.setup import check_conversations, schemas_of
 from verl.config.ppo import PPOConfig
 from verl.config.reward_servers import without_teachers
 from verl.data.loader import make_loaders
-from verl.data.readers import load_readers, media_options
+from verl.data.readers import media_options
 from verl.logger.tracker import Tracker
-from verl.planning.step_needs import StepNeeds
-from verl.protocol import DataProto
-from verl.trainer.evaluation.categories import Categories
 from verl.trainer.evaluation.report import (
     Evaluation,
     Question,
@@ -28,12 +21,12 @@ from verl.trainer.evaluation.report import (
     powers_up_to,
     summarize,
 )
+from verl.trainer.kinds.text import TextRun
 from verl.trainer.metrics import StageTimer
 from verl.trainer.prepare import PreparedRun
 from verl.trainer.reward_servers.servers import RewardServers
 from verl.trainer.rollouts.engines import SharedEngines
 from verl.trainer.rollouts.rollout_log import RolloutLog
-from verl.trainer.rollouts.sampler import Sampler
 from verl.trainer.setup import open_cache, open_reward, open_tracker, ppo_options
 from verl.trainer.start_workers import start_workers
 from verl.trainer.validation import NO_SCORE, ScoredResponses, Validator, as_finished, means_of
@@ -43,15 +36,14 @@ from verl.workers.run_options import ModelRunOptions
 ACCURACY, OVERALL = "accuracy", "overall"  # keys of the reward function that may say what is correct
 
 
+@dataclass(frozen=True, eq=False)
 class Evaluator:
-    """Samples responses to the held-out prompts and reports on them.
+    """Samples responses to the held-out prompts and reports on them."""
 
-    Args:
-        log: Writes responses for the viewer.
-    """
-
-    def __init__(self, validator: Validator, log: RolloutLog, folder: Path, tracker: Tracker) -> None:
-        self.validator, self.log, self.folder, self.tracker = validator, log, folder, tracker
+    validator: Validator
+    log: RolloutLog  # writes responses for the viewer
+    folder: Path
+    tracker: Tracker
 
     def evaluate(self, model: str, step: int, question: Question) -> Evaluation:
         """Sample, score and report; `model` and `step` are the report's."""
@@ -63,8 +55,10 @@ class Evaluator:
         if "val/reward_score" not in metrics:
             raise RuntimeError(NO_SCORE)
         key = correct_key(question.correct_key, scored)
-        responses = list(_responses(scored, scored.values[key]))
-        self.log.keep(as_trained(scored), step)
+        uids = scored.sequences.non_tensor_batch["uid"]
+        found = zip(uids, scored.scores, scored.values[key], strict=True)
+        responses = [ScoredResponse(*each) for each in found]
+        self.log.keep(as_finished(scored.sequences, scored.values, scored.scores), step)
         self.tracker.log(metrics, step)
         return Evaluation(
             model=model,
@@ -106,57 +100,29 @@ def build_evaluator(run: PreparedRun[PPOConfig], stack: ExitStack, question: Que
     Raises:
         ValueError: Data, template or reward function cannot be used.
     """
-    config, pool, processes = run
+    config, pool = run.config, run.pool
     data, worker, folder = config.data, config.worker, Path(config.trainer.checkpoint_folder)
+    kind = TextRun(data, worker, replace(config.trainer, rollouts_to_keep=question.keep))
     cache = open_cache(stack)
     servers = stack.enter_context(
         RewardServers(without_teachers(config.reward_servers), pool.device, folder, config.num_devices)
     )
     reward = open_reward(stack, worker.scoring, folder, servers)
     media = media_options(data, worker.rollout)
-    tools = schemas_of(worker.rollout.multi_turn)
-    readers = load_readers(worker.actor.model, data.override_chat_template, media, cache, tools)
-    if worker.rollout.multi_turn.enable:
-        check_conversations(readers, data, worker.rollout.multi_turn)
+    readers = kind.readers(media, cache)
     val = make_loaders(data, readers, folder).val
     assert val is not None, "the config was checked"
     shared = ModelRunOptions(pool.device, 0, media, cache, data.override_chat_template, data.seed)
     roles = [role for role in config.models if role == "reward_model"]
-    options = ppo_options(
-        shared, data, config.algorithm, roles, has_old_pass=StepNeeds.of(config).old_pass, tools=tools
-    )
+    options = ppo_options(run, shared, roles, readers.tools)
     servers.start_own()
-    workers = start_workers(
-        stack, pool, processes, FSDPWorker, worker, options, config.trainer.worker_timeout_s
-    )
+    workers = start_workers(run, stack, FSDPWorker, options)
     servers.start_shared_and_wait(workers.processes)
     tracker = stack.enter_context(open_tracker(config, 0, None))
-    on_progress = None if worker.rollout.disable_tqdm else tracker.progress
-    engines = SharedEngines(workers, worker)
-    sampler = Sampler(data, worker, engines, reward, readers.tokenizer, on_progress)
-    log = EvaluationLog(
-        folder, question.keep, readers.tokenizer, readers.media,
-        skip_special_tokens=worker.reward.skip_special_tokens, tools=tools,
-    )  # fmt: skip
-    categories = Categories(data.category_keys, data.answer_key)
-    validator = Validator(sampler, workers, val, worker, config.dp_size, 0, categories=categories)
+    log = kind.rollout_log(readers)
+    sampler = kind.sampler(SharedEngines(workers, worker), reward, readers, tracker, log)
+    validator = kind.validator(sampler, workers, val, config.dp_size)
     return Evaluator(validator, log, folder, tracker)
-
-
-class EvaluationLog(RolloutLog):
-    """Writes responses that nothing was trained on: they have no advantage."""
-
-    def _row(self, *arguments: Any) -> dict[str, Any]:
-        return super()._row(*arguments) | {"advantage": None}
-
-
-def as_trained(scored: ScoredResponses) -> DataProto:
-    """Return the sequences with the keys that a finished batch of training has."""
-    sequences = as_finished(scored.sequences, scored.values, scored.scores)
-    return sequences.merge({
-        "old_log_probs": sequences.batch["rollout_log_probs"],
-        "advantages": torch.zeros(sequences.batch["responses"].shape),
-    })  # fmt: skip
 
 
 def correct_key(asked: str | None, scored: ScoredResponses) -> str:
@@ -169,9 +135,3 @@ def correct_key(asked: str | None, scored: ScoredResponses) -> str:
             f" {sorted(scored.values)}"
         )
     return asked
-
-
-def _responses(scored: ScoredResponses, values: Sequence[float]) -> Iterator[ScoredResponse]:
-    uids = scored.sequences.non_tensor_batch["uid"]
-    for uid, score, value in zip(uids, scored.scores, values, strict=True):
-        yield ScoredResponse(uid, score, value)

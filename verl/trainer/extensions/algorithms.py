@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of advantage estimators, policy losses and KL estimators, on two tiny prompts or responses."""
+"""Checks of estimators, losses, terms of a loss and forward observers, on two tiny prompts or responses."""
 
+from collections.abc import Collection
 from dataclasses import fields
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,12 +12,19 @@ from verl.algorithms.advantages import Advantages
 from verl.algorithms.policy_loss_types import PolicyLossOptions
 from verl.algorithms.policy_losses import PolicyLoss, PolicyLossInputs
 from verl.algorithms.token_selection import SelectionInputs, TokenSelection, selection_of
+from verl.batch_keys import BATCH_KEYS, BatchKey
 from verl.config.algorithm import AlgorithmConfig
-from verl.protocol import DataProto
+from verl.config.schema import value_at
+from verl.models.fused_log_probs import TokenLogProbs
+from verl.protocol import DataProto, objects
 from verl.trainer.core_algos import advantage_inputs
 from verl.trainer.extensions.protocol import ProtocolError, UsedExtension, check_tensor, described
+from verl.workers.packing.observers import OBSERVERS, ForwardObserver
+from verl.workers.roles.loss_terms import BUILT_IN, LOSS_TERMS, LossTerm, TokenLoss
 
 LENGTH = 3  # tokens of a tiny response
+SIZES = {"B": 2, "R": LENGTH}  # of the columns of a loss term; any other dimension has 4
+DTYPES = {"float32": torch.float32, "int32": torch.int32}
 
 
 def check_estimator(estimator: Any, _used: UsedExtension, config: Any) -> None:
@@ -66,6 +73,48 @@ def check_kl(estimator: Any, _used: UsedExtension, config: Any) -> None:
         check_gradient("the KL", result, log_ratio)
 
 
+def check_term(term: Any, used: UsedExtension, config: Any) -> None:
+    """Call a term on tiny log-probs and columns, and follow its gradient."""
+    if not isinstance(term, LossTerm):
+        raise ProtocolError(f"must be a LossTerm, got {described(term)}")
+    names = [LOSS_TERMS[spec].name for spec in value_at(config, used.option)]
+    if term.name in BUILT_IN or names.count(term.name) > 1:
+        raise ProtocolError(f"must have a name that no other term has, got {term.name!r}")
+    if "kl" in term.needs and not config.algorithm.use_reference:
+        raise ProtocolError("needs `kl`, and the run has no reference: set `algorithm.disable_kl=false`")
+    if "divergence" in term.needs:
+        raise ProtocolError("must not need `divergence`, which belongs to the term of `distillation`")
+    specs = value_at(config, "worker.actor.observers")
+    columns = _tiny_columns(term, {name for spec in specs for name in OBSERVERS[spec].columns})
+    log_probs = torch.tensor([[-0.5, -1.0, -2.0], [-0.1, -3.0, -0.2]], requires_grad=True)
+    results = {"entropy": -2 * log_probs, "kl": log_probs.square(), "sum_squared_probs": log_probs.exp()}
+    needed = {name: values for name, values in results.items() if name in term.needs}
+    found = term.per_token(TokenLogProbs(log_probs, **needed), columns)
+    if not isinstance(found, TokenLoss):
+        raise ProtocolError(f"must return a TokenLoss, got {described(found)}")
+    shape = columns["loss_mask"].shape
+    check_tensor("per_token", found.per_token, shape)
+    for name, (values, mask) in found.means.items():
+        check_tensor(f"means[{name!r}]", values, shape)
+        check_tensor(f"the mask of means[{name!r}]", mask, shape)
+    if term.mask is not None:
+        check_tensor("mask", term.mask(columns), shape)
+    check_gradient("per_token", found.per_token, log_probs)
+
+
+def check_observer(observer: Any, used: UsedExtension, config: Any) -> None:
+    """Check the class of an observer, which only a model can call."""
+    if not isinstance(observer, type) or not issubclass(observer, ForwardObserver):
+        raise ProtocolError(f"must be a class derived from ForwardObserver, got {described(observer)}")
+    if isinstance(observer.columns, str):
+        raise ProtocolError(f"must have a list of names as `columns`, got {observer.columns!r}")
+    specs = value_at(config, used.option)
+    names = [*BATCH_KEYS, *(name for spec in specs for name in OBSERVERS[spec].columns)]
+    taken = sorted(name for name in observer.columns if names.count(name) > 1)
+    if taken:
+        raise ProtocolError(f"must leave columns with names that nothing else has, got {taken}")
+
+
 def _tiny_batch(algorithm: AlgorithmConfig, responses: int) -> DataProto:
     """Two prompts with `responses` responses each, and the inputs that the estimator declares."""
     size, needs = 2 * responses, algorithm.needs
@@ -76,17 +125,16 @@ def _tiny_batch(algorithm: AlgorithmConfig, responses: int) -> DataProto:
     rewards[:, 1] = scores
     tensors = {"token_level_rewards": rewards, "loss_mask": mask, "old_log_probs": -rewards - 0.5}
     optional = {
-        "values": {"values": rewards / 2},
-        "sum_squared_probs": {"sum_squared_probs": torch.full((size, LENGTH), 0.5)},
-        "reward_baselines": {"reward_baselines": scores / 2},
-        "reward_components": {
-            "reward_components": scores[:, None].repeat(1, len(algorithm.gdpo_reward_keys))
-        },
-        "process_rewards": {"process_rewards": rewards / 2, "accuracies": (scores > 0).float()},
+        "values": rewards / 2,
+        "sum_squared_probs": torch.full((size, LENGTH), 0.5),
+        "reward_baselines": scores / 2,
+        "reward_components": scores[:, None].repeat(1, len(algorithm.gdpo_reward_keys)),
+        "process_rewards": rewards / 2,
     }
-    for name, added in optional.items():
-        tensors |= added if name in needs else {}
-    uids = np.array([f"prompt {row // responses}" for row in range(size)], dtype=object)
+    tensors |= {name: values for name, values in optional.items() if name in needs}
+    if "process_rewards" in needs:
+        tensors["accuracies"] = (scores > 0).float()
+    uids = objects(f"prompt {row // responses}" for row in range(size))
     return DataProto.from_dict(tensors, {"uid": uids})
 
 
@@ -109,3 +157,21 @@ def _check_selection(choose: TokenSelection, inputs: dict[str, Tensor]) -> Tenso
     chosen = choose(SelectionInputs(*tokens, row_ids=row_ids, positions=positions, seed=0))
     check_tensor("the selected tokens", chosen, (int(keep.sum()),), torch.bool)
     return torch.zeros_like(keep).masked_scatter(keep, chosen)
+
+
+def _tiny_columns(term: LossTerm, observed: Collection[str]) -> dict[str, Tensor]:
+    # ones where a column is a mask, else small numbers
+    columns = {"loss_mask": torch.tensor([[1, 1, 1], [1, 1, 0]])}
+    known = {name: key for name, key in BATCH_KEYS.items() if key.kind != "object"}
+    known |= {name: BatchKey(name, "B R", "float32", "observer", "term") for name in observed}
+    for name in term.needs:
+        if name in TokenLogProbs._fields or name in columns:
+            continue
+        if name not in known:
+            raise ProtocolError(
+                f"needs {name!r}, which is none of {[*TokenLogProbs._fields, *sorted(known)]}"
+            )
+        shape = [SIZES.get(size, 4) for size in known[name].dims[0]]
+        ones = torch.ones(shape, dtype=DTYPES.get(known[name].kind, torch.int64))
+        columns[name] = ones / 2 if known[name].kind == "float32" else ones
+    return columns

@@ -17,7 +17,13 @@ from verl.logger.base import LOGGERS
 from verl.models.families.registry import OWN_FAMILIES
 from verl.optim.build import OPTIMIZERS
 from verl.optim.schedules import SCHEDULES
-from verl.trainer.extensions.algorithms import check_estimator, check_kl, check_loss
+from verl.trainer.extensions.algorithms import (
+    check_estimator,
+    check_kl,
+    check_loss,
+    check_observer,
+    check_term,
+)
 from verl.trainer.extensions.protocol import ProtocolError, UsedExtension, extensions_in
 from verl.trainer.extensions.rollouts import (
     AGENTS,
@@ -30,7 +36,6 @@ from verl.trainer.extensions.rollouts import (
     check_logger,
     check_tool,
 )
-from verl.trainer.extensions.term_checks import check_observer, check_term
 from verl.trainer.extensions.training import check_family, check_optimizer, check_schedule
 from verl.utils.rank_logger import get_logger
 from verl.utils.registry import HEADING, Registry, place_of

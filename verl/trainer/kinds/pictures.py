@@ -24,7 +24,6 @@ from verl.diffusion.options import size_of, trained_steps
 from verl.diffusion.worker import DiffusionWorker
 from verl.logger.tracker import Tracker
 from verl.protocol import DataProto, objects
-from verl.single_controller.worker import Worker
 from verl.trainer.kinds.text import TextRun
 from verl.trainer.model_checks import export_checkpoints
 from verl.trainer.reward_samples import Response, SampledRows
@@ -40,9 +39,7 @@ SHADES = {"black": 0.0, "gray": 0.5, "white": 1.0}  # of blank pictures
 class PictureRun(TextRun):
     """Builds the parts of a trainer for pictures and videos."""
 
-    @property
-    def worker_class(self) -> type[Worker]:
-        return DiffusionWorker
+    worker_class = DiffusionWorker
 
     def readers(self, media: MediaOptions, cache: MediaCache) -> Readers:
         model = self.worker.actor.model

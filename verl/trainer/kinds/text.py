@@ -1,22 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of a run of reinforcement learning that depend on what its policy makes: here text."""
+"""Parts of a run of reinforcement learning, most of which depend on what its policy makes: here text."""
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from verl.agents.setup import check_conversations, schemas_of
+from verl.config.algorithm import AlgorithmConfig
 from verl.config.data import DataConfig
 from verl.config.trainer import TrainerConfig
 from verl.config.worker import WorkerConfig
+from verl.data.loader import PromptLoader
 from verl.data.media.cache import MediaCache
 from verl.data.media.sizes import MediaOptions
 from verl.data.readers import Readers, load_readers
 from verl.logger.tracker import Tracker
+from verl.protocol import DataProto
+from verl.single_controller.ray.worker_group import RayWorkerGroup
 from verl.single_controller.worker import Worker
+from verl.trainer.evaluation.categories import Categories
+from verl.trainer.rollouts.collector import RolloutCollector
+from verl.trainer.rollouts.early_stop import make_early_stop
 from verl.trainer.rollouts.engines import Engines
+from verl.trainer.rollouts.group_filter import make_group_filter, make_quota
 from verl.trainer.rollouts.rollout_log import RolloutLog
 from verl.trainer.rollouts.sampler import Sampler
+from verl.trainer.validation import Validator
 from verl.workers.fsdp_worker import FSDPWorker
 
 
@@ -24,14 +34,11 @@ from verl.workers.fsdp_worker import FSDPWorker
 class TextRun:
     """Builds the parts of a trainer for prompts of text and media; a run of another kind overrides them."""
 
+    worker_class: ClassVar[type[Worker]] = FSDPWorker  # of processes that train and sample
+
     data: DataConfig
     worker: WorkerConfig
     trainer: TrainerConfig
-
-    @property
-    def worker_class(self) -> type[Worker]:
-        """The worker of processes that train and sample."""
-        return FSDPWorker
 
     def readers(self, media: MediaOptions, cache: MediaCache) -> Readers:
         """Load the readers of prompts, and check them."""
@@ -58,3 +65,23 @@ class TextRun:
         is_silent = self.worker.rollout.disable_tqdm or shows_training
         on_progress = None if is_silent else tracker.progress
         return Sampler(self.data, self.worker, engines, reward, readers.tokenizer, on_progress)
+
+    def collector(
+        self,
+        sampler: Sampler,
+        prompts: Iterator[DataProto],
+        mini_batches: Iterable[int],  # prompts in an update, of each role
+        algorithm: AlgorithmConfig,
+    ) -> RolloutCollector:
+        group_filter = make_group_filter(algorithm, self.trainer.rejection_sample)
+        quota = make_quota(self.data, self.trainer, mini_batches)
+        early_stop = make_early_stop(algorithm, group_filter, self.data.seed)
+        reward = self.worker.reward
+        return RolloutCollector(sampler, prompts, group_filter, quota, algorithm, reward, early_stop)
+
+    def validator(
+        self, sampler: Sampler, workers: RayWorkerGroup, loader: PromptLoader | None, dp_size: int
+    ) -> Validator:
+        trainer, categories = self.trainer, Categories(self.data.category_keys, self.data.answer_key)
+        counts = trainer.val_generations_to_log, trainer.rollouts_to_keep
+        return Validator(sampler, workers, loader, self.worker, dp_size, *counts, categories)

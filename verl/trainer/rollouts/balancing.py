@@ -60,22 +60,13 @@ def balance_over_ranks(
     shards: list[list[int]] = [[] for _ in range(dp_size)]
     for first in range(0, len(lengths), mini_batch_rows):
         rows = slice(first, first + mini_batch_rows)
-        own_prompts = None if prompts is None else prompts[rows]
-        parts = divide_rows(lengths[rows], group_size, dp_size, own_prompts)
+        own = lengths[rows]
+        # Groups stay whole only if every part gets the same number of them.
+        if len(own) % (group_size * dp_size) == 0:
+            groups = [row // group_size for row in range(len(own))]
+            parts = balance_groups(own, groups, dp_size, None if prompts is None else prompts[rows])
+        else:
+            parts = balance([workload(length) for length in own], dp_size, equal_size=True)
         for shard, part in zip(shards, parts, strict=True):
             shard.extend(first + row for row in sorted(part))
     return [row for shard in shards for row in shard], length_metrics(lengths, shards)
-
-
-def divide_rows(
-    lengths: list[int], group_size: int, parts: int, prompts: list[int] | None = None
-) -> list[list[int]]:
-    """Divide a mini batch into parts of equal size and similar work.
-
-    `prompts` are the lengths of prompts that run once for their responses.
-    """
-    # Groups stay whole only if every part gets the same number of them.
-    if len(lengths) % (group_size * parts) == 0:
-        groups = [row // group_size for row in range(len(lengths))]
-        return balance_groups(lengths, groups, parts, prompts)
-    return balance([workload(length) for length in lengths], parts, equal_size=True)

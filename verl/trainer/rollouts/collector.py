@@ -54,31 +54,24 @@ class CollectedGroups:
         return sum(len(scores) for scores in self.sampled)
 
 
+@dataclass(eq=False)
 class RolloutCollector:
     """Collects the sequences of one training step from endless batches of prompts."""
 
-    def __init__(
-        self,
-        sampler: Sampler,
-        prompts: Iterator[DataProto],
-        group_filter: GroupFilter | None,
-        quota: Quota,
-        algorithm: AlgorithmConfig,
-        reward: RewardConfig,
-        early_stop: EarlyStop | None = None,
-    ) -> None:
-        self.sampler = sampler
-        self.prompts = prompts
-        self.filter = group_filter  # None keeps every group
-        self.quota = quota
-        self.early_stop = early_stop
-        self.filter_key = algorithm.filter_key
-        self.has_baselines = "reward_baselines" in algorithm.needs
-        self.reward = reward
-        self.group_size = sampler.options.n
-        self.weights_of = 0  # the step that begins with the weights that sample
-        # Surplus groups, oldest first, with the `rollout_log_probs` of the weights that sampled them.
-        self.carried: ScoredGroups | None = None
+    sampler: Sampler
+    prompts: Iterator[DataProto]
+    filter: GroupFilter | None  # None keeps every group
+    quota: Quota
+    algorithm: AlgorithmConfig
+    reward: RewardConfig
+    early_stop: EarlyStop | None = None
+    weights_of: int = field(init=False, default=0)  # the step that begins with the weights that sample
+    # Surplus groups, oldest first, with the `rollout_log_probs` of the weights that sampled them.
+    carried: ScoredGroups | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        self.has_baselines = "reward_baselines" in self.algorithm.needs
+        self.group_size = self.sampler.options.n
 
     def collect(self, step: int, weights_of: int | None = None) -> Collected:
         """Sample until the step has its prompts; consumes from the loader, waits for the workers.
@@ -256,7 +249,7 @@ class RolloutCollector:
 
     def _filter_scores(self, groups: ScoredGroups) -> Tensor:
         """The scores that the filter reads, (G, group_size) float64."""
-        column = column_of(groups.values, self.filter_key, "algorithm.filter_key")
+        column = column_of(groups.values, self.algorithm.filter_key, "algorithm.filter_key")
         return column.view(-1, groups.group_size)
 
     def _joined(self, scores: Sequence[Tensor]) -> Tensor:

@@ -4,11 +4,15 @@
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, as_completed
 from contextlib import contextmanager
 from functools import cached_property, partial
 from itertools import chain
 from operator import methodcaller
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import TypeVar
+
+import torch
 
 from verl.config.worker import WorkerConfig
 from verl.protocol import DataProto
@@ -18,7 +22,10 @@ from verl.single_controller.ray.published_weights import PublishedWeights
 from verl.single_controller.ray.worker_group import RayWorkerGroup
 from verl.trainer.metrics import StageTimer
 from verl.trainer.rollouts.engine_registry import EngineRegistry
+from verl.utils.background import in_background
 from verl.workers.rollout.interface import FinishedResponse, SamplingOptions
+
+ENGINES_FILE = "engines.pt"  # random states of engines in processes of their own
 
 T = TypeVar("T")
 Responses = Iterator[list[FinishedResponse]]
@@ -56,12 +63,11 @@ class SharedEngines:
             list(self.workers.encode_media(prompts.select([], ["multi_modal_data"])))
         return self.workers.generate(prompts, options)
 
-    def state(self) -> list[Any]:
-        """Return the random states of the engines that the workers' own checkpoints do not hold."""
-        return []
+    def save_states(self, folder: Path) -> None:
+        """Write the random states of the engines that the workers' own checkpoints do not hold."""
 
-    def set_state(self, state: Sequence[Any]) -> None:
-        """Restore what `state` returned, for the first engines if their number has changed."""
+    def load_states(self, folder: Path) -> None:
+        """Restore what `save_states` wrote, for the first engines if their number has changed."""
 
 
 class OwnEngines:
@@ -120,10 +126,13 @@ class OwnEngines:
             left = {uid for uid, _ in unfinished}
             rest = prompts[[row for row, uid in enumerate(uids) if uid in left]]
 
-    def state(self) -> list[Any]:
-        return self._on(self.groups, lambda group: group.rng_state())
+    def save_states(self, folder: Path) -> None:
+        if state := self._on(self.groups, lambda group: group.rng_state()):
+            torch.save(state, folder / ENGINES_FILE)
 
-    def set_state(self, state: Sequence[Any]) -> None:
+    def load_states(self, folder: Path) -> None:
+        path = folder / ENGINES_FILE
+        state = torch.load(path, weights_only=False) if path.exists() else ()
         for group, states in zip(self.groups.values(), state, strict=False):
             group.set_rng_state(states[0])
 
@@ -178,40 +187,33 @@ Engines = SharedEngines | OwnEngines
 
 def on_all(calls: Sequence[Callable[[], T]]) -> list[T]:
     """Make all calls at once and return their results in order; the first error is raised."""
-    return [result for _, result in sorted(merged([partial(_numbered, *each) for each in enumerate(calls)]))]
-
-
-def _numbered(number: int, call: Callable[[], T]) -> Iterator[tuple[int, T]]:
-    yield number, call()
+    futures = [in_background(call, f"engine {number}") for number, call in enumerate(calls)]
+    for future in as_completed(futures):
+        future.result()
+    return [future.result() for future in futures]
 
 
 def merged(streams: Sequence[Callable[[], Iterator[T]]]) -> Iterator[T]:
     """Read streams at once, each in a thread, and yield their items as they arrive; an error is raised."""
-    arrived: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
+    arrived: queue.SimpleQueue[T | Future[None]] = queue.SimpleQueue()  # items, and the ends of streams
     is_left = threading.Event()  # the reader does not want the rest
 
     def read(stream: Callable[[], Iterator[T]]) -> None:
-        end: Any = None
-        try:
-            for item in stream():
-                arrived.put((False, item))
-                if is_left.is_set():
-                    break
-        except BaseException as error:  # noqa: BLE001 - raised by the reader
-            end = error
-        arrived.put((True, end))
+        for item in stream():
+            arrived.put(item)
+            if is_left.is_set():
+                break
 
     for number, stream in enumerate(streams):
-        threading.Thread(target=read, args=(stream,), name=f"engine {number}", daemon=True).start()
+        in_background(partial(read, stream), f"engine {number}").add_done_callback(arrived.put)
     running = len(streams)
     try:
         while running:
-            is_end, value = arrived.get()
-            if not is_end:
-                yield value
-            elif value is not None:
-                raise value
-            else:
+            item = arrived.get()
+            if isinstance(item, Future):
+                item.result()
                 running -= 1
+            else:
+                yield item
     finally:
         is_left.set()

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +25,7 @@ from verl.single_controller.ray.published_weights import PublishedWeights
 from verl.trainer.metrics import Metrics, StageTimer, sampled_mask
 from verl.trainer.rollouts.collector import Collected, RolloutCollector
 from verl.trainer.rollouts.engines import Engines
-from verl.trainer.rollouts.schedule import AHEAD_FILE, load_engines, save_engines, warn_of_dropped
+from verl.trainer.rollouts.schedule import AHEAD_FILE, warn_of_dropped
 from verl.trainer.rollouts.scores import ScoredGroups, Scoring
 from verl.trainer.rollouts.stream_groups import (
     GROUPS_FILE,
@@ -44,13 +43,6 @@ from verl.workers.rollout.interface import FinishedResponse
 STEPS = 16  # of an engine at once, unless a response is finished before
 
 logger = get_logger(__name__)
-
-
-class Work(NamedTuple):
-    """The next work of an engine."""
-
-    weights: PublishedWeights | None  # to load first
-    groups: list[OpenGroup]  # to begin or to continue
 
 
 class GroupStream:
@@ -109,13 +101,13 @@ class GroupStream:
         if self.is_deterministic and self.collector.sampler.converses:
             for engine in self.engines.groups.values():
                 engine.forget()  # as a resumed run does
-        save_engines(self.engines, folder)
+        self.engines.save_states(folder)
         for groups in self._finished():
             groups.check_storable()
         save_queues(self.queues, self.source.num_batches, folder)
 
     def load(self, folder: Path) -> None:
-        load_engines(self.engines, folder)
+        self.engines.load_states(folder)
         warn_of_dropped(folder, AHEAD_FILE)
         if not (folder / PROMPTS_FILE).exists():
             return
@@ -168,16 +160,19 @@ class GroupStream:
     def _keep_at_work(self, queue: GroupQueue, slot: int) -> None:
         engine, options = self.engines.groups[queue.engines[slot]], self.collector.sampler.options
         while (work := self._next_work(queue, slot)) is not None:
-            if work.weights is not None:
-                engine.load_weights(work.weights)
+            weights, groups = work
+            if weights is not None:
+                engine.load_weights(weights)
             columns = self.collector.sampler.columns
-            requests = [group.request(self.collector.group_size, columns) for group in work.groups]
+            requests = [group.request(self.collector.group_size, columns) for group in groups]
             prompts = DataProto.concat(requests) if requests else None
             self._take(queue, engine.sample(prompts, options, STEPS)[0])
         self._keep_begun(queue, slot, engine.interrupt()[0])
 
-    def _next_work(self, queue: GroupQueue, slot: int) -> Work | None:
-        """Wait for work; None if the stream is to rest."""
+    def _next_work(
+        self, queue: GroupQueue, slot: int
+    ) -> tuple[PublishedWeights | None, list[OpenGroup]] | None:
+        """Wait for weights to load and groups to begin or continue; None if the stream is to rest."""
         plan = queue.plan
         with self._changed:
             while True:
@@ -189,7 +184,7 @@ class GroupStream:
                     self._changed.notify_all()
                 groups = self._groups(queue, slot) if self._may_sample(queue) else []
                 if weights is not None or groups or (self._may_sample(queue) and plan.num_sampling(slot)):
-                    return Work(weights, groups)
+                    return weights, groups
                 if self._is_resting:  # at a point that does not depend on time
                     return None
                 start = time.monotonic()
@@ -266,7 +261,6 @@ class GroupStream:
                 group.is_with_engine = False
 
     def _next_step(self, step: int) -> Collected:
-        """Take the groups of a step, which is ready."""
         taken = list(chain.from_iterable(queue.take() for queue in self.queues))
         self._changed.notify_all()
         sampled, self._sampled = self._sampled, []

@@ -4,9 +4,10 @@
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import Image
@@ -25,61 +26,46 @@ MAX_FRAMES = 8  # shown of a video
 TOKEN_VALUES = ["rollout_log_probs", "old_log_probs", "advantages"]  # a validation has only the first
 KEPT_TENSORS = ["prompt_mask", "response_mask", "loss_mask", "responses", "token_level_scores"]
 
-Decode = Callable[[list[int]], str]
-KeepMedia = Callable[[MediaData], Iterable[dict[str, Any]]]
 
-
-class RecordedResponse(NamedTuple):
-    """A response to record."""
-
-    row: int  # in the batch
-    sample: int  # number in its group
-
-
+@dataclass(eq=False)
 class RolloutLog:
     """Writes the responses to the first `trainer.rollouts_to_keep` prompts of every step, in whole groups.
 
     Likewise of every validation, whose first prompts are always the same.
     """
 
-    def __init__(
-        self,
-        run_folder: Path,
-        num_groups: int,
-        tokenizer: Any,
-        media: "MediaLoader | None",
-        *,
-        skip_special_tokens: bool,
-        tools: Sequence[Mapping[str, Any]] = (),  # schemas
-        keep_whole_images: bool = False,
-    ) -> None:
-        self.num_groups = num_groups
-        self.skip_special_tokens = skip_special_tokens
-        self.tokenizer, self.tools = tokenizer, tools
-        self.keep_whole_images = keep_whole_images
-        self.media = media  # reads from the run's cache; None for a text model
-        self.store = RolloutStore(run_folder)
+    run_folder: Path
+    num_groups: int
+    tokenizer: Any
+    media: "MediaLoader | None"  # reads from the run's cache; None for a text model
+    _: KW_ONLY
+    skip_special_tokens: bool
+    tools: Sequence[Mapping[str, Any]] = ()  # schemas
+    keep_whole_images: bool = False
+
+    def __post_init__(self) -> None:
+        self.store = RolloutStore(self.run_folder)
 
     def keep(self, batch: DataProto, step: int, kind: str = TRAIN) -> None:
         """Write the first groups of a finished batch; a full disk is only a warning."""
         kept = first_groups(batch, self.num_groups)
         if not kept:
             return
-        sequences = batch[[one.row for one in kept]]
+        sequences = batch[[row for row, _ in kept]]
         present = set(sequences.batch.keys())
         names = [name for name in KEPT_TENSORS + TOKEN_VALUES if name in present]
         arrays = {name: sequences.batch[name].cpu().numpy() for name in names}
         texts = self._token_texts(arrays["responses"])
         media: dict[Any, list[dict[str, Any]]] = {}  # responses to a prompt share them
         rows = []
-        for number, one in enumerate(kept):
+        for number, (_, sample) in enumerate(kept):
             item = {name: column[number] for name, column in sequences.non_tensor_batch.items()}
             prompt = item["uid"], media_key(item.get("multi_modal_data"))
             if prompt not in media:
                 media[prompt] = list(self._media(item.get("multi_modal_data")))
             shared = media[prompt]
             row = self._row(item, {name: array[number] for name, array in arrays.items()}, texts)
-            rows.append(row | {"step": step, "sample": one.sample, "media": shared, "num_media": len(shared)})
+            rows.append(row | {"step": step, "sample": sample, "media": shared, "num_media": len(shared)})
         self.store.write(step, rows, kind)
 
     def _row(
@@ -110,12 +96,46 @@ class RolloutLog:
             "is_masked": not is_trained.any(),
             **values,
             **self._response(item, token_ids.tolist()),
-            **conversation_columns(item, token_ids.tolist(), self.tools, self._decode, self._media),
+            **self._conversation(item, token_ids.tolist()),
         }
 
     def _response(self, item: Mapping[str, Any], token_ids: list[int]) -> dict[str, Any]:
-        """Return the columns of the policy's responses."""
         return {"response": self._decode(token_ids)}
+
+    def _conversation(self, item: Mapping[str, Any], token_ids: list[int]) -> dict[str, Any]:
+        """Return the columns of a conversation; none for a response of one turn without tools."""
+        turns = item.get("turns")
+        if not turns:
+            return {}
+        media = _Media(item.get("observation_media") or {}, self._media)
+        numbered, contexts, shown = iter(enumerate(turns)), [], []
+        for number, context in enumerate(item["contexts"]):
+            tools = self.tools if context["tools"] is None else context["tools"]
+            # Those of the first context are the prompt's.
+            opening = media.next(context["num_images"], context["num_videos"]) if number else []
+            contexts.append(
+                {
+                    **{name: context[name] for name in ("start", "num_turns", "num_opening")},
+                    "messages": json.dumps(context["messages"]),
+                    "tools": json.dumps(tools),
+                    "media": opening,
+                }
+            )
+            for place, turn in islice(numbered, context["num_turns"]):
+                # of the reward function, if it rewards turns
+                reward = item["reward_values"].get(name_of(place), turn["reward"])
+                text = self._decode(token_ids[turn["start"] : turn["stop"]])
+                shown.append({**_turn(turn, media), "reward": reward, "text": text})
+        assert len(shown) == len(turns), "each turn belongs to a context"
+        observations = [one for turn in turns for one in turn["observations"]]
+        return {
+            "num_turns": len(turns),
+            "num_calls": sum(len(turn["calls"]) for turn in turns),
+            "num_failures": sum(one["failed"] for one in observations),
+            "stop_reason": item["stop_reason"],
+            "contexts": contexts,
+            "turns": shown,
+        }
 
     def _decode(self, token_ids: list[int]) -> str:
         return self.tokenizer.decode(token_ids, skip_special_tokens=self.skip_special_tokens)
@@ -152,10 +172,10 @@ class RolloutLog:
         return {"files": files, "problem": None, "times": times, "whole": whole}
 
 
-def first_groups(batch: DataProto, num_groups: int) -> list[RecordedResponse]:
-    """Return the responses of the first groups in the order of collection; reads `row_ids` and `uid`.
+def first_groups(batch: DataProto, num_groups: int) -> list[tuple[int, int]]:
+    """Return the rows of the first groups in the order of collection, and the number of each in its group.
 
-    A response that was resampled several times is returned as often.
+    Reads `row_ids` and `uid`. A response that was resampled several times is returned as often.
     """
     in_order = batch.batch["row_ids"].argsort(stable=True).tolist()
     groups: dict[Any, list[int]] = {}
@@ -163,7 +183,7 @@ def first_groups(batch: DataProto, num_groups: int) -> list[RecordedResponse]:
         groups.setdefault(batch.non_tensor_batch["uid"][row], []).append(row)
     # Prompts come in random order, so the first are a fair sample.
     chosen: Iterable[list[int]] = islice(groups.values(), num_groups)
-    return [RecordedResponse(row, sample) for rows in chosen for sample, row in enumerate(rows)]
+    return [(row, sample) for rows in chosen for sample, row in enumerate(rows)]
 
 
 def spread(num_frames: int) -> list[int]:
@@ -171,59 +191,12 @@ def spread(num_frames: int) -> list[int]:
     return np.linspace(0, num_frames - 1, min(MAX_FRAMES, num_frames)).round().astype(int).tolist()
 
 
-def conversation_columns(
-    item: Mapping[str, Any],
-    token_ids: Sequence[int],
-    schemas: Sequence[Mapping[str, Any]],
-    decode: Decode,
-    keep_media: KeepMedia,
-) -> dict[str, Any]:
-    """Return the columns of a conversation; none for a response of one turn without tools.
-
-    Args:
-        item: A row of the batch, with the columns of conversations if it has any.
-        token_ids: All tokens of the response.
-        schemas: Tools that the policy may call, unless its contexts have their own.
-        decode: Turns the tokens of a turn into text.
-        keep_media: Stores media and describes each, as the column `media` of the store.
-    """
-    turns = item.get("turns")
-    if not turns:
-        return {}
-    media = _Media(item.get("observation_media") or {}, keep_media)
-    numbered, contexts, shown = iter(enumerate(turns)), [], []
-    for number, context in enumerate(item["contexts"]):
-        tools = schemas if context["tools"] is None else context["tools"]
-        # Those of the first context are the prompt's.
-        opening = media.next(context["num_images"], context["num_videos"]) if number else []
-        contexts.append(
-            {
-                **{name: context[name] for name in ("start", "num_turns", "num_opening")},
-                "messages": json.dumps(context["messages"]),
-                "tools": json.dumps(tools),
-                "media": opening,
-            }
-        )
-        shown += [
-            _turn(turn, name_of(place), item["reward_values"], token_ids, decode, media)
-            for place, turn in islice(numbered, context["num_turns"])
-        ]
-    assert len(shown) == len(turns), "each turn belongs to a context"
-    observations = [one for turn in turns for one in turn["observations"]]
-    return {
-        "num_turns": len(turns),
-        "num_calls": sum(len(turn["calls"]) for turn in turns),
-        "num_failures": sum(one["failed"] for one in observations),
-        "stop_reason": item["stop_reason"],
-        "contexts": contexts,
-        "turns": shown,
-    }
-
-
 class _Media:
     """The media of a response in the order in which the policy read them."""
 
-    def __init__(self, media: Mapping[str, Any], keep: KeepMedia) -> None:
+    def __init__(
+        self, media: Mapping[str, Any], keep: Callable[[MediaData], Iterable[dict[str, Any]]]
+    ) -> None:
         self._left = {name: iter(media.get(name) or ()) for name in ("images", "videos")}
         self._keep = keep
 
@@ -232,33 +205,20 @@ class _Media:
         return list(self._keep({name: list(islice(self._left[name], counts[name])) for name in counts}))
 
 
-def _turn(
-    turn: Mapping[str, Any],
-    reward: str,
-    rewards: Mapping[str, float],
-    token_ids: Sequence[int],
-    decode: Decode,
-    media: _Media,
-) -> dict[str, Any]:
+def _turn(turn: Mapping[str, Any], media: _Media) -> dict[str, Any]:
     return {
         **{name: turn[name] for name in ("start", "stop", "seconds", "is_shown")},
-        "reward": rewards.get(reward, turn["reward"]),  # of the reward function, if it rewards turns
-        "text": decode(list(token_ids[turn["start"] : turn["stop"]])),
         "calls": [
             {"name": call["name"], "arguments": json.dumps(call["arguments"], ensure_ascii=False)}
             for call in turn["calls"]
         ],
-        "observations": list(_observations(turn, media)),
+        "observations": [
+            {
+                **{name: one[name] for name in ("text", "failed", "seconds")},
+                "num_media": one["images"] + one["videos"],
+                # Media of others are not part of the row.
+                "media": media.next(one["images"], one["videos"]) if turn["is_shown"] else [],
+            }
+            for one in turn["observations"]
+        ],
     }
-
-
-def _observations(turn: Mapping[str, Any], media: _Media) -> Iterator[dict[str, Any]]:
-    for one in turn["observations"]:
-        yield {
-            "text": one["text"],
-            "failed": one["failed"],
-            "seconds": one["seconds"],
-            "num_media": one["images"] + one["videos"],
-            # Media of others are not part of the row.
-            "media": media.next(one["images"], one["videos"]) if turn["is_shown"] else [],
-        }

@@ -13,8 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-import torch
-
 from verl.protocol import DataProto
 from verl.trainer.metrics import Metrics, StageTimer
 from verl.trainer.rollouts.collector import Collected, RolloutCollector
@@ -26,7 +24,6 @@ from verl.utils.rank_logger import get_logger
 
 AHEAD_FILE = "sampled_ahead.pt"  # only if the next step's sequences are there already
 METRICS = "sampling_metrics"  # entry of that file
-ENGINES_FILE = "engines.pt"  # random states of engines in processes of their own
 
 logger = get_logger(__name__)
 
@@ -80,10 +77,10 @@ class InTurn:
         """Nothing is sampled between calls."""
 
     def save(self, folder: Path) -> None:
-        save_engines(self.engines, folder)
+        self.engines.save_states(folder)
 
     def load(self, folder: Path) -> None:
-        load_engines(self.engines, folder)
+        self.engines.load_states(folder)
         warn_of_dropped(folder, AHEAD_FILE, PROMPTS_FILE)
 
 
@@ -131,7 +128,7 @@ class OneStepAhead:
             self._idle_since = self._idle_since or ended
 
     def save(self, folder: Path) -> None:
-        save_engines(self.engines, folder)
+        self.engines.save_states(folder)
         if self._sampling is not None:
             sampled = self._sampling.result()
             rows = sampled.groups.sequences
@@ -139,7 +136,7 @@ class OneStepAhead:
             replace(sampled.groups, sequences=rows).save(folder / AHEAD_FILE)
 
     def load(self, folder: Path) -> None:
-        load_engines(self.engines, folder)
+        self.engines.load_states(folder)
         warn_of_dropped(folder, PROMPTS_FILE)
         path = folder / AHEAD_FILE
         if not path.exists():
@@ -186,14 +183,3 @@ def warn_of_dropped(folder: Path, *names: str) -> None:
     found = [name for name in names if (folder / name).exists()]
     if found:
         logger.warning("what was sampled ahead is dropped, `trainer.async_training.mode` differs: %s", found)
-
-
-def save_engines(engines: Engines, folder: Path) -> None:
-    if state := engines.state():
-        torch.save(state, folder / ENGINES_FILE)
-
-
-def load_engines(engines: Engines, folder: Path) -> None:
-    path = folder / ENGINES_FILE
-    if path.exists():
-        engines.set_state(torch.load(path, weights_only=False))

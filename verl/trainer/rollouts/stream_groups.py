@@ -108,12 +108,12 @@ def save_queues(queues: Sequence[GroupQueue], num_batches: int, folder: Path) ->
     for number, queue in enumerate(queues):
         for group in queue.open.values():
             engine = queue.plan.in_flight.get(group.id)  # None if it was lost
-            state = {"lane": number, "group": list(key_of(group.id)), "engine": engine}
+            state = {"lane": number, "group": list(group.id), "engine": engine}
             state |= {"finished": as_plain(group.finished), "begun": as_plain(group.begun)}
             rows.append(group.prompt.merge({STATE: objects([state])}))
         rows += [row.merge({STATE: objects([{"lane": number}])}) for row in queue.prompts]
         finished += queue.finished.values()
-        slots += [[number, *key_of(group)] for group in queue.finished]
+        slots += [[number, *group] for group in queue.finished]
     about = {"num_batches": num_batches, "num_begun": [queue.plan.num_begun for queue in queues]}
     stored = DataProto.concat(rows) if rows else DataProto()
     DataProto(stored.batch, stored.non_tensor_batch, about).save_to_disk(folder / PROMPTS_FILE)
@@ -161,10 +161,6 @@ def load_queues(queues: Sequence[GroupQueue], folder: Path) -> int:
             queues[number].finished[group] = groups.select(torch.tensor([slot]))
             queues[number].plan.finished.add(group)
     return stored.meta_info["num_batches"]
-
-
-def key_of(group: GroupId) -> tuple[int, int]:
-    return group.version, group.number
 
 
 def as_plain(responses: Mapping[int, FinishedResponse]) -> dict[int, dict[str, Any]]:

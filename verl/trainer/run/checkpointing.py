@@ -9,7 +9,7 @@ import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -22,19 +22,15 @@ from verl.single_controller.ray.worker_group import RayWorkerGroup
 from verl.trainer.rollouts.schedule import Schedule
 from verl.utils.rank_logger import get_logger
 
+if TYPE_CHECKING:
+    from verl.data.loader import PromptLoader
+
 logger = get_logger(__name__)
 
 LOADER_FILE = "dataloader.pt"
 STATE_FILE = "trainer_state.json"
 ORIGIN = "origin"  # its entry for what the run is computed from, see `resuming.py`
 GROUPS_FILE = "carried_groups.pt"  # only if groups wait for the next step
-
-
-class ResumableLoader(Protocol):
-    """A data loader with a position that can be saved."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: Mapping[str, Any], *, allow_changes: bool = False) -> None: ...
 
 
 class Done(NamedTuple):
@@ -82,7 +78,7 @@ class RunState:
         training_steps: int,
         rows_per_step: int,
         workers: RayWorkerGroup,
-        loader: ResumableLoader | None,
+        loader: "PromptLoader | None",
         origin: Mapping[str, Any] | None = None,
     ) -> None:
         self.config, self.training_steps, self.rows_per_step = config, training_steps, rows_per_step
@@ -150,10 +146,7 @@ class RunState:
 
     def load(self) -> None:
         """Resume from `trainer.load_checkpoint_path`, or from the last checkpoint of this run's folder."""
-        config = self.config
-        folder = checkpoint_to_resume(
-            config.checkpoint_folder, config.load_checkpoint_path, config.find_last_checkpoint
-        )
+        folder = checkpoint_to_resume(self.config)
         self.checkpoints.clear()
         if folder is not None:
             with phase("checkpoint"):
@@ -233,7 +226,7 @@ class PPORunState(RunState):
         kl_controller: KLController,
         entropy_controller: EntropyController,
         workers: RayWorkerGroup,
-        loader: ResumableLoader | None,
+        loader: "PromptLoader | None",
         sampling: Schedule,
         origin: Mapping[str, Any] | None = None,
     ) -> None:

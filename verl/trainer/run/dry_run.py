@@ -4,7 +4,8 @@
 import dataclasses
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from argparse import SUPPRESS, ArgumentParser
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from verl.config.parsing import yaml_text
@@ -49,28 +50,22 @@ class PlanSwitches:
         return [] if self.cluster is None else self.cluster.options
 
 
-def join_values(arguments: Sequence[str]) -> Iterator[str]:
-    """Write `--switch VALUE` as `--switch=VALUE`."""
-    remaining = iter(arguments)
-    for argument in remaining:
-        value = next(remaining, None) if argument in VALUE_SWITCHES else None
-        yield argument if value is None else f"{argument}={value}"
+def split_values(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Return the values of the switches that have one, and the other arguments."""
+    parser = ArgumentParser(add_help=False, allow_abbrev=False, argument_default=SUPPRESS)
+    for switch in VALUE_SWITCHES:
+        parser.add_argument(switch, dest=switch, nargs="?", const="")
+    values, others = parser.parse_known_args(arguments)
+    return vars(values), others
 
 
-def takes_value(switch: str) -> bool:
-    return switch.partition("=")[0] in VALUE_SWITCHES
-
-
-def read_switches(switches: Sequence[str]) -> PlanSwitches:
-    """Read the switches of `--dry-run` that have a value; the last one of a name counts.
+def read_switches(given: dict[str, str], others: Sequence[str]) -> PlanSwitches:
+    """Read the values of the switches of `--dry-run`.
 
     Raises:
         ValueError: A value is not a number above zero, or names no cluster.
     """
-    given = {
-        name: value for name, _, value in (each.partition("=") for each in switches if takes_value(each))
-    }
-    if given and "--dry-run" not in switches:
+    if given and "--dry-run" not in others:
         raise ValueError(f"`{next(iter(given))}` needs `--dry-run`: nothing else uses it")
     return PlanSwitches(
         _number(MEMORY, given),

@@ -66,37 +66,24 @@ def print_end_report(trainer: RunConfig, finished: Finished) -> None:
 
 def end_report(trainer: RunConfig, finished: Finished) -> list[str]:
     """Return the lines of the report; it names only what is in the run's folder."""
-    entries = [*_validation(finished), *_checkpoints(trainer), *_curves(trainer), *_commands(trainer)]
+    entries = _entries(trainer, finished)
     return [finished.heading(), *(f"  {label:<{LABEL_WIDTH}} {text}" for label, text in entries)]
 
 
-def _validation(finished: Finished) -> Iterator[tuple[str, str]]:
+def _entries(trainer: RunConfig, finished: Finished) -> Iterator[tuple[str, str]]:
+    folder = Path(trainer.checkpoint_folder)
     if finished.best is not None:
         step, score = finished.best
         value = f"loss {-score:.4f}" if finished.is_loss else f"{score:.3f}"
         yield "best validation", f"{value} at step {step}" if step else f"{value} before the first step"
-
-
-def _checkpoints(trainer: RunConfig) -> Iterator[tuple[str, str]]:
-    folders = _saved(trainer)
-    if not folders:
-        return
-    yield "last checkpoint", _shown(folders[0])
-    if (best := _best(trainer, folders)) != folders[0]:
-        yield "best checkpoint", _shown(best)
-
-
-def _best(trainer: RunConfig, folders: list[Path]) -> Path:
-    """Return the checkpoint with the best validation if it is kept, else the last one."""
-    record = read_record(trainer.checkpoint_folder)
-    best_step = None if record is None else record.best_global_step
-    best = Path(trainer.checkpoint_folder, f"global_step_{best_step}")
-    return best if best in folders else folders[0]
-
-
-def _curves(trainer: RunConfig) -> Iterator[tuple[str, str]]:
-    folder = Path(trainer.checkpoint_folder)
-    if (folder / METRICS_FILE).is_file():
+    saved = whole_steps(folder) if folder.is_dir() else []  # the newest first
+    best = _best(folder, saved)
+    if best is not None:
+        yield "last checkpoint", _shown(saved[0])
+        if best != saved[0]:
+            yield "best checkpoint", _shown(best)
+    has_log = (folder / METRICS_FILE).is_file()
+    if has_log:
         yield "curves", _shown(folder / METRICS_FILE)
     if "tensorboard" in trainer.logger:
         root = os.environ.get("TENSORBOARD_DIR")
@@ -104,20 +91,17 @@ def _curves(trainer: RunConfig) -> Iterator[tuple[str, str]]:
     for service in SERVICES:
         if service in trainer.logger:
             yield "curves", f"{service}: {trainer.project_name}/{trainer.experiment_name}"
-
-
-def _commands(trainer: RunConfig) -> Iterator[tuple[str, str]]:
-    folder = Path(trainer.checkpoint_folder)
-    if (folder / METRICS_FILE).is_file() or (folder / ROLLOUTS).is_dir():
+    if has_log or (folder / ROLLOUTS).is_dir():
         yield "look", f"verl-view {_shown(folder)}"
-    if folders := _saved(trainer):
-        yield "export", f"verl-merge --local_dir {_shown(_best(trainer, folders) / 'actor')}"
+    if best is not None:
+        yield "export", f"verl-merge --local_dir {_shown(best / 'actor')}"
 
 
-def _saved(trainer: RunConfig) -> list[Path]:
-    """Return the complete checkpoints of the run's folder, the newest first."""
-    folder = Path(trainer.checkpoint_folder)
-    return whole_steps(folder) if folder.is_dir() else []
+def _best(folder: Path, saved: list[Path]) -> Path | None:
+    """Return the checkpoint with the best validation if it is kept, else the last one, if there is any."""
+    record = read_record(folder)
+    best = folder / f"global_step_{None if record is None else record.best_global_step}"
+    return best if best in saved else next(iter(saved), None)
 
 
 def _shown(path: Path) -> str:

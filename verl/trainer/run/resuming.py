@@ -53,9 +53,7 @@ def check_resume(config: RunTree, origin: Mapping[str, Any], loader: PromptLoade
         ValueError: Its rows or models changed, and `trainer.allow_changed_inputs` is not set.
     """
     trainer = config.trainer
-    folder = checkpoint_to_resume(
-        trainer.checkpoint_folder, trainer.load_checkpoint_path, trainer.find_last_checkpoint
-    )
+    folder = checkpoint_to_resume(trainer)
     if folder is None:
         return None
     then = json.loads((folder / STATE_FILE).read_text()).get(ORIGIN)

@@ -145,7 +145,6 @@ def open_viewer(data: DataConfig, trainer: TrainerConfig, stack: ExitStack) -> N
 
 
 def _ray_failure(config: RunTree, error: RayError, step: int | None) -> ClusterError:
-    """Report an error of Ray's, and return it as ours."""
     report_failure(config.trainer, step, f"Ray: {error}")
     return ClusterError(f"Ray failed ({type(error).__name__}): {error}")
 

@@ -15,7 +15,6 @@ from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Generic, TypeVar
 
 from verl.checkpoint.tracker import TRACKER, find_last_checkpoint
 from verl.config.trainer import RunTree
@@ -29,15 +28,14 @@ from verl.utils.standard_streams import outlive_readers
 
 POLL_S = 0.5  # between checks that the child lives
 
-C = TypeVar("C", bound=RunTree)
 # Trains once. Arguments: the config, and the seconds to wait for missing machines (None in the first run).
 # It must be a function of a module, because the child imports it, and import torch only in its body.
-TrainOnce = Callable[[C, float | None], ExitStatus]
+TrainOnce = Callable[[RunTree, float | None], ExitStatus]
 
 logger = get_logger(__name__)
 
 
-class Supervisor(Generic[C]):
+class Supervisor:
     """Trains to the end, with up to `trainer.max_restarts` restarts.
 
     Example::
@@ -45,7 +43,7 @@ class Supervisor(Generic[C]):
         sys.exit(Supervisor(config, train_once).run().status)
     """
 
-    def __init__(self, config: C, train_once: TrainOnce[C]) -> None:
+    def __init__(self, config: RunTree, train_once: TrainOnce) -> None:
         self.config = config
         self.train_once = train_once
         self.restarts = 0
@@ -111,7 +109,7 @@ class Supervisor(Generic[C]):
         )  # fmt: skip
 
 
-def _train(train_once: TrainOnce[C], config: C, wait_s: float | None, sender: Connection) -> None:
+def _train(train_once: TrainOnce, config: RunTree, wait_s: float | None, sender: Connection) -> None:
     """Train in the child, and send the exit status."""
     os.setpgid(0, 0)  # a terminal's Ctrl-C reaches only the parent, which forwards it: once, not twice
     parent = multiprocessing.parent_process()

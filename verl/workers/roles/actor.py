@@ -10,9 +10,9 @@ from torch import Tensor
 
 from verl.algorithms.kl import KLLoss
 from verl.algorithms.policy_losses import POLICY_LOSSES
-from verl.algorithms.rollout_correction import RolloutCorrection
 from verl.algorithms.token_selection import selection_of
 from verl.batch_keys import OLD_ROUTES, ROUTE_MATCHES, ROUTES, TEACHER_KEYS, TEACHER_MEDIA
+from verl.config.algorithm import RolloutCorrectionConfig
 from verl.config.worker import ActorConfig
 from verl.protocol import DataProto
 from verl.workers.packing.observers import OBSERVERS, ForwardObserver
@@ -56,7 +56,7 @@ class ActorTraining(Training):
 
     kl_loss: KLLoss | None = None  # None leaves the reference out of the loss
     reference: RowForward | None = None  # read only for the KL over the whole vocabulary
-    correction: RolloutCorrection | None = None  # weights computed here, with the update's log-probs
+    correction: RolloutCorrectionConfig | None = None  # weights computed here, with the update's log-probs
     is_reinforce: bool = False  # REINFORCE instead of `loss_type`
     teachers: "Teachers | None" = None  # that a term of the loss pulls the policy towards
     uses_advantages: bool = True  # False leaves the policy loss out

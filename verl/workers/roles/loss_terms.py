@@ -15,7 +15,8 @@ from verl.algorithms.aggregation import aggregate_loss
 from verl.algorithms.kl import FULL, KLLoss, kl_divergence
 from verl.algorithms.policy_loss_types import PolicyLossOptions
 from verl.algorithms.policy_losses import POLICY_LOSSES, PolicyLossInputs, weighted
-from verl.algorithms.rollout_correction import RolloutCorrection, importance_weights, rejection_mask
+from verl.algorithms.rollout_correction import importance_weights, rejection_mask
+from verl.config.algorithm import RolloutCorrectionConfig
 from verl.config.worker import ActorConfig
 from verl.models.fused_log_probs import TokenLogProbs
 from verl.protocol import DataProto
@@ -124,7 +125,9 @@ def sum_terms(
 class PolicyTokens:
     """The policy loss of tokens, with importance weights of the batch or, in the bypass mode, its own."""
 
-    def __init__(self, config: ActorConfig, loss_type: str, correction: RolloutCorrection | None) -> None:
+    def __init__(
+        self, config: ActorConfig, loss_type: str, correction: RolloutCorrectionConfig | None
+    ) -> None:
         self.loss, self.correction = POLICY_LOSSES[loss_type], correction
         # the section and the inputs of losses use the same names
         self.options = {entry.name: getattr(config, entry.name) for entry in fields(PolicyLossOptions)}
