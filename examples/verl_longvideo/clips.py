@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from fractions import Fraction
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,16 +18,19 @@ from typing import Any, NamedTuple
 import av
 import av.error
 from av.container import OutputContainer
+from PIL import Image
 
 from verl.data.media.video import opened_video
+from verl.utils.images import frame_image
 from verl_longvideo.settings import CutSettings
 from verl_longvideo.state import digest_of, read_state, write_state
 
 # In every build of FFmpeg, and always with the same result; x264's differs from run to run on some machines.
 CODEC, QUANTIZER = "mpeg4", "3"
 INDEX = "index.json"
-VERSION = 1  # of the way clips are cut; another one cuts all again
+VERSION = 2  # of the way clips are cut; another one cuts all again
 TICK = Fraction(1, 1000)  # seconds, of the clips' clock
+Show = Callable[[], Image.Image]
 
 
 class Clip(NamedTuple):
@@ -105,9 +109,9 @@ def frames_of(file: Path, number: int) -> Iterator[Any]:
     """Yield `number` frames of a clip as Pillow images, evenly spaced, or all if it has fewer."""
     with opened_video(str(file)) as (container, stream):
         frames = list(container.decode(stream))
-    number = min(number, len(frames))
-    for index in range(number):
-        yield frames[(2 * index + 1) * len(frames) // (2 * number)].to_image()
+        number = min(number, len(frames))
+        for index in range(number):
+            yield frame_image(frames[(2 * index + 1) * len(frames) // (2 * number)], stream)
 
 
 def _cut_from(source: Source, first: int, is_stopped: Callable[[], bool]) -> float:
@@ -115,7 +119,7 @@ def _cut_from(source: Source, first: int, is_stopped: Callable[[], bool]) -> flo
     seconds, end = source.cut.seconds, 0.0
     with ExitStack() as stack:
         writer: _ClipWriter | None = None
-        for time, length, frame in _frames_from(source.file, first * seconds):
+        for time, length, show in _frames_from(source.file, first * seconds):
             end = max(end, round(time + length, 3))
             number = int(time / seconds)
             if writer is None or number != writer.number:
@@ -124,15 +128,15 @@ def _cut_from(source: Source, first: int, is_stopped: Callable[[], bool]) -> flo
                 if is_stopped():
                     raise StoppedError
                 writer = stack.enter_context(_ClipWriter(source, number))
-            writer.add(frame, time - number * seconds)
+            writer.add(show, time - number * seconds)
         if writer is None:
             raise ValueError("it has no frame that can be decoded")
         writer.finish()
     return end
 
 
-def _frames_from(file: Path, start: float) -> Iterator[tuple[float, float, av.VideoFrame]]:
-    """Yield the frames from `start` on with their times and lengths in seconds."""
+def _frames_from(file: Path, start: float) -> Iterator[tuple[float, float, Show]]:
+    """Yield the times and lengths in seconds of the frames from `start` on, and what makes images of them."""
     with opened_video(str(file)) as (container, stream):
         stream.thread_type = "AUTO"
         base, rate = stream.time_base or av.time_base, stream.average_rate or 25
@@ -151,7 +155,8 @@ def _frames_from(file: Path, start: float) -> Iterator[tuple[float, float, av.Vi
         for frame in chain([first], frames):
             time = float((_ticks(frame) - origin) * base)
             if time >= start:
-                yield time, float(frame.duration * base) if frame.duration else float(1 / rate), frame
+                length = float(frame.duration * base) if frame.duration else float(1 / rate)
+                yield time, length, partial(frame_image, frame, stream)
 
 
 def _ticks(frame: av.VideoFrame) -> int:
@@ -188,18 +193,18 @@ class _ClipWriter:
             self._container.close()
         self._partial.unlink(missing_ok=True)
 
-    def add(self, frame: av.VideoFrame, time: float) -> None:
+    def add(self, show: Show, time: float) -> None:
         """Write the frame at `time` seconds of the clip if a sample is due."""
         sample = int(time * self._cut.fps + 1e-6)
         if sample < self._next:
             return
         self._next = sample + 1
+        image = show()
         if self._container is None:
-            self._open(frame)
+            self._open(image)
         assert self._container is not None, "it was opened"
-        pixels = frame.reformat(self._stream.width, self._stream.height).to_ndarray(format="rgb24")
         # A new frame, since the encoder would heed what the decoder notes on its own ones.
-        picture = av.VideoFrame.from_ndarray(pixels, format="rgb24")
+        picture = av.VideoFrame.from_image(image.resize((self._stream.width, self._stream.height)))
         picture.pts, picture.time_base = round(time / TICK), TICK
         self._container.mux(self._stream.encode(picture))
 
@@ -210,13 +215,11 @@ class _ClipWriter:
         self._container = None
         self._partial.replace(self._file)
 
-    def _open(self, frame: av.VideoFrame) -> None:
-        scale = min(1.0, self._cut.side / max(frame.width, frame.height))
+    def _open(self, image: Image.Image) -> None:
+        scale = min(1.0, self._cut.side / max(image.size))
         self._container = av.open(str(self._partial), "w", format="mp4")
         rate = Fraction(self._cut.fps).limit_denominator(1000)
         options = {"qmin": QUANTIZER, "qmax": QUANTIZER}
         self._stream = self._container.add_stream(CODEC, rate=rate, options=options)
-        self._stream.width, self._stream.height = (
-            max(2, round(side * scale / 2) * 2) for side in (frame.width, frame.height)
-        )
+        self._stream.width, self._stream.height = (max(2, round(side * scale / 2) * 2) for side in image.size)
         self._stream.pix_fmt, self._stream.codec_context.time_base = "yuv420p", TICK

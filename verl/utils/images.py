@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images as a viewer shows them: in the position that their EXIF data say, on white, with 8 bits, as RGB.
+"""Images and frames as viewers and players show them.
 
-The policy, the rollout engine, judges, tools, the viewer and the data check read every image through here.
+Images are turned as their EXIF data say, put on white and converted to 8-bit RGB; frames of videos are turned
+by the display matrix of their file and have square pixels. The policy, the rollout engine, judges, tools, the
+viewer and the data check read every image and frame through here.
 """
 
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 from PIL import ExifTags, Image
@@ -53,6 +55,36 @@ def to_8_bits(image: Image.Image) -> Image.Image:
     if (hidden := image.info.get("transparency")) is None:
         return Image.fromarray(gray)
     return Image.fromarray(np.stack([gray, np.where(pixels == hidden, 0, 255)], -1).astype(np.uint8))
+
+
+def shown_frame(frame: Any) -> np.ndarray:
+    """Return the RGB pixels (H, W, 3) of a frame that PyAV decoded, turned as a player shows them."""
+    pixels = frame.to_ndarray(format="rgb24")
+    (a, b), (c, d) = _display_matrix(frame)
+    if abs(b) > abs(a):
+        pixels, a, d = pixels.transpose(1, 0, 2), c, b
+    return np.ascontiguousarray(pixels[:: -1 if d < 0 else 1, :: -1 if a < 0 else 1])
+
+
+def shown_frame_size(frame: Any, stream: Any) -> tuple[int, int]:
+    """Return the width and height with which a player shows a frame, whose pixels need not be square."""
+    width, height = round(frame.width * (stream.sample_aspect_ratio or 1)), frame.height
+    (a, b), _ = _display_matrix(frame)
+    return (height, width) if abs(b) > abs(a) else (width, height)
+
+
+def frame_image(frame: Any, stream: Any) -> Image.Image:
+    """Return a decoded frame as a player shows it."""
+    return Image.fromarray(shown_frame(frame)).resize(shown_frame_size(frame, stream))
+
+
+def _display_matrix(frame: Any) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return where the display matrix of a file takes the directions to the right and down."""
+    for data in frame.side_data:
+        if data.type.name == "DISPLAYMATRIX":
+            a, b, _, c, d = np.frombuffer(data, np.int32)[:5].tolist()
+            return (a, b), (c, d)
+    return (1, 0), (0, 1)
 
 
 def _on_white(image: Image.Image) -> Image.Image:

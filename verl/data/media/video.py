@@ -2,12 +2,12 @@
 """Read videos with PyAV: container metadata without decoding, and the frames that a model sees.
 
 Frame selection and size follow qwen-vl-utils: `fps` frames per second, an even number between 4 and 768, or a
-given number of frames; spread evenly from the first frame to the last. As in the models' processors, times
-are computed from frame numbers and the average rate, even if the rate of the video varies.
+given number of frames; spread evenly from the first frame to the last. Number n is the frame on the screen at
+the time n / fps, so that the times that models compute from numbers are a player's even if the rate varies.
 """
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ from verl.data.media.video_seek import (
     index_timeline,
     read_packets,
 )
+from verl.utils.images import shown_frame, shown_frame_size
 
 # The last frame is repeated for frames that the container announces but the decoder does not deliver (edit
 # lists, a truncated last group), up to this share of the video.
@@ -35,6 +36,9 @@ FORMATS = (
     "mov", "matroska", "avi", "gif", "mpegts", "mpeg", "mpegvideo", "m4v", "h264", "hevc", "ivf", "flv",
     "asf", "ogg",
 )  # fmt: skip
+GIF = "gif"  # whose packets have times, but which cannot be read from the middle
+RATE_ERROR = 0.02  # of the rate that a container names
+TURNING_FORMATS = ("mov", "matroska")  # may have a display matrix, which decoded frames tell
 RESIZED_BYTES = 64 << 20  # frames are resized in chunks of this size, to keep few original frames
 
 
@@ -42,8 +46,8 @@ class VideoInfo(NamedTuple):
     """Metadata of the first video stream of a container."""
 
     num_frames: int
-    fps: float
-    width: int
+    fps: float  # on average
+    width: int  # as a player shows it
     height: int
 
 
@@ -80,7 +84,7 @@ class SampledVideo(NamedTuple):
 
 
 def probe_video(source: str | bytes) -> VideoInfo:
-    """Read frame count, rate and size, without decoding."""
+    """Read frame count, rate and size, for which one frame is decoded where a file may turn it."""
     return _probe(source)[0]
 
 
@@ -142,9 +146,9 @@ def read_video(source: str | bytes, options: VideoOptions) -> SampledVideo:
     info, packets = _probe(source)
     numbers = choose_frames(info, options)
     try:
-        frames = _resized(_seek_frames(source, info, packets, numbers), len(numbers), options)
+        frames = _resized(_seek_frames(source, info, packets, numbers), len(numbers), info, options)
     except UnknownTimesError:
-        frames = _resized(_count_frames(source, info, numbers), len(numbers), options)
+        frames = _resized(_count_frames(source, info, packets, numbers), len(numbers), info, options)
     return SampledVideo(frames, video_meta(info, numbers, options))
 
 
@@ -153,15 +157,39 @@ def _probe(source: str | bytes) -> tuple[VideoInfo, Packets | None]:
         fps = stream.average_rate or stream.guessed_rate
         if not fps or fps < 0:
             raise ValueError("the video has no frame rate")
-        # Packets are counted if the container has no frame count.
-        packets = None if stream.frames else read_packets(container, stream)
+        # Packets are counted if the container has no frame count; the frames of a GIF are found by theirs.
+        is_even = stream.frames and container.format.name != GIF and _has_rate(stream, float(fps))
+        packets = None if is_even else read_packets(container, stream)
         num_frames = packets.count if packets else stream.frames
         if num_frames < 1:
             raise ValueError("the video has no frames")
-        size = stream.codec_context.width, stream.codec_context.height
-        if not all(size):
+        if packets and len(packets.times) > 1:
+            seconds = (packets.times[-1] - packets.times[0]) * (stream.time_base or 0)
+            measured = (len(packets.times) - 1) / seconds if seconds > 0 else fps
+            fps = fps if abs(measured / fps - 1) < RATE_ERROR else measured
+    return VideoInfo(num_frames, float(fps), *_size(source)), packets
+
+
+def _has_rate(stream: av.VideoStream, fps: float) -> bool:
+    """Return whether the container's index, if it has one, spans the time of its frames at a rate."""
+    entries = stream.index_entries
+    if not 1 < stream.frames == len(entries):
+        return True
+    seconds = (entries[-1].timestamp - entries[0].timestamp) * (stream.time_base or 0)
+    return abs(fps * seconds / (stream.frames - 1) - 1) < RATE_ERROR
+
+
+def _size(source: str | bytes) -> tuple[int, int]:
+    """Return the width and height that a player shows."""
+    with opened_video(source) as (container, stream):
+        width, height = stream.codec_context.width, stream.codec_context.height
+        if not width or not height:
             raise ValueError("the video has no frame size")
-        return VideoInfo(num_frames, float(fps), *size), packets
+        if container.format.name.split(",")[0] in TURNING_FORMATS:
+            with suppress(av.error.FFmpegError):  # who reads the pixels says what is wrong with them
+                for frame in container.decode(stream):
+                    return shown_frame_size(frame, stream)
+        return round(width * (stream.sample_aspect_ratio or 1)), height
 
 
 def _largest_size(height: int, width: int, tokens: int, factor: int) -> tuple[int, int]:
@@ -194,7 +222,7 @@ def _seek_frames(
             timeline = PacketTimeline(packets)
         reader = SeekingReader(container, stream, timeline)
         for index, number in enumerate(numbers):
-            frame = reader.read(number)
+            frame = reader.read(timeline.shown(number, _ticks(stream, info)))
             if frame is None:
                 last, frame = reader.last
                 _check_missing(info, last + 1)
@@ -203,9 +231,19 @@ def _seek_frames(
             yield frame
 
 
-def _count_frames(source: str | bytes, info: VideoInfo, numbers: list[int]) -> Iterator[av.VideoFrame]:
+def _ticks(stream: av.VideoStream, info: VideoInfo) -> float:
+    """Return the share of time of a frame at the average rate."""
+    return 1 / (info.fps * (stream.time_base or 1))
+
+
+def _count_frames(
+    source: str | bytes, info: VideoInfo, packets: Packets | None, numbers: list[int]
+) -> Iterator[av.VideoFrame]:
     """Yield the frames with these numbers, by decoding from the start and counting."""
     with opened_video(source) as (container, stream):
+        if container.format.name == GIF and packets and packets.times:
+            ticks = _ticks(stream, info)
+            numbers = [PacketTimeline(packets).shown(number, ticks) for number in numbers]
         stream.thread_type = "AUTO"
         count, index, frame = 0, 0, None
         for frame in container.decode(stream):
@@ -226,16 +264,16 @@ def _check_missing(info: VideoInfo, count: int) -> None:
         raise ValueError(f"the video announces {info.num_frames} frames but only {count} can be decoded")
 
 
-def _resized(frames: Iterable[av.VideoFrame], count: int, options: VideoOptions) -> np.ndarray:
+def _resized(
+    frames: Iterable[av.VideoFrame], count: int, info: VideoInfo, options: VideoOptions
+) -> np.ndarray:
+    size = frame_size(count, info.height, info.width, options)
+    resized = np.empty((count, *size, 3), dtype=np.uint8)  # (T, H, W, 3)
     chunk: list[np.ndarray] = []
-    done, shape, size = 0, None, (0, 0)
-    resized = np.empty(0)  # (T, H, W, 3) uint8
+    done, shape = 0, None
     for frame in frames:
-        pixels = frame.to_ndarray(format="rgb24")  # (H0, W0, 3)
-        if shape is None:
-            shape, size = pixels.shape, frame_size(count, frame.height, frame.width, options)
-            resized = np.empty((count, *size, 3), dtype=np.uint8)
-        if pixels.shape != shape:
+        pixels = shown_frame(frame)  # (H0, W0, 3)
+        if pixels.shape != (shape := shape or pixels.shape):
             raise ValueError(f"frames have different sizes: {sorted({shape, pixels.shape})}")
         chunk.append(pixels)
         if len(chunk) * pixels.nbytes >= RESIZED_BYTES or done + len(chunk) == count:

@@ -46,6 +46,10 @@ class IndexTimeline:
         """Return the last frame displayed at or before `time`."""
         return self._entries.search_timestamp(self._first + time, any_frame=True)
 
+    def shown(self, number: int, ticks: float) -> int:
+        """Return the frame on the screen after `number` frames of so many ticks."""
+        return self.number(int(number * ticks + 0.5) + time_tolerance(self.spacing))
+
     def keyframe(self, number: int) -> int:
         """Return the last keyframe at or before this frame."""
         return self._entries.search_timestamp(self._entries[number].timestamp)
@@ -84,6 +88,11 @@ class PacketTimeline:
 
     def number(self, time: int) -> int:
         return bisect_right(self._times, time) - 1
+
+    def shown(self, number: int, ticks: float) -> int:
+        is_missing = number >= len(self._times)
+        time = int(number * ticks + 0.5) + time_tolerance(self.spacing)
+        return number if is_missing else self.number(time)
 
     def keyframe(self, number: int) -> int:
         before = bisect_right(self._keyframes, self.time(number))

@@ -17,7 +17,7 @@ from typing import Any
 import av
 from PIL import Image
 
-from verl.utils.images import open_image, to_rgb
+from verl.utils.images import frame_image, open_image, to_rgb
 
 Part = dict[str, Any]  # an entry of a message's `content`
 Reference = str | bytes | dict[str, Any]
@@ -109,8 +109,11 @@ def _encoded_frames(
     source: str | bytes, _modified: int, start: float, end: float | None, limits: MediaLimits
 ) -> tuple[tuple[float, str], ...]:
     with av.open(_openable(source), container_options=SAFE) as container:
+        stream = container.streams.video[0]
         frames = _frames_at(container, start, end, limits.max_frames)
-        return tuple((time, _data_url(frame.to_image(), limits.max_pixels)) for time, frame in frames)
+        return tuple(
+            (time, _data_url(frame_image(frame, stream), limits.max_pixels)) for time, frame in frames
+        )
 
 
 def _frames_at(
