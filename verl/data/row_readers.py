@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes that read rows: their media, since a decoder may crash or hang, and whole rows, to be faster.
+"""Readers of rows in processes: of their media, since a decoder may crash or hang, and of whole rows, ahead.
 
 Those of a data set are forked by a process that holds it and has no threads, so that readers may start at any
 time, in milliseconds.
