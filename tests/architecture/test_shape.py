@@ -6,17 +6,17 @@ import pytest
 from tests.architecture.shape import measure
 
 CEILINGS = {
-    "lines": 72_420,
-    "files": 481,
+    "lines": 70_760,
+    "files": 452,
     "percent of the largest room": 15,
     "files over 400 lines": 0,
-    "files under 60 lines": 58,
-    "files that share a name": 77,
+    "files under 60 lines": 49,
+    "files that share a name": 74,
     "longest function": 45,
     "functions that take PPOConfig": 9,
-    "modules below the trainer": 128,
-    "modules below the actor": 62,
-    "modules below the data set": 62,
+    "modules below the trainer": 119,
+    "modules below the actor": 61,
+    "modules below the data set": 60,
     "lines of README.md": 175,
 }
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 ARRAY_TAG = "__ndarray__"  # the key that marks an encoded NumPy array, or a value that is stored as text
 MICROSECOND = timedelta(microseconds=1)
-# Of values that tables have beside numbers and texts: their text, and what reads it.
+# Other values of tables: how they are written as text and read back.
 AS_TEXT: dict[type, tuple[Callable[[Any], str], Callable[[str], Any]]] = {
     datetime: (str, datetime.fromisoformat),
     date: (str, date.fromisoformat),

@@ -47,7 +47,7 @@ class IndexTimeline:
         return self._entries.search_timestamp(self._first + time, any_frame=True)
 
     def shown(self, number: int, ticks: float) -> int:
-        """Return the frame on the screen after `number` frames of so many ticks."""
+        """Return the frame on the screen after `number` frames, each of `ticks`."""
         return self.number(int(number * ticks + 0.5) + time_tolerance(self.spacing))
 
     def keyframe(self, number: int) -> int:
