@@ -25,11 +25,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from verl.agents.endpoint.errors import ApiError
-
-from tests.helpers.conversations import begin, rules_of
+from tests.helpers.conversations import CALL, begin, rules_of, say
 from verl.agents.conversation import Conversation
-from verl.agents.endpoint.chat_messages import read_messages
+from verl.agents.endpoint.chat_messages import ApiError, read_messages
+from verl.agents.row import SampledTurn
 from verl.agents.tools.answers import AnswerLimits, as_observation
 from verl.rewards.graders.judging import read_checklist, read_choice, read_criteria, read_ranking, read_score
 
@@ -80,8 +79,8 @@ class Readers:
         start, part, end, size = recipe
         for name, rules in self.conversations.items():
             ids = token_ids(rules.tokenizer, start, part, end, size)
-            log_probs, conversation = [-1.0] * len(ids), begin(rules)
-            yield f"a turn, {name}", seconds(conversation.add_turn, ids, log_probs, "stop")
+            turn = SampledTurn(ids, [-1.0] * len(ids), "stop")
+            yield f"a turn, {name}", seconds(begin(rules).add_turn, turn)
         rules = next(iter(self.conversations.values()))
         text = rules.tokenizer.decode(token_ids(rules.tokenizer, start, part, end, size))
         conversation = waiting(rules)
@@ -94,9 +93,7 @@ class Readers:
 def waiting(rules: Any) -> Conversation:
     """Return a conversation whose call has no answer yet."""
     conversation = begin(rules)
-    call = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
-    ids = rules.tokenizer.encode(call, add_special_tokens=False)
-    assert conversation.add_turn(ids, [-1.0] * len(ids), "stop")
+    assert say(conversation, CALL)
     return conversation
 
 
@@ -107,15 +104,11 @@ def judge(text: str) -> None:
     read_checklist(text, CRITERIA)
 
 
-def no_url(url: str) -> str:
-    raise AssertionError(url)
-
-
 def read_client(text: str) -> None:
     call = {"id": "a", "type": "function", "function": {"name": text[:64], "arguments": text}}
     turn = {"role": "assistant", "content": None, "tool_calls": [call]}
     with suppress(ApiError):  # the client is told what is wrong
-        for message in read_messages([turn, {"role": "user", "content": text}], no_url, takes_media=False):
+        for message in read_messages([turn, {"role": "user", "content": text}], None):
             assert message.digest
 
 

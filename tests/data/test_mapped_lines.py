@@ -33,6 +33,20 @@ def sample_of_ends(monkeypatch):
     monkeypatch.setattr(mapped_lines, "SPACED_ROWS", 2)
 
 
+def test_empty_lines_are_counted_and_not_read_one_by_one(tmp_path, monkeypatch):
+    path = write(tmp_path / "rows.jsonl", '{"a": 1}\n' + "\n" * 500 + '{"a": 2}\n\n')
+    read = []
+    is_blank = mapped_lines.MappedFile._is_blank
+    monkeypatch.setattr(
+        mapped_lines.MappedFile, "_is_blank", lambda file, start: read.append(start) or is_blank(file, start)
+    )
+
+    file = mapped_lines.MappedFile(path)
+
+    assert len(file) == 2 and len(read) == 1
+    assert file.row(1) == {"a": 2}
+
+
 def write(path, text):
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     return path

@@ -22,6 +22,8 @@ from tests.helpers.conversations import rules_of
 from tests.planning.test_step_plan import make_config
 from tests.trainer.test_masked_responses import OF_ROWS
 from tests.trainer.test_observed_tokens import CORRECTIONS, PERTURBED, ROWS, conversations, finished
+from verl.agents.endpoint.chat_messages import ApiError
+from verl.agents.endpoint.requests import read_request
 from verl.agents.interface import Observation, ToolCall
 from verl.agents.parsers.interface import without_thought
 from verl.agents.parsers.registry import CALL_FORMATS
@@ -249,6 +251,36 @@ def test_any_turn_is_read_as_calls_that_json_can_hold(name, text):
     for call in CALL_FORMATS[name].parse(without_thought(text), SCHEMAS):
         assert isinstance(call.name, str)
         json.dumps(call.arguments)
+
+
+# Bodies that are nearly those of a chat completion.
+odd = st.none() | st.booleans() | st.integers() | st.floats() | texts | st.lists(texts, max_size=2)
+function = st.fixed_dictionaries({"name": odd}, optional={"arguments": odd})
+calls = st.fixed_dictionaries({}, optional={"id": odd, "function": odd | function})
+parts = st.fixed_dictionaries({"type": odd | st.just("text")}, optional={"text": odd})
+messages = st.fixed_dictionaries(
+    {"role": st.sampled_from(["user", "assistant", "tool", "system"]) | odd},
+    optional={
+        "content": odd | st.lists(odd | parts, max_size=2),
+        "tool_calls": odd | st.lists(odd | calls, max_size=2),
+        "tool_call_id": odd,
+    },
+)
+OTHERS = ("tools", "tool_choice", "max_tokens", "stream", "stop", "n", "stream_options")
+bodies = st.fixed_dictionaries(
+    {"messages": odd | st.lists(odd | messages, max_size=3)}, optional=dict.fromkeys(OTHERS, odd)
+)
+
+
+@CASES
+@given(body=bodies)
+def test_any_body_of_a_request_is_read_or_refused_with_the_status_of_a_client(body):
+    try:
+        request = read_request(body, lambda url: {"path": url}, shows_tools=True)
+    except ApiError as error:
+        assert 400 <= error.status < 500 and error.body()["error"]["message"]
+    else:
+        assert all(message.digest for message in request.messages)
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@
 Token in, token out: a turn keeps the tokens that the engine sampled; its text is never tokenized again.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
@@ -14,13 +15,15 @@ Message = dict[str, Any]  # `role` and `content`, as a chat template reads it
 MAX_DEPTH = 64  # of lists and objects within each other: pickle, json and templates recurse into them
 
 
-def is_too_deep(value: Any, limit: int = MAX_DEPTH) -> bool:
-    """Return whether lists and mappings are nested deeper than `limit`; does not recurse."""
+def unfit_part(value: Any, limit: int = MAX_DEPTH) -> str | None:
+    """Return what a value has that JSON cannot hold or that is too deep, if anything; does not recurse."""
     level = [value]
     for _ in range(limit + 1):
+        if any(isinstance(one, float) and not math.isfinite(one) for one in level):
+            return "a number that is not finite"
         containers = [one for one in level if isinstance(one, Mapping | list | tuple)]
         level = [part for one in containers for part in (one.values() if isinstance(one, Mapping) else one)]
-    return bool(containers)
+    return f"over {limit} levels of lists and objects" if containers else None
 
 
 class StopReason(StrEnum):

@@ -79,15 +79,19 @@ class MappedFile:
         size = len(self.bytes)
         lines, blanks = np.zeros((2, -(-size // BLOCK) + 1), dtype=np.int64)
         lines[1], blanks[1] = 1, self._is_blank(0)  # no line end is before the first line
-        buffers = np.empty((2, CHUNK), dtype=bool)  # new ones would take longer than the counts
+        buffers = np.empty((3, CHUNK), dtype=bool)  # new ones would take longer than the counts
         for offset in range(0, size, CHUNK):
             ends = self.bytes[offset : min(offset + CHUNK, size - 1)]  # the last byte starts no line
             firsts = self.bytes[offset + 1 :][:CHUNK]
             is_end = np.equal(ends, END, out=buffers[0, : len(ends)])
             is_odd = np.not_equal(firsts, USUAL, out=buffers[1, : len(ends)])
+            is_empty = np.equal(firsts, END, out=buffers[2, : len(ends)])
+            is_empty &= is_end
             for start in range(0, len(ends), BLOCK):
                 lines[(offset + start) // BLOCK + 1] += np.count_nonzero(is_end[start : start + BLOCK])
+                blanks[(offset + start) // BLOCK + 1] += np.count_nonzero(is_empty[start : start + BLOCK])
             is_odd &= is_end
+            np.greater(is_odd, is_empty, out=is_odd)
             for place in np.flatnonzero(is_odd).tolist() if is_odd.any() else ():
                 blanks[(offset + place) // BLOCK + 1] += self._is_blank(offset + place + 1)
         return Counts(lines.cumsum(), (lines - blanks).cumsum())

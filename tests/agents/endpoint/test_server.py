@@ -239,7 +239,15 @@ def post(endpoint, body, headers, path="/v1/chat/completions"):
     return response.status, json.loads(response.read())["error"]
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[1]", b'"text"', b"\xff\xfe", b"[" * 100_000])
+@pytest.mark.parametrize(
+    "body",
+    [
+        *(b"", b"{", b"[1]", b'"text"', b"\xff\xfe", b"[" * 100_000),
+        *(b'{"messages": [{"role": ["user"]}]}', b'{"messages": [{"role": {}, "content": ""}]}'),
+        b'{"messages": [{"role": "user", "content": [{"type": ["text"]}]}]}',
+        b'{"messages": [{"role": "user", "content": "a"}], "temperature": NaN}',
+    ],
+)
 def test_a_body_that_is_no_json_object_is_refused(endpoint, leader, body):
     status, error = post(endpoint, body, {"Authorization": f"Bearer {endpoint.open('bad')}"})
 

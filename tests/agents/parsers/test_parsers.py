@@ -351,8 +351,15 @@ def test_arguments_have_64_levels_at_most(name):
     assert whole.problem is None and pickle.loads(pickle.dumps(whole)) == whole
     for depth in (64, 600):
         refused = read(depth)
-        assert "nested too deeply" in refused.problem
+        assert "nested too deeply" in refused.problem or "have over 64 levels" in refused.problem
         assert (refused.name, refused.arguments) == ("run", {})
+
+
+@pytest.mark.parametrize("value", ['{"a": NaN}', '{"a": [1e999]}', '{"a": -Infinity}'])
+def test_arguments_have_finite_numbers(value):
+    (refused,) = CALL_FORMATS["hermes"].parse(call_in("hermes", value), SCHEMAS)
+
+    assert refused.problem == "the arguments have a number that is not finite"
 
 
 @pytest.mark.parametrize("name", CALL_FORMATS)

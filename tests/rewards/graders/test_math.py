@@ -100,6 +100,7 @@ def test_equal_answers_are_the_same(answer, ground_truth):
     ("answer", "ground_truth"),
     [
         ("4", "5"),
+        ("5}{7", "5"),
         ("-3", "3"),
         ("0.333", "1/3"),
         (r"\pi", "3.14"),

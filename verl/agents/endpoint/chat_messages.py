@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from verl.agents.interface import MAX_DEPTH, Message, Reference, ToolCall, is_too_deep
+from verl.agents.interface import Message, Reference, ToolCall, unfit_part
 from verl.data.media.references import DATA_URL, inline_bytes
 from verl.models.families.interface import Kind
 
@@ -103,9 +103,9 @@ def assistant_message(text: str, calls: Sequence[ToolCall], call_ids: Sequence[s
 
 
 def _read_message(value: Any, where: str, read_url: ReadUrl) -> ChatMessage:
-    if not isinstance(value, dict) or value.get("role") not in ROLES:
+    if not isinstance(value, dict) or str(value.get("role")) not in ROLES:
         raise ApiError(f"`{where}` must be an object whose `role` is one of {sorted(ROLES)}", param=where)
-    role = ROLES[value["role"]]
+    role = ROLES[str(value["role"])]
     content, media = _read_content(value.get("content"), f"{where}.content", read_url)
     if role == "assistant":
         calls, call_ids = _read_calls(value.get("tool_calls"), f"{where}.tool_calls")
@@ -137,7 +137,7 @@ def _read_content(
     media: list[tuple[Kind, Reference]] = []
     for number, part in enumerate(content):
         place = f"{where}[{number}]"
-        kind = part.get("type") if isinstance(part, dict) else None
+        kind = str(part.get("type")) if isinstance(part, dict) else None
         if kind in TEXT_PARTS and isinstance(
             text := part.get("refusal" if kind == "refusal" else "text"), str
         ):
@@ -193,6 +193,6 @@ def _arguments(value: Any, where: str) -> dict[str, Any]:
         return {}
     if not isinstance(value, Mapping):
         raise ApiError(f"`{where}.function.arguments` must be an object", param=where)
-    if is_too_deep(value):
-        raise ApiError(f"`{where}.function.arguments` has over {MAX_DEPTH} levels", param=where)
+    if unfit := unfit_part(value):
+        raise ApiError(f"`{where}.function.arguments` has {unfit}", param=where)
     return dict(value)

@@ -30,7 +30,7 @@ from starlette.routing import Route
 from verl.agents.endpoint.chat_messages import ApiError, ReadUrl
 from verl.agents.endpoint.replies import Reply, completion, events
 from verl.agents.endpoint.requests import ChatRequest, read_request
-from verl.agents.interface import MAX_DEPTH, is_too_deep
+from verl.agents.interface import MAX_DEPTH, unfit_part
 from verl.utils.rank_logger import get_logger
 
 MAX_BODY = 256 << 20  # bytes; images are base64
@@ -172,8 +172,8 @@ class Endpoint(AbstractContextManager["Endpoint"]):
             value = json.loads(body)
         except (ValueError, RecursionError) as error:
             raise ApiError(f"the body is no JSON: {error}", code="invalid_json") from error
-        if is_too_deep(value, MAX_BODY_DEPTH):
-            raise ApiError(f"the body has over {MAX_BODY_DEPTH} levels of lists and objects")
+        if unfit := unfit_part(value, MAX_BODY_DEPTH):
+            raise ApiError(f"the body has {unfit}")
         return read_request(value, self._read_url, shows_tools=self._shows_tools)
 
     async def _wait(self, request: Request, call: IncomingCall) -> Reply:

@@ -8,7 +8,7 @@ from typing import Any
 
 from PIL import Image
 
-from verl.agents.interface import MAX_DEPTH, Message, Observation, is_too_deep
+from verl.agents.interface import Message, Observation, unfit_part
 from verl.agents.tools.answers import AnswerLimits, BadAnswerError, as_observation, plain_text
 from verl.data.messages import ROLES
 
@@ -97,8 +97,8 @@ def _plain_message(number: int, message: Mapping[str, Any], media: dict[str, lis
         others = json.loads(json.dumps(others))
     except (TypeError, ValueError, RecursionError) as error:
         raise BadAnswerError(f"message {number} with values that are not of JSON ({error})") from error
-    if is_too_deep(others):
-        raise BadAnswerError(f"message {number} with over {MAX_DEPTH} levels of lists and objects")
+    if unfit := unfit_part(others):
+        raise BadAnswerError(f"message {number} with {unfit}")
     plain: Any = plain_text(content) if isinstance(content, str) else _plain_parts(number, content, media)
     return {"role": plain_text(message["role"]), "content": plain, **others}
 

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from verl.agents.interface import MAX_DEPTH, ToolCall, is_too_deep
+from verl.agents.interface import ToolCall, unfit_part
 
 Schemas = Sequence[Mapping[str, Any]]  # of tools: {"type": "function", "function": {"name": ...}}
 MAX_CALLS = 128  # of a turn: each costs time, whether it can be read or not
@@ -57,8 +57,8 @@ def calls_after(start: str, text: str, read: Callable[[str, int], tuple[ToolCall
 
 def call_with(name: str, arguments: dict[str, Any]) -> ToolCall:
     """Return a call, malformed if other code could not recurse into its arguments."""
-    if is_too_deep(arguments):
-        return malformed(f"the arguments are nested too deeply: at most {MAX_DEPTH} levels are read", name)
+    if unfit := unfit_part(arguments):
+        return malformed(f"the arguments have {unfit}", name)
     return ToolCall(name, arguments)
 
 

@@ -19,6 +19,8 @@ def missing(kind: str, path: Path) -> FileNotFoundError:
     if "$" in str(path):
         reason = "options expand `~` and `${oc.env:HOME}`, and the shell `$HOME` outside of single quotes"
         return FileNotFoundError(f"no {kind} {path}: {reason}")
+    if os.path.exists(path):
+        return FileNotFoundError(f"{path} is no {kind}")
     nearest = nearest_sibling(path, MIN_SIMILARITY)
     if nearest is None:
         # Unlike `Path.exists`, false for a name that is too long.

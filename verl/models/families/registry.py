@@ -99,7 +99,7 @@ def whole_config(config: Any, path: str | Path, **options: Any) -> Any:
 
 def family_of(config: Any) -> Family:
     """Return the family of a transformers config; a model that no file names is a text or a generic one."""
-    entry = TYPES.get(config.model_type, GENERIC if hasattr(config, "vision_config") else TEXT)
+    entry = TYPES.get(str(config.model_type), GENERIC if hasattr(config, "vision_config") else TEXT)
     family = _imported(entry)
     return family.of(config) if isinstance(family, GenericFamily) else family
 

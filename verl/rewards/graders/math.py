@@ -113,12 +113,15 @@ def _parse(answer: str) -> list[Any]:
     from math_verify import LatexExtractionConfig, parse  # noqa: PLC0415
     from sympy import Basic, Float, MatrixBase, Rational  # noqa: PLC0415
 
+    boxed = f"\\boxed{{{answer}}}"
+    if last_boxed(boxed) != answer.strip():
+        return []  # its braces do not match
     # Units are split off before: math-verify would take the `c` of `ac` for one. Without an anchor it would
     # take any number out of what it cannot read.
     normalization = NormalizationConfig(basic_latex=True, malformed_operators=True, nits=True, boxed="all")
     latex = LatexExtractionConfig(try_extract_without_anchor=False, normalization_config=normalization)
     found = []
-    for expression in parse(f"\\boxed{{{answer}}}", [latex], parsing_timeout=0):
+    for expression in parse(boxed, [latex], parsing_timeout=0):
         if isinstance(expression, Basic | MatrixBase):
             decimals = {number: Rational(str(number)) for number in expression.atoms(Float)}
             try:
