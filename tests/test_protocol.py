@@ -2,6 +2,8 @@
 import copy
 import pickle
 import random
+from datetime import datetime, timedelta, timezone
+from decimal import Decimal
 
 import numpy as np
 import pytest
@@ -304,6 +306,18 @@ def test_a_batch_round_trips_through_the_disk(tmp_path):
     assert second["nested"].tolist() == [[1], "z"]
     assert torch.equal(second["tensor"], torch.ones(2))
     assert second["number"] == 0.5
+
+
+def test_other_values_of_tables_round_trip_through_the_disk(tmp_path):
+    noon = datetime(2026, 2, 3, 12, 30, 15, 250, tzinfo=timezone(timedelta(hours=-5)))
+    values = [noon, noon.date(), noon.time(), timedelta(-1, 2, 3), Decimal("1.50"), b"", np.array(["a", "b"])]
+    batch = DataProto.from_dict(non_tensors={"values": objects([values])})
+
+    batch.save_to_disk(tmp_path / "batch.pt")
+
+    *back, texts = DataProto.load_from_disk(tmp_path / "batch.pt").non_tensor_batch["values"][0]
+    assert back == values[:-1] and list(map(type, back)) == list(map(type, values[:-1]))
+    assert texts.tolist() == ["a", "b"]
 
 
 def test_a_slice_stores_only_its_own_rows(tmp_path):

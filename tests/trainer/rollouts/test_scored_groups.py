@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Groups with their scores: chosen, joined, stored."""
 
-import datetime
 import math
 
 import pytest
@@ -67,7 +66,9 @@ def test_groups_come_back_from_a_file_as_they_were(tmp_path):
 
 def test_a_column_that_cannot_be_stored_is_named_before_anything_is_saved():
     groups = make_groups(0, 1)
-    groups.sequences.non_tensor_batch["created"] = objects([datetime.date(2025, 1, 1)] * 2)
+    groups.sequences.non_tensor_batch["created"] = objects([object()] * 2)
 
-    with pytest.raises(TypeError, match=r"column `created` of the training rows holds a date.*leave it out"):
+    with pytest.raises(
+        TypeError, match=r"column `created` of the training rows holds a object.*leave it out"
+    ):
         groups.check_storable()
