@@ -68,7 +68,5 @@ def test_a_column_that_cannot_be_stored_is_named_before_anything_is_saved():
     groups = make_groups(0, 1)
     groups.sequences.non_tensor_batch["created"] = objects([object()] * 2)
 
-    with pytest.raises(
-        TypeError, match="column `created` of the training rows holds a object.*leave it out"
-    ):
+    with pytest.raises(TypeError, match=r"column `created` of the training rows holds a object"):
         groups.check_storable()
