@@ -81,10 +81,10 @@ def text_arguments(text_folder):
 
 @pytest.fixture(scope="module")
 def unbroken(text_folder, text_arguments):
-    """Metrics by step of a run that was never stopped; its supervisor has nothing to do."""
+    """Metrics by step of a run that was never stopped."""
     saving = [f"trainer.save_freq={SAVED}", "trainer.save_limit=-1"]
     steps = [f"trainer.max_steps={STEPS}", "trainer.profile_steps=[3]"]
-    arguments = [*text_arguments, *steps, *saving, "trainer.max_restarts=1"]
+    arguments = [*text_arguments, *steps, *saving]
     return train(text_folder / "unbroken", *arguments)
 
 
