@@ -54,7 +54,7 @@ def resume(rank, world_size, base, target):
         continued = state_of(policy)
 
         other = build(base, lora, world_size, seed=1)
-        restored = other.load(target / kind)
+        extra = other.load(target / kind)
         loaded = state_of(other)
         update(other, LEARNED)
         again = state_of(other)
@@ -65,7 +65,7 @@ def resume(rank, world_size, base, target):
             "weights after an update": are_equal(again[0], continued[0]),
             "moments after an update": are_equal(again[1], continued[1]),
             "an update changes weights": not are_equal(continued[0], saved[0]),
-            "extra state": restored.extra == {"calls": 7 + rank},
+            "extra state": extra == {"calls": 7 + rank},
             "learning rate": other.optimizer.param_groups[0]["lr"] == policy.optimizer.param_groups[0]["lr"],
         }
     return found

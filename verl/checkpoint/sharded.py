@@ -57,13 +57,6 @@ class Savable(Protocol):
     def save_pretrained(self, save_directory: str | Path) -> Any: ...
 
 
-class Restored(NamedTuple):
-    """State that is not loaded in place."""
-
-    extra: dict[str, Any] | None  # of this rank; None if the world size has changed
-    has_optimizer: bool  # False for a checkpoint of weights only: the optimizer starts empty
-
-
 class Snapshot(NamedTuple):
     """One rank's part of the training state of a model, ready to be written."""
 
@@ -162,8 +155,8 @@ class AsyncWriter:
 
 def load_shards(
     path: Path, model: nn.Module, optimizer: Optimizer | None = None, scheduler: LRScheduler | None = None
-) -> Restored:
-    """Load what `write_snapshot` wrote, at any world size; every rank calls it.
+) -> dict[str, Any] | None:
+    """Load what `write_snapshot` wrote, at any world size; every rank calls it. Returns this rank's `extra`.
 
     Random generators and `extra` belong to a rank: they are restored only if the world size is the same. The
     schedule keeps the shape given by this run's config and moves to the saved position.
@@ -187,7 +180,7 @@ def load_shards(
         optimizer.state.update(state)
     if scheduler is not None and manifest["scheduler"] is not None:
         scheduler.load_state_dict(manifest["scheduler"])
-    return Restored(_load_rank_state(path, manifest["world_size"]), manifest["has_optimizer"])
+    return _load_rank_state(path, manifest["world_size"])
 
 
 def save_huggingface_files(path: Path, *parts: Savable | None) -> None:

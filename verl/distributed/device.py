@@ -6,7 +6,6 @@ import importlib.util
 import os
 import random
 import resource
-import sys
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
@@ -230,9 +229,5 @@ def reset_peak_memory(device: str) -> None:
 
 
 def resident_bytes() -> int:
-    """Return the resident memory of this process, or its peak if the system reports no current value."""
-    status = Path("/proc/self/statm")
-    if status.exists():
-        return int(status.read_text().split()[1]) * resource.getpagesize()
-    unit = 1 if sys.platform == "darwin" else 1024  # getrusage reports bytes on macOS, KiB elsewhere
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    """Return the resident memory of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()

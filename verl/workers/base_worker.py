@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import profile, record_function
 
-from verl.checkpoint.sharded import AsyncWriter, Restored
+from verl.checkpoint.sharded import AsyncWriter
 from verl.config.distillation import TEACHERS, DistillationConfig, TeacherConfig
 from verl.config.model import ModelConfig, PolicyConfig
 from verl.data.readers import load_readers
@@ -122,8 +122,8 @@ class ModelWorker(DeviceWorker):
         """State of this rank to save with a model."""
         return {}
 
-    def _restore(self, model: TrainedModel, restored: Restored) -> None:
-        """Restore `_extra_state`."""
+    def _restore(self, model: TrainedModel, extra: dict[str, Any] | None) -> None:
+        """Restore `_extra_state`; None if there were other ranks."""
 
     def _divide(self, actor: PolicyConfig, feature_chunks: int = 1) -> SequenceParallel:
         """Divide rows and sequences over the ranks; collective."""

@@ -8,7 +8,6 @@ devices.
 from collections.abc import Iterator
 from typing import Any
 
-from verl.checkpoint.sharded import Restored
 from verl.protocol import DataProto
 from verl.single_controller.dispatch import Dispatch, register
 from verl.workers.engine_host import EnginePlace
@@ -88,7 +87,7 @@ class FSDPWorker(SamplingWorker, TrainingWorker):
     def _extra_state(self, model: TrainedModel) -> dict[str, Any]:
         return {"engine_rng": self.engine.rng_state()} if model is self.policy else {}
 
-    def _restore(self, model: TrainedModel, restored: Restored) -> None:
+    def _restore(self, model: TrainedModel, extra: dict[str, Any] | None) -> None:
         self.tower_is_synced = False
-        if model is self.policy and restored.extra is not None:
-            self.engine.set_rng_state(restored.extra["engine_rng"])
+        if model is self.policy and extra is not None:
+            self.engine.set_rng_state(extra["engine_rng"])

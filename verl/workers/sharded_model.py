@@ -6,12 +6,12 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from verl.checkpoint.sharded import Restored
 from verl.config.model import FSDPConfig, ModelConfig, OffloadConfig, OptimConfig
 from verl.data.media.loader import MediaLoader
 from verl.data.media.references import MediaData
@@ -149,7 +149,7 @@ class ShardedModel(TrainedModel):
             return config
         return whole_config(config, options.model_path, trust_remote_code=options.trust_remote_code)
 
-    def load(self, folder: Path) -> Restored:
+    def load(self, folder: Path) -> dict[str, Any] | None:
         if self.tower is not None:
             self.tower.forget()
         return super().load(folder)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from verl.checkpoint.sharded import Restored, Snapshot, load_shards, take_snapshot
+from verl.checkpoint.sharded import Snapshot, load_shards, take_snapshot
 from verl.config.model import FSDPConfig, OffloadConfig, OptimConfig
 from verl.distributed.device import is_gpu
 from verl.distributed.fsdp import full_named_tensors
@@ -90,8 +90,8 @@ class TrainedModel:
         parameters = [each.name for each in adapted_parameters(self.model)]
         return AdapterFiles(self.adapter, adapted_layers(self.model), tensors, parameters)
 
-    def load(self, folder: Path) -> Restored:
-        """Resume from `folder/role`, saved by any number of ranks."""
-        restored = load_shards(folder / self.role, self.model, self.optimizer, self.scheduler)
+    def load(self, folder: Path) -> dict[str, Any] | None:
+        """Resume from `folder/role`, saved by any number of ranks; return the rank's own `extra` state."""
+        extra = load_shards(folder / self.role, self.model, self.optimizer, self.scheduler)
         self.offloader.settle()
-        return restored
+        return extra
