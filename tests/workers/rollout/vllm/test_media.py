@@ -138,7 +138,6 @@ def test_media_tokens_are_never_sampled(family):
     assert not sampled & banned
 
 
-@pytest.mark.nightly
 def test_a_prompt_with_too_many_images_is_named(family):
     engine, _, processor = family
     request = next(request for request in media_requests(processor.tokenizer) if request.uid == "images")
