@@ -39,7 +39,7 @@ from verl.data.readers import load_tokenizer
 from verl.models.hub_names import HubNames, auto_class
 from verl.models.tiny import save_tiny_model
 from verl.workers.continued_sampling import ContinuedSampling
-from verl.workers.conversations.driver import ConversationDriver
+from verl.workers.conversations.driver import ConversationDriver, key_of
 from verl.workers.rollout.engines import build_rollout_engine
 from verl.workers.rollout.interface import EngineSetup, FinishedResponse, RolloutEngine, SamplingOptions
 
@@ -81,7 +81,7 @@ class TurnByTurn(ConversationDriver):
     def step(self, at_most: int) -> list[FinishedResponse]:
         """Sample all turns, wait for all answers, and return the conversations that ended."""
         while self.sampling.num_unfinished:
-            self._resume(self._turns(at_most))
+            self._resume([(key_of(turn), turn) for turn in self.sampling.step(at_most)])
         while self._num_calling:
             self._resume(self._answers())
         ended = [self._finish(key) for key in list(self._open) if self._open[key].finished is not None]

@@ -16,7 +16,7 @@ from PIL import Image
 from tests.helpers.endings import ENDINGS
 from tests.helpers.file_server import FileServer
 from tests.helpers.films import save_film
-from tests.helpers.hostile_images import HostileRows, save_hostile
+from tests.helpers.hostile_images import HostileRows, know_format, save_hostile
 from tests.helpers.media import image_bytes, save_image
 from tests.helpers.nightly import by_day
 from verl.config.ppo import PPOConfig
@@ -26,6 +26,7 @@ from verl.data.readers import load_readers, media_options
 from verl.data.rl_dataset import RLHFDataset
 from verl.data.row_readers import NAME
 from verl.models.tiny import save_tiny_model
+from verl.utils.processes.fork_server import fork
 
 
 @pytest.fixture(scope="module")
@@ -228,6 +229,7 @@ def read_hostile_images(loader):
 
 def make_hostile_rows(tmp_path, deeds):
     """24 rows with a picture each; those of `deeds` end or hold up the process that decodes them."""
+    fork(know_format).kill()  # so does the process that forks readers
     files = make_media_rows(tmp_path, ())
     for number, deed in deeds.items():
         save_hostile(tmp_path / f"{number}.png", deed)

@@ -325,7 +325,7 @@ def test_models_with_the_wrong_head_are_refused(again, classifiers, folders):
     assert f"`worker.reward_model.model.model_path` ({classifiers['sequence']})" in policy
     assert "Qwen2ForSequenceClassification, which cannot generate text" in policy
     assert "with 3 labels, one is needed" in labels
-    assert f"({folders['qwen2']}) holds no `score.weight`" in silent
+    assert f"({folders['qwen2']}) must be a sequence-classification model with one label" in silent
 
 
 def test_an_export_with_a_bias_is_a_token_classifier(again, classifiers, target):

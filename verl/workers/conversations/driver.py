@@ -163,7 +163,7 @@ class ConversationDriver:
         while self._open and at_most > 0 and not ended:
             num_steps = min(at_most, STEPS) if self._num_calling else at_most
             at_most -= num_steps
-            touched = self._resume([(_key_of(turn), turn) for turn in self.sampling.step(num_steps)])
+            touched = self._resume([(key_of(turn), turn) for turn in self.sampling.step(num_steps)])
             touched |= self._resume(self._answers())  # an answer may follow its turn at once
             self._submit(list(touched))
             ended = [self._finish(key) for key in touched if self._open[key].finished is not None]
@@ -172,7 +172,7 @@ class ConversationDriver:
     def interrupt(self) -> list[FinishedResponse]:
         """Park all conversations; `submit` continues them. None of them can continue elsewhere."""
         for response in self.sampling.interrupt():
-            key = _key_of(response)
+            key = key_of(response)
             self._open[key].begun = replace(response, uid=key, sample=0)
         self._agree([])
         for opened in self._open.values():
@@ -324,5 +324,5 @@ def _breaking_off(conversation: Conversation) -> Iterator[None]:
         conversation.break_off(Observation(f"Error: {error!r}.", failed=True))
 
 
-def _key_of(turn: FinishedResponse) -> Key:
+def key_of(turn: FinishedResponse) -> Key:
     return turn.uid if isinstance(turn.uid, Key) else Key(turn.uid, turn.sample)
