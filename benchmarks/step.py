@@ -132,7 +132,7 @@ def running(folder: Path, options: argparse.Namespace) -> Iterator[RayPPOTrainer
 
 def measure(folder: Path, options: argparse.Namespace) -> tuple[list[Seconds], list[Seconds]]:
     """Alternate between steps and bare parts, and return the seconds of both after the warm-up round."""
-    text.FSDPWorker = BareWorker  # a worker that can also run the bare parts
+    text.TextRun.worker_class = BareWorker  # a worker that can also run the bare parts
     steps: list[Seconds] = []
     parts: list[Seconds] = []
     with running(folder, options) as trainer:

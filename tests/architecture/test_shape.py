@@ -6,7 +6,7 @@ import pytest
 from tests.architecture.shape import measure
 
 CEILINGS = {
-    "lines": 70_760,
+    "lines": 70_763,
     "files": 452,
     "percent of the largest room": 15,
     "files over 400 lines": 0,

@@ -236,10 +236,10 @@ def test_shutdown_closes_workers_and_leaves_no_process_and_no_reserved_resource(
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and any(map(psutil.pid_exists, pids)):
         time.sleep(0.05)
-    while time.monotonic() < deadline and ray.available_resources().get("CPU") != free:
+    while time.monotonic() < deadline and ray.available_resources().get("CPU", 0) < free:
         time.sleep(0.05)
     assert not any(map(psutil.pid_exists, pids))
-    assert ray.available_resources()["CPU"] == free
+    assert ray.available_resources()["CPU"] >= free  # those of a group before this one may return, too
     with pytest.raises(RuntimeError, match="shut down"):
         group.nothing()
 

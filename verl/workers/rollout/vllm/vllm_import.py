@@ -15,7 +15,11 @@ from verl.workers.rollout.vllm.cpu_patches import apply_cpu_patches
 from verl.workers.rollout.vllm.patches import apply_patches
 
 SUPPORTED = ((0, 26), (0, 33))  # from, and below
-ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+ENVIRONMENT = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # stdout is for answers and metrics
+}
 CPU_ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # processes share the cores as OMP_NUM_THREADS says
     "TORCH_COMPILE_DISABLE": "1",  # compiles small helpers for seconds at the first step otherwise
