@@ -69,10 +69,10 @@ demo-agent: $(INSTALLED)  ## a tiny vision-language model learns to call a tool 
 
 # Two processes: a whole run often waits for its ranks, and another file's tests fill the gaps. In the order of
 # the files, since the order of their numbers of tests leaves the longest runs, which have few, to the end.
-test: $(INSTALLED)        ## what protects users from a broken change, with real training runs (16 to 20 minutes)
+test: $(INSTALLED)        ## what protects users from a broken change, with real training runs (15 minutes)
 	$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-test-all: $(INSTALLED)    ## every promise: `make test` and the nightly tests (35 to 40 minutes)
+test-all: $(INSTALLED)    ## every promise: `make test` and the nightly tests (45 minutes)
 	$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not slow and not faults'
 
 # LAST_COMMITS=n: of the folders that they changed; MINUTES=n: starts none later. No test at all is no failure.

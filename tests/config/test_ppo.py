@@ -185,7 +185,6 @@ def test_options_without_a_usable_default_must_be_set():
             ["worker.actor.optim.betas=[0.9,1.0]"],
             "`worker.actor.optim.betas` must be in [0, 1), got [0.9, 1.0]",
         ),
-        (["data.format_prompt=/"], "`data.format_prompt`: / is no file"),
         (["data.format_prompt=missing.jinja"], "`data.format_prompt`: no file "),
         (["data.override_chat_template=missing.jinja"], "`data.override_chat_template`: no file "),
         (["data.train_files=missing.parquet"], "`data.train_files`: no file or folder "),

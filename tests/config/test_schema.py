@@ -416,3 +416,10 @@ def test_a_folder_that_cannot_be_written_is_an_error_and_nothing_is_left_behind(
     for text in (str(tmp_path / "file" / "a"), "/proc/checkpoints"):
         with pytest.raises(ValueError, match="must be a folder that can be written"):
             writable_folder(text)
+
+
+def test_a_folder_as_a_config_is_named_as_what_it_is():
+    with pytest.raises(ConfigError) as caught:
+        load_config(Car, ["config=/"])
+
+    assert caught.value.problems == ["`config`: / is no file"]

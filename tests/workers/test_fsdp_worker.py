@@ -48,7 +48,7 @@ def test_a_frozen_tower_is_synced_once_into_an_engine_that_keeps_it(policy):
 
     worker.sync_weights(0)
     worker.sync_weights(0)
-    worker._restore(policy, SimpleNamespace(extra=None))  # the tower may be another one
+    worker._restore(policy, None)  # the tower may be another one
     worker.sync_weights(0)
 
     tower = {name for name in synced[0] if "visual" in name}
