@@ -6,7 +6,7 @@ import torch
 
 from verl.protocol import DataProto
 from verl.trainer.metrics import StageTimer
-from verl.trainer.ray_trainer import PrimeRewards
+from verl.trainer.prime import PrimeRewards
 from verl.trainer.rollouts.balancing import Balancer
 
 

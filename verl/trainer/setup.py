@@ -40,7 +40,8 @@ from verl.rewards.manager import NoRewardFunction, RewardManager
 from verl.rewards.servers import endpoint_arguments
 from verl.trainer.kinds.text import TextRun
 from verl.trainer.prepare import PreparedRun
-from verl.trainer.ray_trainer import PrimeRewards, RayPPOTrainer
+from verl.trainer.prime import PrimeRewards
+from verl.trainer.ray_trainer import RayPPOTrainer
 from verl.trainer.reward_servers.servers import RewardServers
 from verl.trainer.rollouts.balancing import Balancer
 from verl.trainer.rollouts.collector import RolloutCollector
