@@ -23,6 +23,7 @@ from verl.data.media.video_seek import (
     PacketTimeline,
     SeekingReader,
     UnknownTimesError,
+    frame_shown,
     index_timeline,
     read_packets,
 )
@@ -159,7 +160,7 @@ def _probe(source: str | bytes) -> tuple[VideoInfo, Packets | None]:
             raise ValueError("the video has no frame rate")
         # Packets are counted if the container has no frame count; the frames of a GIF are found by theirs.
         is_even = stream.frames and container.format.name != GIF and _has_rate(stream, float(fps))
-        packets = None if is_even else read_packets(container, stream)
+        packets = None if is_even else _packets_of(source)
         num_frames = packets.count if packets else stream.frames
         if num_frames < 1:
             raise ValueError("the video has no frames")
@@ -167,7 +168,12 @@ def _probe(source: str | bytes) -> tuple[VideoInfo, Packets | None]:
             seconds = (packets.times[-1] - packets.times[0]) * (stream.time_base or 0)
             measured = (len(packets.times) - 1) / seconds if seconds > 0 else fps
             fps = fps if abs(measured / fps - 1) < RATE_ERROR else measured
-    return VideoInfo(num_frames, float(fps), *_size(source)), packets
+        return VideoInfo(num_frames, float(fps), *_shown_size(container, stream)), packets
+
+
+def _packets_of(source: str | bytes) -> Packets:
+    with opened_video(source) as (container, stream):
+        return read_packets(container, stream)
 
 
 def _has_rate(stream: av.VideoStream, fps: float) -> bool:
@@ -179,17 +185,16 @@ def _has_rate(stream: av.VideoStream, fps: float) -> bool:
     return abs(fps * seconds / (stream.frames - 1) - 1) < RATE_ERROR
 
 
-def _size(source: str | bytes) -> tuple[int, int]:
-    """Return the width and height that a player shows."""
-    with opened_video(source) as (container, stream):
-        width, height = stream.codec_context.width, stream.codec_context.height
-        if not width or not height:
-            raise ValueError("the video has no frame size")
-        if container.format.name.split(",")[0] in TURNING_FORMATS:
-            with suppress(av.error.FFmpegError):  # who reads the pixels says what is wrong with them
-                for frame in container.decode(stream):
-                    return shown_frame_size(frame, stream)
-        return round(width * (stream.sample_aspect_ratio or 1)), height
+def _shown_size(container: InputContainer, stream: av.VideoStream) -> tuple[int, int]:
+    """Return the width and height that a player shows; the container must be freshly opened."""
+    width, height = stream.codec_context.width, stream.codec_context.height
+    if not width or not height:
+        raise ValueError("the video has no frame size")
+    if container.format.name.split(",")[0] in TURNING_FORMATS:
+        with suppress(av.error.FFmpegError):  # who reads the pixels says what is wrong with them
+            for frame in container.decode(stream):
+                return shown_frame_size(frame, stream)
+    return round(width * (stream.sample_aspect_ratio or 1)), height
 
 
 def _largest_size(height: int, width: int, tokens: int, factor: int) -> tuple[int, int]:
@@ -215,14 +220,13 @@ def _seek_frames(
         timeline = index_timeline(stream, numbers)
         if timeline is None:
             if packets is None:
-                with opened_video(source) as other:
-                    packets = read_packets(*other)
+                packets = _packets_of(source)
             if not packets.times:
                 raise UnknownTimesError
             timeline = PacketTimeline(packets)
         reader = SeekingReader(container, stream, timeline)
         for index, number in enumerate(numbers):
-            frame = reader.read(timeline.shown(number, _ticks(stream, info)))
+            frame = reader.read(frame_shown(timeline, number, _ticks(stream, info)))
             if frame is None:
                 last, frame = reader.last
                 _check_missing(info, last + 1)
@@ -242,8 +246,8 @@ def _count_frames(
     """Yield the frames with these numbers, by decoding from the start and counting."""
     with opened_video(source) as (container, stream):
         if container.format.name == GIF and packets and packets.times:
-            ticks = _ticks(stream, info)
-            numbers = [PacketTimeline(packets).shown(number, ticks) for number in numbers]
+            timeline, ticks = PacketTimeline(packets), _ticks(stream, info)
+            numbers = [frame_shown(timeline, number, ticks) for number in numbers]
         stream.thread_type = "AUTO"
         count, index, frame = 0, 0, None
         for frame in container.decode(stream):

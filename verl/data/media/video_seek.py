@@ -39,16 +39,15 @@ class IndexTimeline:
         self._first = entries[0].timestamp
         self.spacing = (entries[-1].timestamp - self._first) / (len(entries) - 1)
 
+    def __len__(self) -> int:
+        return len(self._entries)
+
     def time(self, number: int) -> int:
         return self._entries[number].timestamp - self._first
 
     def number(self, time: int) -> int:
         """Return the last frame displayed at or before `time`."""
         return self._entries.search_timestamp(self._first + time, any_frame=True)
-
-    def shown(self, number: int, ticks: float) -> int:
-        """Return the frame on the screen after `number` frames, each of `ticks`."""
-        return self.number(int(number * ticks + 0.5) + time_tolerance(self.spacing))
 
     def keyframe(self, number: int) -> int:
         """Return the last keyframe at or before this frame."""
@@ -81,6 +80,9 @@ class PacketTimeline:
         self._keyframes = [time - packets.times[0] for time in packets.keyframes]
         self.spacing = self._times[-1] / max(1, len(self._times) - 1)
 
+    def __len__(self) -> int:
+        return len(self._times)
+
     def time(self, number: int) -> int:
         # Frames after the last one get the times at which they should have followed.
         after = max(0, number - len(self._times) + 1)
@@ -88,11 +90,6 @@ class PacketTimeline:
 
     def number(self, time: int) -> int:
         return bisect_right(self._times, time) - 1
-
-    def shown(self, number: int, ticks: float) -> int:
-        is_missing = number >= len(self._times)
-        time = int(number * ticks + 0.5) + time_tolerance(self.spacing)
-        return number if is_missing else self.number(time)
 
     def keyframe(self, number: int) -> int:
         before = bisect_right(self._keyframes, self.time(number))
@@ -129,6 +126,12 @@ def index_timeline(stream: av.VideoStream, numbers: list[int]) -> IndexTimeline 
 def time_tolerance(spacing: float) -> int:
     """Return the allowed error of a time in ticks."""
     return 1 if spacing >= 4 else 0  # containers round times; with a coarse clock they need not
+
+
+def frame_shown(timeline: Timeline, number: int, ticks: float) -> int:
+    """Return the frame on the screen after `number` frames of so long; one past the end stays itself."""
+    time = int(number * ticks + 0.5) + time_tolerance(timeline.spacing)
+    return number if number >= len(timeline) else timeline.number(time)
 
 
 class SeekingReader:
