@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long texts of policies, tools, clients and judges hold up the thread that reads them.
+"""How much time texts from policies, tools, clients and judges take from the thread that reads them.
 
     python benchmarks/hostile_texts.py [--texts 10000] [--tokens 32768] [--limit-ms 50]
 
@@ -66,7 +66,7 @@ def token_ids(tokenizer: Any, start: str, part: str, end: str, size: int) -> lis
 
 
 class Readers:
-    """What reads a text in the thread of an engine or of a server, by name."""
+    """The readers that run in the thread of an engine or a server, by name."""
 
     def __init__(self, tokens: int) -> None:
         self.tokens, self.conversations = tokens, {}

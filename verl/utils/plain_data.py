@@ -19,7 +19,7 @@ AS_TEXT: dict[type, tuple[Callable[[Any], str], Callable[[str], Any]]] = {
     time: (str, time.fromisoformat),
     timedelta: (lambda value: str(value // MICROSECOND), lambda text: int(text) * MICROSECOND),
     Decimal: (str, Decimal),
-    bytes: (bytes.decode, str.encode),  # only empty ones, which `weights_only` refuses
+    bytes: (bytes.hex, bytes.fromhex),  # only empty ones, which `weights_only` refuses
 }
 
 

@@ -103,9 +103,9 @@ def assistant_message(text: str, calls: Sequence[ToolCall], call_ids: Sequence[s
 
 
 def _read_message(value: Any, where: str, read_url: ReadUrl) -> ChatMessage:
-    if not isinstance(value, dict) or str(value.get("role")) not in ROLES:
+    role = ROLES.get(str(value.get("role"))) if isinstance(value, dict) else None
+    if role is None:
         raise ApiError(f"`{where}` must be an object whose `role` is one of {sorted(ROLES)}", param=where)
-    role = ROLES[str(value["role"])]
     content, media = _read_content(value.get("content"), f"{where}.content", read_url)
     if role == "assistant":
         calls, call_ids = _read_calls(value.get("tool_calls"), f"{where}.tool_calls")
