@@ -3,7 +3,8 @@
 
 A station is an act that every start comes by, in a room below the trainer or in the system. The walk is every
 file of `verl/` on the stack of the controller when it gets to one of them, without the station's own file,
-which does one thing and returns.
+which does one thing and returns. On its way the run also records the files with a function that was given the
+whole config.
 """
 
 import json
@@ -29,6 +30,10 @@ STATIONS = [
     "verl/trainer/run/checkpointing.py:RunState.load",
 ]
 END = "verl/trainer/ray_trainer.py:RayPPOTrainer.train_step"  # the file counts: here the walk ends
+CONFIG = (
+    "PPOConfig"  # stands for a station in records of files with functions that were given the whole config
+)
+MAX_FILES_WITH_THE_CONFIG = 15  # a ceiling: lower it, never raise it
 ROW = re.compile(r"^\| `(verl/[\w/]+\.py)` \| (.+) \| (.+\?) \|$", re.MULTILINE)
 
 
@@ -48,12 +53,19 @@ def rows_of_page() -> list[Row]:
 def recording(file: Path) -> dict[str, str]:
     """Return the environment of a command that records its walk in a file."""
     path = os.pathsep.join([str(SITE), *filter(None, [os.environ.get("PYTHONPATH")])])
-    stations = {"stations": STATIONS, "end": END}
+    stations = {"stations": STATIONS, "end": END, "config": CONFIG}
     return {"PYTHONPATH": path, "WALK_FILE": str(file), "WALK_STATIONS": json.dumps(stations)}
 
 
-def recorded_walk(file: Path) -> list[str]:
-    """Return the files in the order in which the run came by them; every station must have been reached."""
+def recorded_walk(file: Path) -> tuple[list[str], list[str]]:
+    """Return the files of the walk in order, and the files that were given the whole config.
+
+    Every station must have been reached.
+    """
     records = [json.loads(line) for line in file.read_text().splitlines()]
-    assert {record["station"] for record in records} == {*STATIONS, END}
-    return list(dict.fromkeys(name for record in records for name in record["files"]))
+    assert {record["station"] for record in records} == {*STATIONS, END, CONFIG}
+    taken, given = (
+        [name for record in records if (record["station"] == CONFIG) is chosen for name in record["files"]]
+        for chosen in (False, True)
+    )
+    return list(dict.fromkeys(taken)), list(dict.fromkeys(given))

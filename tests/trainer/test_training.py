@@ -16,7 +16,7 @@ import torch
 from ray.cluster_utils import Cluster
 from transformers import AutoModelForCausalLM
 
-from tests.architecture.walk import recorded_walk, recording, rows_of_page
+from tests.architecture.walk import MAX_FILES_WITH_THE_CONFIG, recorded_walk, recording, rows_of_page
 from tests.faults.runs import RESUMED, Logged, Run, assert_same, saved_tensors
 from tests.helpers.distributed import run_distributed
 from tests.helpers.training import (
@@ -89,13 +89,15 @@ def unbroken(text_folder, text_arguments):
 
 
 @pytest.mark.nightly("verl/trainer", "verl/single_controller", "docs/core.md")
-def test_from_the_command_to_its_first_step_a_run_passes_the_files_that_the_page_lists(
+def test_until_its_first_step_a_run_passes_the_files_of_the_page_and_gives_few_the_whole_config(
     text_folder, text_arguments
 ):
     walk = recording(text_folder / "walk.jsonl")
     train(text_folder / "walked", *text_arguments, "trainer.max_steps=1", "trainer.max_restarts=1", env=walk)
 
-    assert recorded_walk(text_folder / "walk.jsonl") == [row.file for row in rows_of_page()]
+    files, given_the_config = recorded_walk(text_folder / "walk.jsonl")
+    assert files == [row.file for row in rows_of_page()]
+    assert len(given_the_config) <= MAX_FILES_WITH_THE_CONFIG, given_the_config
 
 
 def test_a_step_logs_every_metric_that_users_know(unbroken):
