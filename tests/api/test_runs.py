@@ -56,6 +56,7 @@ def test_the_result_has_what_the_loggers_and_the_folder_have(trained):
     assert not (result.folder / "run.lock").exists()
 
 
+@pytest.mark.nightly("verl/api.py", "verl/trainer")
 def test_a_loop_over_the_steps_that_is_left_and_taken_up_again_computes_what_train_does(
     ray_session, questions, trained
 ):

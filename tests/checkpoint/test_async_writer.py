@@ -85,6 +85,7 @@ def test_a_background_save_holds_the_state_at_its_start(seen):
     assert [is_same for is_same, _ in seen] == [True, True]
 
 
+@pytest.mark.nightly
 def test_a_write_error_reaches_every_rank(seen):
     (_, first), (_, second) = seen
 
@@ -94,6 +95,7 @@ def test_a_write_error_reaches_every_rank(seen):
     assert "rank 0: NotADirectoryError" in first[2]
 
 
+@pytest.mark.nightly
 def test_a_flipped_bit_is_an_error_on_every_rank_that_names_the_file(seen):
     (_, first), (_, second) = seen
 

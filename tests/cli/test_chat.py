@@ -97,6 +97,7 @@ def test_a_conversation_continues_with_what_was_said_until_it_is_reset(talk):
     assert "".join(conversation.ask("red")) == first  # nothing of the earlier conversation is left
 
 
+@pytest.mark.nightly("verl/data")
 def test_the_prompt_of_a_message_with_an_image_is_that_of_the_same_row_in_training(talk, models, tmp_path):
     template = tmp_path / "prompt.jinja"
     template.write_text("{{ content }} One word.")

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A stream that is resumed again and again, beside other work, trains on and never waits."""
 
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,7 +13,7 @@ import pytest
 from tests.faults.runs import Run
 from tests.faults.test_workers import OWN, STREAM
 from verl.protocol import DataProto
-from verl.trainer.rollouts.stream_groups import PROMPTS_FILE
+from verl.trainer.rollouts.stream_groups import GROUPS_FILE, PROMPTS_FILE
 
 pytestmark = pytest.mark.faults
 RESUMES = 30
@@ -38,17 +40,22 @@ def other_work() -> Iterator[None]:
 
 
 def num_carried(checkpoint):
-    return len(DataProto.load_from_disk(checkpoint / PROMPTS_FILE))
+    """Number of prompts and finished responses that wait for a later step."""
+    files = [checkpoint / PROMPTS_FILE, checkpoint / GROUPS_FILE]
+    return sum(len(DataProto.load_from_disk(file)) for file in files if file.exists())
 
 
 def test_a_stream_trains_on_from_every_checkpoint_and_with_every_smaller_bound(tmp_path, text_arguments):
+    last = 0
     with other_work():
-        for step in range(1, RESUMES + 2):
-            # Every other resume has a smaller bound; the next one carries as many prompts again.
-            bounds = [] if step % 2 else BOUNDS[step // 2 % len(BOUNDS)]
-            options = [*OWN, STREAM, *WIDE, *bounds, f"trainer.max_steps={step}"]
-            run = Run(tmp_path, [*text_arguments, *options])
+        for index in range(RESUMES + 1):
+            # Every other resume has a smaller bound; the next one carries as much again.
+            bounds = BOUNDS[index // 2 % len(BOUNDS)] if index % 2 else []
+            run = Run(tmp_path, [*text_arguments, *OWN, STREAM, *WIDE, *bounds, "trainer.max_steps=1000"])
+            run.wait_for_step(last + 1)
+            os.kill(run.pid, signal.SIGINT)
 
-            assert run.end() == 0, f"{bounds}: {run.stderr}"
-            assert [logged.step for logged in run.steps] == [step]
-            assert bounds or num_carried(tmp_path / f"global_step_{step}") > 0
+            assert run.end() == 128 + signal.SIGINT, f"{bounds}: {run.stderr}"
+            assert run.steps[0].step == last + 1
+            last = run.steps[-1].step
+            assert bounds or num_carried(tmp_path / f"global_step_{last}") > 0

@@ -260,6 +260,7 @@ def test_a_new_process_is_entered_before_its_first_call():
     assert len(calls(0)) == len(calls(0)) == 1 and not state
 
 
+@pytest.mark.nightly
 def test_many_failed_calls_leave_no_files_open_and_no_processes():
     calls = forked(act, 10)
 

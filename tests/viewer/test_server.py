@@ -304,6 +304,7 @@ def test_a_busy_port_is_named_with_the_remedy(tmp_path):
     assert ended.stderr.endswith("`--port=0` picks a free one\n")
 
 
+@pytest.mark.nightly
 def test_the_viewer_of_a_run_ends_with_the_block(tmp_path):
     with viewer_process(tmp_path, 0) as address:
         assert request(address, "/api/runs").json[0]["num_rollouts"] == 0

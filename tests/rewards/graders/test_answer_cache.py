@@ -136,6 +136,7 @@ def test_a_disk_without_room_costs_the_entry_and_is_said_once(tmp_path, capfd):
     assert list(folder.iterdir()) == []
 
 
+@pytest.mark.nightly
 def test_processes_that_write_and_read_the_same_entries_never_see_half_of_one(tmp_path):
     # Two processes write long texts under the same ten names while this one reads; a bound makes them evict.
     code = (

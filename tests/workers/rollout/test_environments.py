@@ -239,7 +239,7 @@ def test_a_prompt_that_is_too_long_names_both_numbers_and_the_environment(tiny, 
 FAILURES = {"step": "Env failed: OSError: broken", "death": "Env exited with status 1; its state is lost"}
 
 
-@pytest.mark.parametrize("kind", FAILURES)
+@pytest.mark.parametrize("kind", by_day(FAILURES, "step"))
 def test_a_failed_step_is_shown_ends_its_conversation_or_stops_the_run(tiny, engine, make, kind):
     rows, options = rows_of(tiny, 1), SAMPLING.override({"n": 1})
     limits = {"max_assistant_turns": 2}
