@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contexts of a conversation, and the row that they make.
+"""Contexts of a conversation, and the row that they form.
 
 A context is all that the policy reads from its first message on. Later contexts follow in the response of the
 row, each as a whole: an environment replaces what the policy has read, or an agent does.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A conversation between the policy and its tools: turns, observations, limits and the end.
+"""A conversation between the policy and its tools: turns, observations, limits and termination.
 
 Nothing here waits, runs a tool or reads a clock.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tokens of a conversation, twice: as the engine takes them, and as training does.
+"""The tokens of a conversation in two forms: for the engine, and for training.
 
 The engine takes one placeholder for each image or video, training the tokens of each (`MediaFamily.expand`).
 """

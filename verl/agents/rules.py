@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules shared by all conversations of a model, and observations as its policy may read them."""
+"""Rules shared by all conversations of a model, and observations in the form its policy reads."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

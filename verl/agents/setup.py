@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build what all conversations of a run share, from its options and the files of its model."""
+"""Build what all conversations of a run share, from its options and its model's files."""
 
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared parts of the commands: reading their arguments, and turning errors into an exit status."""
+"""Shared parts of the commands: parse arguments, and turn errors into an exit status."""
 
 import argparse
 import sys

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""First look of a run at its rows, templates and reward function, before it takes a device.
+"""A run's first look at its rows, templates and reward function, before it allocates a device.
 
 A run, a dry run and `data_check` look with plain text, before torch is imported; a run calls the reward
 function again when its tokenizer is there.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models of a run, before it starts: exports of checkpoints it starts from, and checks of what is trained."""
+"""Check a run's models before it starts, and export the checkpoints it starts from."""
 
 from collections.abc import Iterable
 from pathlib import Path

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Preparation of a run: joins the cluster, starts its processes, and checks everything that needs no devices.
+"""Prepare a run: join the cluster, start processes, and check everything that needs no device.
 
 Starting is slow because of imports: five seconds in the controller, and as much in each worker. So Ray starts
 first, while a thread imports the rest of the controller, and the processes of the workers import theirs while

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows as the reward function of a run gets them, and samples made from them, before a run takes a device."""
+"""Rows as a run's reward function receives them, and samples of them, before a device is allocated."""
 
 import itertools
 from typing import Any, TypeVar

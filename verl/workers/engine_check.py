@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A comparison of the rollout engine with the trainer, for models that no file describes.
+"""Compare the rollout engine with the trainer, for models without a family file.
 
 The engine has its own processing of images and its own positions, which no one has compared for such a model:
 a difference would only show as a policy that learns from log-probabilities of other prompts.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rollout engine in its process, with the conversations that it samples."""
+"""A rollout engine in its process, with its conversations."""
 
 from collections.abc import Iterator
 from functools import partial

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Advice in errors of memory: the phase, the option to change, its value and the one to try."""
+"""Advice in out-of-memory errors: the phase, the option to change, its value and one to try."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

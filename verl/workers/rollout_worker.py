@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sampling workers, in the processes of training and in separate ones, which get weights from these."""
+"""Sampling workers, in training processes or in separate ones that receive weights from them."""
 
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizer, checkpoints and place in memory of the models of worker processes."""
+"""Optimizer, checkpoints and memory placement of the models in worker processes."""
 
 from contextlib import AbstractContextManager
 from pathlib import Path

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ways of weights from the processes that train to engines in separate processes.
+"""Transport of weights from training processes to engines in separate processes.
 
 To add one: a class for each end here, and its name in `worker.rollout.weight_transport`.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages of the chat completions API, as chat templates read them and in a form that can be compared.
+"""Messages of the chat completions API: conversion for chat templates, and comparison.
 
 SDKs send back what they were answered with fields added or dropped, other ids, and None for an empty text.
 Two messages are the same if their role, texts, media and calls are.

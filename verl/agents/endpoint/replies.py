@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chat completions as the policy's turns are answered, whole or as server-sent events."""
+"""Chat completions built from the policy's turns, whole or as server-sent events."""
 
 import json
 import uuid

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fields of a chat completion that an agent may ask for; others are refused by name.
+"""Fields of a chat completion that an agent may set; others are rejected by name.
 
 A field is honoured, has no effect by design, or must have the only value that training can give it.
 """

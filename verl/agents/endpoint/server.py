@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An OpenAI-compatible endpoint over a rollout engine, on 127.0.0.1, whose keys are conversations.
+"""An OpenAI-compatible endpoint over a rollout engine, on 127.0.0.1; an API key names a conversation.
 
     with Endpoint(read_url, shows_tools=True) as endpoint:
         api_key = endpoint.open(key)                 # a conversation; agents call with it

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Load the environment that a config names: a class of a file, or a shipped one.
+"""Load the environment named in a config: a class of a file, or a shipped one.
 
     class Env:
         tools = [...]                        optional: schemas that the chat template shows

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages of an environment as an `Observation` of plain values, checked before they travel."""
+"""Convert an environment's messages to an `Observation` of plain values, checked before it is sent."""
 
 import json
 from collections.abc import Mapping, Sequence

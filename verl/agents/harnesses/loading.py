@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Load the agent that a config names, a function of a file or a shipped one, as a member of the pool.
+"""Load the agent named in a config, a function of a file or a shipped one, as a member of the pool.
 
 async def run(row, policy, **agent_kwargs):
     reply = await policy.generate([{"role": "user", "content": row["question"]}])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The policy as an agent's function gets it: address and key of its conversation, and a plain client."""
+"""The policy as an agent's function sees it: address and key of its conversation, and a plain client."""
 
 import asyncio
 import json

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of Gemma 4: names without quotes, and texts between tokens of their own.
+"""Tool calls of Gemma 4: unquoted names, and strings between special tokens.
 
 Example::
 

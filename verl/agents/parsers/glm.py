@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of GLM-4.5 and later: names and values as text between tags, typed by the tool's schema.
+"""Tool calls of GLM-4.5 and later: names and values as text between tags, typed by the tool's schema.
 
 Example::
 

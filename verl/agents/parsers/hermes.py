@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of Hermes, Qwen2.5 and Qwen3: a JSON object between two tags.
+"""Tool calls of Hermes, Qwen2.5 and Qwen3: a JSON object between two tags.
 
 Example::
 

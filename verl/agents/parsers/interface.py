@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ways in which models write calls; `registry.py` lists them."""
+"""Interface of the formats in which models write tool calls; `registry.py` lists them."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence

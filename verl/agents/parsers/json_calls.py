@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls as JSON objects: {"name": "zoom", "arguments": {"box": [0, 0, 10, 10]}}."""
+"""Tool calls as JSON objects: {"name": "zoom", "arguments": {"box": [0, 0, 10, 10]}}."""
 
 import json
 from typing import Any

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of Llama 3: the turn is a JSON object, or several.
+"""Tool calls of Llama 3: the turn is one or more JSON objects.
 
 Example::
 

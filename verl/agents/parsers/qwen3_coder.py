@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of Qwen3-Coder and Qwen3.5: values as text between tags, typed by the tool's schema.
+"""Tool calls of Qwen3-Coder and Qwen3.5: values as text between tags, typed by the tool's schema.
 
 Example::
 

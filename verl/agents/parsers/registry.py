@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The formats of calls by the names that `worker.rollout.multi_turn.format` takes.
+"""Tool-call formats by their names in `worker.rollout.multi_turn.format`.
 
 To add one, write its file with a `CallFormat` and list it here and in `verl.config.multi_turn.FORMATS`.
 """

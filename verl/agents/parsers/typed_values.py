@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Type values written as text, by the tool's schema."""
+"""Convert values written as text to the types in a tool's schema."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turn a tool's result into an `Observation` of plain values, cut and bounded before it travels."""
+"""Convert a tool's result to an `Observation` of plain values, truncated and limited before it is sent."""
 
 import io
 import json

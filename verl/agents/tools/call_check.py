@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compare a call with the schemas of the tools, in sentences that the policy can act on."""
+"""Validate a call against the tools' schemas, with messages that the policy can act on."""
 
 import difflib
 import json

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Load the tools that a config names: functions and classes of files, shipped ones, those of verl's YAML.
+"""Load the tools named in a config: functions and classes of files, shipped ones, those of verl's YAML.
 
     async def weather(city: str) -> str:         a function: its docstring describes it and its arguments
         ...

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The inside of the process of a tool or an environment: make a state, answer its calls, release it.
+"""Serve a tool or an environment inside its process: create a state, answer calls, release it.
 
 Messages on the connection, each with one answer:
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evaluates a model on held-out rows with the parts of a run: its data, rewards, engine and sampling.
+"""Evaluates a model on held-out rows with a run's data, rewards, engine and sampling.
 
 The means are those of the run's own validation, since `Validator` computes both.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Resolve the name of a model: a checkpoint is merged into a temporary folder, others are used as they are.
+"""Resolve the name of a model: a checkpoint is merged into a temporary folder, others are used as is.
 
 Importing this module imports no torch.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Extensions of a run, which are functions and classes of a user's files, and their checks on tiny inputs.
+"""Extensions of a run, functions and classes in a user's files, and their checks on tiny inputs.
 
 To add a kind, give an option `extension="KIND"` and add a row to `KINDS`. An extension itself is found by the
 registry of its kind, in the controller and in the workers alike.

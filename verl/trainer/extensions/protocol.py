@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of what an extension returns and takes, for all kinds."""
+"""Checks of an extension's arguments and results, for all kinds."""
 
 import inspect
 from collections.abc import Iterator, Sequence

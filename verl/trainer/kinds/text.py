@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of a run of reinforcement learning, most of which depend on what its policy makes: here text."""
+"""Parts of a reinforcement learning run that depend on its policy's output, here text."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass

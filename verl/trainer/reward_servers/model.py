@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A served model: its replicas, their restarts, and the file that tells scoring processes where they are."""
+"""A served model: its replicas, their restarts, and the file with their addresses for scoring processes."""
 
 import threading
 from collections.abc import Sequence

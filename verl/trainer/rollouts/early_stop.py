@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sample prompts in two parts, so that a filter can stop many that it would leave out.
+"""Sample prompts in two parts, so that a filter can stop prompts it would drop.
 
 The filter looks at the scores of the first responses. A prompt that it would keep is sampled on; another one
 only with a probability q, and then its responses weigh 1 / q in the loss. What a prompt is worth in

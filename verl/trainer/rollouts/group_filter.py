@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Selection of the prompts that a step trains on, by the scores of their responses.
+"""Select the prompts that a step trains on, by the scores of their responses.
 
 A filter sees the scores of whole groups, (G, n), under `algorithm.filter_key`; nan is a response without a
 score, which is ignored. To add one: a class with the same methods in `GroupFilter` and `make_group_filter`.

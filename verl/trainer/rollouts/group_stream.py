@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sampling in which no step waits for the slowest response: steps train on the groups that are finished.
+"""Sampling without waiting for the slowest response: steps train on the groups that are finished.
 
 Each engine has a thread that gives it prompts, takes finished responses and has it load new weights between
 two of its steps; unfinished responses continue with these. `StreamPlan` decides who begins what, and which

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups of a stream on their way: prompts that wait, responses that are being sampled, finished groups."""
+"""Groups of a stream by state: waiting prompts, responses being sampled, finished groups."""
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence

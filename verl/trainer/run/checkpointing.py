@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of a run, and how it is saved and resumed.
+"""The state of a run, saved to and resumed from checkpoints.
 
 A checkpoint is `global_step_N/` with the workers' folders, the loader's `dataloader.pt` and the controller's
 `trainer_state.json`; it appears whole or not at all. To save more, override `_save_own` and `_load_own`.

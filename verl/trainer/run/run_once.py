@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One run without restarts, from its config to its end: as an exit status, or in a process of the user's."""
+"""One run without restarts, from config to end: as an exit status, or inside a user's process."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Agents next to a rollout engine: each leads its conversation in its own process and calls the policy.
+"""Agents next to a rollout engine: each leads a conversation in its process and calls the policy.
 
 Calls come by HTTP, in any order. With tensor parallelism the first rank of an engine serves them, and tells
 the others what to sample and when, so that all make the same calls of the engine.

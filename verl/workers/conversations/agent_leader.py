@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The first rank of an engine that agents use: it takes their calls, and says what all ranks do next."""
+"""The first rank of an engine with agents: it takes their calls, and decides what all ranks do next."""
 
 import time
 from collections.abc import Callable, Iterable

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversations next to a rollout engine: each continues at its own pace while the tools of others work.
+"""Conversations next to a rollout engine: each proceeds while the tools of others work.
 
 A coroutine leads each conversation. What it waits for, turns and answers, arrives in any order. With tensor
 parallelism the first rank of an engine runs the tools and tells the others what came and when, so that all

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of conversations, and what rows and responses are to those who lead them."""
+"""Keys of conversations, and conversion of rows and responses for their drivers."""
 
 import hashlib
 from collections.abc import Mapping

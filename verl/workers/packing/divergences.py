@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Divergence of each token's distribution from one that other models gave, inside a packed forward pass."""
+"""Divergence of each token's distribution from other models', inside a packed forward pass."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

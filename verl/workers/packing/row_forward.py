@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Interface of a forward pass to an update, whatever the rows are: packed tokens, or steps of a sampler."""
+"""Interface between an update and its forward pass, over packed tokens or steps of a sampler."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Sequence

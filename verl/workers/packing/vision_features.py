@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A vision tower whose features are computed once, or once for each step's prompts if it is trained.
+"""Features of a vision tower, computed once, or once for each step's prompts if it is trained.
 
 They are kept in the node's media cache, and in a folder if there is one, under a name made of the medium's
 content, the options that shape the model's inputs, and the tower's weights. The rollout engine, the passes

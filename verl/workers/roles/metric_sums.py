@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics of an update, as sums and counts until the end: a mean of means would be wrong."""
+"""Metrics of an update, kept as sums and counts, since a mean of means would be wrong."""
 
 import copy
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's OpenAI-compatible server for a model of `reward_servers`, in processes of its own.
+"""vLLM's OpenAI-compatible server for a model of `reward_servers`, in separate processes.
 
 A crash ends these processes only; whoever holds a `ModelServer` learns of it by `wait`.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An environment of Gymnasium: the policy reads observations as text or images and writes actions as text.
+"""A Gymnasium environment: the policy reads observations as text or images and writes actions as text.
 
 environment: gymnasium
 environment_kwargs: {id: FrozenLake-v1, actions: [left, down, right, up], make: {is_slippery: false}}

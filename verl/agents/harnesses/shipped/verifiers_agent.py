@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An environment of the package `verifiers` (its v1 API), unmodified: one episode for each conversation.
+"""An unmodified environment of the package `verifiers` (its v1 API): one episode per conversation.
 
 Its harness leads the conversation, and its model client is the endpoint of the run.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run Python code in the sandbox. Variables live as long as the conversation, and figures are seen."""
+"""Run Python code in the sandbox. Variables last as long as the conversation, and figures are shown."""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ask a search engine behind an HTTP endpoint.
+"""Query a search engine behind an HTTP endpoint.
 
 The endpoint is that of Search-R1 and verl:
 

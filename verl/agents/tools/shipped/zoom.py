@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Crop a part of an image of the conversation and enlarge it."""
+"""Crop and enlarge a region of an image in the conversation."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patches of vLLM on CPU, of which three leave weights as `load_weights` reads and writes them."""
+"""Patches of vLLM on CPU; three keep weights in the layout that `load_weights` reads and writes."""
 
 import functools
 import importlib.util

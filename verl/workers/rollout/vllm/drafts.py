@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speculative decoding in vLLM: the numbers of drafted and accepted tokens, and what drafts are made from."""
+"""Speculative decoding in vLLM: counts of drafted and accepted tokens, and resets of the drafter."""
 
 import functools
 from typing import Any

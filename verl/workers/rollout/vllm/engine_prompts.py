@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Convert prompts with their media to vLLM's."""
+"""Convert prompts and their media to vLLM's format."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patches of vLLM that a family of models needs, by the names in its `engine_patches`.
+"""Patches of vLLM for single model families, by the names in their `engine_patches`.
 
 In Qwen2.5-Omni vLLM 0.32 starts a heard video's positions at the token before it, leaves out the sound of two
 seconds without a frame, and counts time in float32 for tokens and in float64 for positions. In Qwen3-Omni it

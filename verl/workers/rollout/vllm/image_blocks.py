@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens of an image that attend to each other in vLLM's attention on CPU, which leaves them causal.
+"""Bidirectional attention within images for vLLM on CPU, where its attention is causal.
 
 vLLM finds the tokens of images for every backend, and its CPU kernel takes causality by row. So a prompt
 becomes several rows for the kernel: text is causal, and an image sees all keys up to its own end.

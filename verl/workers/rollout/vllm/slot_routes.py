@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routes of the tokens that vLLM runs, (tokens, L, k) of a sequence, without its last token.
+"""Routes of the tokens that vLLM runs: (tokens, L, k) for each sequence, without its last token.
 
 On GPUs vLLM returns them with a response. On CPU, whose model runner cannot, they are recorded here, by slot
 of the cache: a token that comes from the prefix cache has a slot whose routes an earlier request has left.
