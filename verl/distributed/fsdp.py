@@ -8,7 +8,7 @@ their place.
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,19 @@ def torch_dtype(name: str) -> torch.dtype:
     return DTYPES[name]
 
 
+class ShardOptions(Protocol):
+    """What sharding reads of a section `fsdp`."""
+
+    @property
+    def enable_full_shard(self) -> bool: ...
+    @property
+    def enable_cpu_offload(self) -> bool: ...
+    @property
+    def mp_param_dtype(self) -> str: ...
+    @property
+    def mp_reduce_dtype(self) -> str: ...
+
+
 def make_mesh(world_size: int, fsdp_size: int, device: str) -> DeviceMesh:
     """Build the device mesh that a model is sharded over.
 
@@ -59,7 +72,7 @@ def make_mesh(world_size: int, fsdp_size: int, device: str) -> DeviceMesh:
 def shard_model(
     model: PreTrainedModel,
     mesh: DeviceMesh,
-    config: Any,  # a section `fsdp`
+    config: ShardOptions,
     *,
     casts_inputs: bool = True,  # cast the inputs of all blocks to the data type of computation
     experts: Sequence[nn.Module] = (),  # modules that `divide_experts` divided
@@ -97,7 +110,7 @@ def fsdp_blocks(model: PreTrainedModel) -> list[nn.Module]:
     ]
 
 
-def offload_policy(config: Any, mesh: DeviceMesh) -> OffloadPolicy:
+def offload_policy(config: ShardOptions, mesh: DeviceMesh) -> OffloadPolicy:
     # Without a GPU the shards are in host memory anyway.
     return CPUOffloadPolicy() if config.enable_cpu_offload and is_gpu(mesh.device_type) else OffloadPolicy()
 
