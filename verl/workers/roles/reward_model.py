@@ -64,11 +64,11 @@ class RewardModelScorer:
         scores = run_in_micro_batches(
             self.forward,
             rows,
-            lambda micro: {"": self.forward.last_values(micro)},
+            self.forward.last_values,
             size=as_number(self.config.micro_batch_size_per_device),
             dynamic_batching=True,
             group=self.group,
-        )[""]
+        )
         if not scores.isfinite().all():
             raise ValueError(
                 f"`{OPTION}.model_path` ({self.config.model.model_path}): the score of"
