@@ -13,7 +13,7 @@ from verl.distributed.ulysses import gather_rows
 from verl.protocol import DataProto
 from verl.utils.rank_logger import get_logger
 from verl.workers.packing.media_inputs import BLANK, MediaRow, WholeRows, media_in_packing_order
-from verl.workers.packing.micro_batches import RowCounts, agreed_splits, restore_order
+from verl.workers.packing.micro_batches import RowCounts, agreed_splits
 from verl.workers.packing.row_forward import RowForward
 from verl.workers.packing.sp_strategy import Strategy, StrategyLimits, plan_strategies
 
@@ -74,7 +74,7 @@ class MicroBatchSchedule:
             counts = [sum(map(len, split)) for split in self.splits]
             own = gather_rows(own.to(device), counts, self.sp)
         rows = [row for split in self.splits for part in split for row in part]
-        return restore_order([own.cpu()], [rows])
+        return own.cpu()[torch.tensor(rows, dtype=torch.int64).argsort()]
 
 
 @torch.no_grad()
