@@ -12,6 +12,7 @@ Every rank of a group takes part in each exchange, with any number of rows, zero
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -58,8 +59,7 @@ def shard_experts(experts: Sequence[nn.Module], mesh: DeviceMesh, options: dict[
     assert mesh.mesh_dim_names is not None, "`expert_mesh` names the axes"
     same = mesh[tuple(name for name in mesh.mesh_dim_names if name != EXPERTS)]
     # Routing weights may be in float32 on purpose.
-    policy = options["mp_policy"]
-    policy = type(policy)(policy.param_dtype, policy.reduce_dtype, cast_forward_inputs=False)
+    policy = replace(options["mp_policy"], cast_forward_inputs=False)
     for module in experts:
         fully_shard(module, **options | {"mesh": same, "mp_policy": policy})
 
