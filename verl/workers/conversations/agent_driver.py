@@ -101,8 +101,10 @@ class AgentDriver:
 
     def _follow(self) -> list[FinishedResponse]:
         """Do what came since the last steps of the engine, and return the conversations that ended."""
-        is_sampling = self.sampling.num_unfinished > 0
-        step: Step = self.sampling.agree(None if self._leader is None else self._leader.next(is_sampling))
+        is_sampling = self.sampling.engine.num_unfinished > 0
+        step: Step = self.sampling.engine.agree(
+            None if self._leader is None else self._leader.next(is_sampling)
+        )
         self.sampling.abort(step.aborted)
         for uid in step.aborted:
             self._turns.pop(uid, None)
