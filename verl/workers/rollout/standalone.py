@@ -2,10 +2,11 @@
 """A rollout engine without workers, with the weights of a model on disk."""
 
 import os
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+
+from torch.distributed.elastic.utils.distributed import get_free_port
 
 from verl.config.rollout import RolloutConfig
 from verl.distributed.fsdp import torch_dtype
@@ -35,7 +36,7 @@ def standalone_engine(
     )  # fmt: skip
     setup = EngineSetup(model, max_length, device, trust_remote_code=trust_remote_code)
     if name != "hf":  # reads the weights itself, and needs no process group
-        os.environ |= ALONE | {"MASTER_PORT": str(_free_port())}
+        os.environ |= ALONE | {"MASTER_PORT": str(get_free_port())}
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     engine = build_rollout_engine(config, setup)
     try:
@@ -52,9 +53,3 @@ def _hub_weights(path: str, dtype: str, trust_remote_code: bool) -> Iterator[tup
     config = load_config(path, **trust)
     model = auto_class(config).from_pretrained(path, config=config, dtype=torch_dtype(dtype), **trust)
     return HubNames(model.config, trust_remote_code).convert(model.state_dict().items())
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
