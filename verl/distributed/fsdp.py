@@ -44,7 +44,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 class ShardOptions(Protocol):
-    """What sharding reads of a section `fsdp`."""
+    """Options of a section `fsdp` that sharding reads."""
 
     @property
     def enable_full_shard(self) -> bool: ...
