@@ -22,8 +22,8 @@ from verl.data.prompt_template import PromptFormat
 from verl.data.readers import load_processor, load_tokenizer
 from verl.data.rl_dataset import RLHFDataset
 from verl.models.tiny import save_tiny_model
+from verl.workers.rollout.engines import standalone_engine
 from verl.workers.rollout.interface import RolloutRequest, SamplingOptions
-from verl.workers.rollout.standalone import standalone_engine
 
 RUN = "import sys; from verl.cli.chat import main; sys.exit(main(sys.argv[1:]))"
 GREEDY = SamplingOptions(temperature=0.0, max_tokens=6)

@@ -8,7 +8,6 @@ from verl.distributed.length_balancing import (
     balance,
     balance_groups,
     length_metrics,
-    shared_workload,
     split_evenly,
     workload,
 )
@@ -80,15 +79,15 @@ def test_a_number_of_groups_that_is_not_divisible_is_refused():
 
 
 def test_work_grows_faster_than_length():
-    assert workload(2) == 2 * 24576 + 4
-    assert workload(2000) > 2 * workload(1000)
+    assert workload([2]) == 2 * 24576 + 4
+    assert workload([2000]) > 2 * workload([1000])
 
 
 def test_a_shared_prompt_counts_once():
     # Prompt 10, responses 2 and 3. Tokens: 15. Attention: 10^2 for the prompt, and for the responses the
     # squares of whole sequences less the prompt's: 12^2 - 10^2 = 44 and 13^2 - 10^2 = 69.
-    assert shared_workload(10, [12, 13]) == 15 * 24576 + 100 + 44 + 69
-    assert shared_workload(10, [12]) == workload(12)
+    assert workload([12, 13], prompt=10) == 15 * 24576 + 100 + 44 + 69
+    assert workload([12], prompt=10) == workload([12])
 
 
 def test_groups_are_balanced_by_the_work_of_shared_prompts():

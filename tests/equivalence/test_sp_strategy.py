@@ -164,7 +164,7 @@ def patches_seen(folder, sp):
     for strategy in (Strategy.REPLICATED, Strategy.SHARDED_ENCODE):
         forward.strategies = [strategy]
         run_in_micro_batches(
-            forward, batch, lambda micro: {"": forward.log_probs(micro, 1.0).log_probs},
+            forward, batch, lambda micro: forward.log_probs(micro, 1.0).log_probs,
             size=4, dynamic_batching=True, group=sp.dp_group,
         )  # fmt: skip
     return seen

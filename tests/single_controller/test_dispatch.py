@@ -45,10 +45,6 @@ def test_parts_that_may_be_uneven_differ_by_at_most_one_row():
     assert values_of(shard(numbers(9), 3, even=False)) == [[], [], [9]]
 
 
-def test_other_values_are_repeated_for_every_part():
-    assert shard([1, 2], 3, even=True) == [[1, 2]] * 3
-
-
 def test_an_uneven_batch_is_an_error_with_a_remedy():
     with pytest.raises(
         ValueError, match=r"3 rows .* 2 data-parallel ranks: pad it with `pad_dataproto_to_divisor`"

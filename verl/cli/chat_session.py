@@ -20,8 +20,8 @@ from verl.data.readers import load_processor, load_tokenizer
 from verl.distributed.device import is_gpu, resolve_device
 from verl.models.families.interface import KINDS, Kind
 from verl.models.families.registry import load_config
+from verl.workers.rollout.engines import standalone_engine
 from verl.workers.rollout.interface import RolloutEngine, RolloutRequest, SamplingOptions
-from verl.workers.rollout.standalone import standalone_engine
 
 LONGEST = 8192  # tokens of a conversation, if the model allows as many
 UNFINISHED = "\ufffd"  # end of a text whose last character still lacks tokens

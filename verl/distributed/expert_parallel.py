@@ -12,6 +12,7 @@ Every rank of a group takes part in each exchange, with any number of rows, zero
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
+
+from verl.distributed.ulysses import AllToAll
 
 EXPERTS = "ep"  # axis of the mesh
 
@@ -56,8 +59,7 @@ def shard_experts(experts: Sequence[nn.Module], mesh: DeviceMesh, options: dict[
     assert mesh.mesh_dim_names is not None, "`expert_mesh` names the axes"
     same = mesh[tuple(name for name in mesh.mesh_dim_names if name != EXPERTS)]
     # Routing weights may be in float32 on purpose.
-    policy = options["mp_policy"]
-    policy = type(policy)(policy.param_dtype, policy.reduce_dtype, cast_forward_inputs=False)
+    policy = replace(options["mp_policy"], cast_forward_inputs=False)
     for module in experts:
         fully_shard(module, **options | {"mesh": same, "mp_policy": policy})
 
@@ -90,40 +92,11 @@ def send_rows(rows: Tensor, counts: Counts, group: dist.ProcessGroup) -> Tensor:
 
     Differentiable, and collective like its backward pass.
     """
-    return _ExchangeRows.apply(rows, counts.sent, counts.received, group, dist.get_world_size(group))
+    return AllToAll.apply(rows, group, counts.sent, counts.received, dist.get_world_size(group))
 
 
 def return_rows(rows: Tensor, counts: Counts, group: dist.ProcessGroup) -> Tensor:
     """Send results of the rows that arrived back to their sources, in the order in which these sent them."""
     # FSDP averages gradients over the ranks with the same experts, while these get gradients of the tokens of
     # all ranks, which are averaged everywhere else: inside the experts they are that much smaller.
-    return _ExchangeRows.apply(rows, counts.received, counts.sent, group, 1 / dist.get_world_size(group))
-
-
-class _ExchangeRows(torch.autograd.Function):
-    """An all-to-all of uneven parts; its backward pass sends gradients the opposite way, scaled."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        rows: Tensor,
-        sent: Sequence[int],
-        received: Sequence[int],
-        group: dist.ProcessGroup,
-        scale: float,
-    ) -> Tensor:
-        ctx.sent, ctx.received, ctx.group, ctx.scale = sent, received, group, scale
-        return _all_to_all(rows, sent, received, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        arrived = _all_to_all(grad, ctx.received, ctx.sent, ctx.group)
-        return arrived.mul_(ctx.scale), None, None, None, None
-
-
-def _all_to_all(
-    rows: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup
-) -> Tensor:
-    arrived = rows.new_empty(sum(received), *rows.shape[1:])
-    dist.all_to_all_single(arrived, rows.contiguous(), list(received), list(sent), group=group)
-    return arrived
+    return AllToAll.apply(rows, group, counts.received, counts.sent, 1 / dist.get_world_size(group))

@@ -8,7 +8,7 @@ their place.
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,19 @@ def torch_dtype(name: str) -> torch.dtype:
     return DTYPES[name]
 
 
+class ShardOptions(Protocol):
+    """Options of a section `fsdp` that sharding reads."""
+
+    @property
+    def enable_full_shard(self) -> bool: ...
+    @property
+    def enable_cpu_offload(self) -> bool: ...
+    @property
+    def mp_param_dtype(self) -> str: ...
+    @property
+    def mp_reduce_dtype(self) -> str: ...
+
+
 def make_mesh(world_size: int, fsdp_size: int, device: str) -> DeviceMesh:
     """Build the device mesh that a model is sharded over.
 
@@ -59,7 +72,7 @@ def make_mesh(world_size: int, fsdp_size: int, device: str) -> DeviceMesh:
 def shard_model(
     model: PreTrainedModel,
     mesh: DeviceMesh,
-    config: Any,  # a section `fsdp`
+    config: ShardOptions,
     *,
     casts_inputs: bool = True,  # cast the inputs of all blocks to the data type of computation
     experts: Sequence[nn.Module] = (),  # modules that `divide_experts` divided
@@ -97,7 +110,7 @@ def fsdp_blocks(model: PreTrainedModel) -> list[nn.Module]:
     ]
 
 
-def offload_policy(config: Any, mesh: DeviceMesh) -> OffloadPolicy:
+def offload_policy(config: ShardOptions, mesh: DeviceMesh) -> OffloadPolicy:
     # Without a GPU the shards are in host memory anyway.
     return CPUOffloadPolicy() if config.enable_cpu_offload and is_gpu(mesh.device_type) else OffloadPolicy()
 
@@ -150,22 +163,16 @@ def compute_device(tensor: Tensor) -> torch.device:
     return torch.device(tensor.device_mesh.device_type) if isinstance(tensor, DTensor) else tensor.device
 
 
-def num_shards(tensor: Tensor) -> int:
-    if not isinstance(tensor, DTensor):
-        return 1
-    axes = enumerate(tensor.placements)
-    # Replicas (hybrid sharding) do not count; replicas of a shard have the same `shard_index`.
-    return math.prod(tensor.device_mesh.size(axis) for axis, place in axes if not place.is_replicate())
-
-
-def shard_index(tensor: Tensor) -> int:
-    if not isinstance(tensor, DTensor):
-        return 0
-    mesh, index = tensor.device_mesh, 0
-    for axis, place in enumerate(tensor.placements):
-        if not place.is_replicate():
-            index = index * mesh.size(axis) + mesh.get_local_rank(axis)
-    return index
+def shard_place(tensor: Tensor) -> tuple[int, int]:
+    """Return the index of this rank's shard and the number of shards, of which replicas are one."""
+    index, count = 0, 1
+    if isinstance(tensor, DTensor):
+        mesh = tensor.device_mesh
+        for axis, place in enumerate(tensor.placements):
+            if not place.is_replicate():
+                index = index * mesh.size(axis) + mesh.get_local_rank(axis)
+                count *= mesh.size(axis)
+    return index, count
 
 
 def zeros_sharded_like(tensor: Tensor, size: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -179,7 +186,7 @@ def zeros_sharded_like(tensor: Tensor, size: Sequence[int], dtype: torch.dtype) 
 
 def map_full_matrices(
     function: Callable[[Tensor], Tensor],  # keeps shape and dtype
-    like: Sequence[Tensor],  # sharded alike, by rows; at most `num_shards` of them
+    like: Sequence[Tensor],  # sharded alike, by rows; at most as many as shards
     parts: Sequence[Tensor],  # this rank's rows of each matrix, in the sharding of `like`
 ) -> list[Tensor]:
     """Apply a function to full matrices that are sharded by rows, with the work shared among the ranks.
@@ -188,7 +195,8 @@ def map_full_matrices(
     their ranks. Every rank must call it. Returns this rank's rows of each result, on the device of the mesh.
     """
     mine: Tensor | None = None
-    own, results = shard_index(like[0]), []
+    own, _ = shard_place(like[0])
+    results: list[Tensor] = []
     for number, (part, one) in enumerate(zip(parts, like, strict=True)):
         whole = _sharded_like(part, one, one.shape).full_tensor() if isinstance(one, DTensor) else part
         if number == own:

@@ -15,13 +15,11 @@ LINEAR_WORK = 24576
 Part = tuple[float, tuple[int, ...]]  # sum of costs, items
 
 
-def workload(length: int) -> int:
-    """Estimate the work of a forward pass over a sequence: linear in tokens, quadratic for attention."""
-    return shared_workload(0, [length])
+def workload(lengths: Sequence[int], prompt: int = 0) -> int:
+    """Estimate the work of a forward pass over sequences that share the tokens of their prompt.
 
-
-def shared_workload(prompt: int, lengths: Sequence[int]) -> int:
-    """Estimate the work of a forward pass over sequences that share the tokens of their prompt."""
+    It is linear in tokens, quadratic for attention.
+    """
     responses = sum(length - prompt for length in lengths)
     attention = prompt**2 + sum(length**2 - prompt**2 for length in lengths)
     return LINEAR_WORK * (prompt + responses) + attention
@@ -74,7 +72,7 @@ def balance_groups(
             " as whole groups"
         )
     shared = prompts or [0] * len(lengths)
-    costs = [shared_workload(shared[rows[0]], [lengths[row] for row in rows]) for rows in members]
+    costs = [workload([lengths[row] for row in rows], shared[rows[0]]) for rows in members]
     return [
         [row for group in part for row in members[group]] for part in balance(costs, parts, equal_size=True)
     ]

@@ -12,7 +12,9 @@ axis, because its all-to-all moves the most data::
 
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -39,22 +41,18 @@ class SequenceParallel:
                 f"{world_size} ranks cannot be divided by `ulysses_size` ({ulysses_size}) x `ring_size`"
                 f" ({ring_size}): set them so that their product divides the number of devices"
             )
-        groups = [list(range(start, start + size)) for start in range(0, world_size, size)]
-        inside = range(size)
-        by_ulysses = [[i for i in inside if i // ulysses_size == ring] for ring in range(ring_size)]
-        by_ring = [[i for i in inside if i % ulysses_size == ulysses] for ulysses in range(ulysses_size)]
-        across = [[group[i] for group in groups] for i in inside]
+        ranks = torch.arange(world_size).view(-1, ring_size, ulysses_size)  # (dp, ring, ulysses)
         dp_index, index = divmod(dist.get_rank(), size)
         return cls(
             ulysses_size,
             ring_size,
             index,
-            len(groups),
+            len(ranks),
             dp_index,
-            _new_group(groups),
-            _new_group([[group[i] for i in part] for group in groups for part in by_ulysses]),
-            _new_group([[group[i] for i in part] for group in groups for part in by_ring]),
-            dist.group.WORLD if size == 1 else _new_group(across, even_alone=True),
+            _new_group(ranks.flatten(1)),
+            _new_group(ranks.flatten(0, 1)),
+            _new_group(ranks.transpose(1, 2).flatten(0, 1)),
+            dist.group.WORLD if size == 1 else _new_group(ranks.flatten(1).T, even_alone=True),
             gather_chunks,
         )
 
@@ -71,10 +69,10 @@ class SequenceParallel:
         return self.index // self.ulysses_size
 
 
-def _new_group(rank_lists: list[list[int]], *, even_alone: bool = False) -> dist.ProcessGroup | None:
-    """Create a group for each list, in the same order on every rank; return this rank's."""
-    own = None  # for a rank that is alone in its list, unless `even_alone`
-    for ranks in rank_lists:
+def _new_group(rows: Tensor, *, even_alone: bool = False) -> dist.ProcessGroup | None:
+    """Create a group for each row of ranks, in the same order on every rank; return this rank's."""
+    own = None  # for a rank that is alone in its row, unless `even_alone`
+    for ranks in rows.tolist():
         if len(ranks) > 1 or even_alone:
             group = dist.new_group(ranks)
             if dist.get_rank() in ranks:

@@ -90,23 +90,33 @@ def gather_rows(
 
 def _exchange(tensor: Tensor, sp: SequenceParallel) -> Tensor:
     """Send part i of a (u, ...) tensor to ulysses rank i; the result is ordered by source."""
-    return tensor if sp.ulysses_group is None else _Exchange.apply(tensor, sp.ulysses_group)
+    return tensor if sp.ulysses_group is None else AllToAll.apply(tensor, sp.ulysses_group)
 
 
-class _Exchange(torch.autograd.Function):
-    """An all-to-all, which is its own inverse and its own backward."""
+class AllToAll(torch.autograd.Function):
+    """An all-to-all of rows, of even parts without `sent` and `received`; its backward pass is the opposite.
 
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        tensor = tensor.contiguous()
-        out = torch.empty_like(tensor)
-        dist.all_to_all_single(out, tensor, group=group)
-        return out
+    Gradients are multiplied by `scale` on their way.
+    """
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _Exchange.apply(grad, ctx.group), None
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        group: dist.ProcessGroup,
+        sent: list[int] | None = None,  # rows to each rank
+        received: list[int] | None = None,  # rows from each rank
+        scale: float | None = None,
+    ) -> Tensor:
+        ctx.group, ctx.sent, ctx.received, ctx.scale = group, sent, received, scale
+        arrived = rows.new_empty(len(rows) if received is None else sum(received), *rows.shape[1:])
+        dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=group)
+        return arrived
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        back = AllToAll.apply(grad, ctx.group, ctx.received, ctx.sent)
+        return back if ctx.scale is None else back.mul_(ctx.scale), None, None, None, None
 
 
 class _GatherRows(torch.autograd.Function):

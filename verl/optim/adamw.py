@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from verl.distributed.fsdp import local_part, shard_index
+from verl.distributed.fsdp import local_part, shard_place
 
 DROPPED_BITS = 16  # float32 bits that bfloat16 lacks
 
@@ -46,7 +46,7 @@ class LocalAdamW(Optimizer):
 def seed_of_update(param: Tensor, step: float, number: int) -> int:
     # The seed follows from the contents of a checkpoint: a resumed run draws the same numbers. So do replicas
     # of a shard (hybrid sharding), which therefore stay equal.
-    text = f"{int(step)} {number} {shard_index(param)}"
+    text = f"{int(step)} {number} {shard_place(param)[0]}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
 
 

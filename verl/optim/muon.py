@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from transformers import PreTrainedModel
 
-from verl.distributed.fsdp import compute_device, local_part, map_full_matrices, num_shards
+from verl.distributed.fsdp import compute_device, local_part, map_full_matrices, shard_place
 from verl.models.scalar_head import SCORE
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the polynomial that moves singular values towards 1
@@ -56,7 +56,7 @@ class Muon(Optimizer):
             trained = [param for param in group["params"] if param.grad is not None]
             matrices = [param for param in trained if param.dim() == 2]
             matrices.sort(key=lambda param: (param.numel(), param.shape), reverse=True)
-            at_once = num_shards(matrices[0]) if matrices else 1
+            at_once = shard_place(matrices[0])[1] if matrices else 1
             for start in range(0, len(matrices), at_once):
                 self._update(matrices[start : start + at_once], group)
             for stack in (param for param in trained if param.dim() == 3):

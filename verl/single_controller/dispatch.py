@@ -89,18 +89,16 @@ def check_axis(axis: str, axis_ranks: Sequence[AxisRank | None]) -> list[AxisRan
     return known
 
 
-def shard(value: Any, size: int, even: bool, unread: tuple[str, ...] = ()) -> list[Any]:
-    """Return the `size` parts of a batch in order, without some columns; any other value is repeated."""
-    if not isinstance(value, DataProto):
-        return [value] * size
-    value = value.without(unread)
-    if even and len(value) % size:
+def shard(batch: DataProto, size: int, even: bool, unread: tuple[str, ...] = ()) -> list[DataProto]:
+    """Return the `size` parts of a batch in order, without some columns."""
+    batch = batch.without(unread)
+    if even and len(batch) % size:
         raise ValueError(
-            f"a batch of {len(value)} rows cannot be split evenly over {size} data-parallel ranks:"
+            f"a batch of {len(batch)} rows cannot be split evenly over {size} data-parallel ranks:"
             " pad it with `pad_dataproto_to_divisor`"
         )
-    bounds = [len(value) * index // size for index in range(size + 1)]
-    return [value[start:stop] for start, stop in pairwise(bounds)]
+    bounds = [len(batch) * index // size for index in range(size + 1)]
+    return [batch[start:stop] for start, stop in pairwise(bounds)]
 
 
 def join(method: RemoteMethod, results: list[Any], axis_ranks: Sequence[AxisRank] | None) -> Any:

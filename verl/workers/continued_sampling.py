@@ -64,10 +64,6 @@ class ContinuedSampling:
         self._options = SamplingOptions()  # of all open requests, but for `n`
         self._open: dict[Any, OpenRequest] = {}  # by uid
 
-    @property
-    def num_unfinished(self) -> int:
-        return self.engine.num_unfinished
-
     def submit(
         self,
         requests: Sequence[RolloutRequest],
@@ -106,10 +102,6 @@ class ContinuedSampling:
             opened = self._open.pop(uid, None)
             if opened is not None:
                 self.engine.abort([uid, *(SampleId(uid, sample) for sample in opened.begun)])
-
-    def agree(self, value: Any) -> Any:
-        """Return the value of the engine's first rank."""
-        return self.engine.agree(value)
 
     def interrupt(self) -> list[FinishedResponse]:
         """Drop all requests, and return what each unfinished response has, for `submit`."""

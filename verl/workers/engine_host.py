@@ -20,7 +20,7 @@ from verl.models.mixture.routing import replay_obstacle
 from verl.protocol import DataProto
 from verl.workers.continued_sampling import ContinuedSampling
 from verl.workers.conversations.agent_driver import AgentDriver
-from verl.workers.conversations.agent_leader import AgentServices
+from verl.workers.conversations.agent_leader import AgentLeader
 from verl.workers.conversations.driver import ConversationDriver
 from verl.workers.engine_check import SampledRow, check_requests, refusing_engine, sample
 from verl.workers.packing.vision_features import FrozenTower
@@ -188,8 +188,10 @@ class EngineHost:
             return ConversationDriver(
                 self.continued, pool, rules, self._media_of, in_lockstep=options.in_lockstep
             )
-        services = None if pool is None else AgentServices(pool, endpoint_of(rules, on_call=pool.hold))
-        return AgentDriver(self.continued, services, rules, self._media_of)
+        leader = None
+        if pool is not None:
+            leader = AgentLeader(pool, endpoint_of(rules, on_call=pool.hold), rules, self._media_of)
+        return AgentDriver(self.continued, leader, self._media_of)
 
     @property
     def _longest(self) -> int:

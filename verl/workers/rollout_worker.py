@@ -111,7 +111,6 @@ class RolloutWorker(SamplingWorker):
 
     @register(Dispatch.ALL, phase="save_checkpoint")
     def rng_state(self) -> dict[str, Any]:
-        """State of the engine's random stream."""
         return self.engine.rng_state()
 
     @register(Dispatch.ALL, phase="load_checkpoint")

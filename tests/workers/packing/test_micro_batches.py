@@ -11,7 +11,6 @@ from verl.workers.packing.micro_batches import (
     MicroBatchLimit,
     RowCounts,
     agreed_splits,
-    restore_order,
     rows_sharing_prompts,
     split_rows,
 )
@@ -51,13 +50,6 @@ def test_every_row_comes_once_and_only_a_single_row_exceeds_the_budget(seed):
 def test_there_are_as_few_micro_batches_as_the_budget_allows():
     # 8 rows of 16 tokens and 64 tokens for each micro batch: exactly two.
     assert len(split_micro_batches(batch_of([16] * 8), 1, 64)) == 2
-
-
-def test_results_return_to_the_order_of_the_batch():
-    parts = [[3, 0], [], [2, 1]]
-    results = [torch.tensor([[part] for part in rows]).view(len(rows), 1) for rows in parts]
-
-    assert restore_order(results, parts)[:, 0].tolist() == [0, 1, 2, 3]
 
 
 def groups_of(prompts, responses, order=None):

@@ -47,7 +47,7 @@ def test_the_work_of_packed_rows_counts_a_shared_prompt_once():
     counts = groups_of((10, (2, 3)), (4, (1,)))
 
     assert counts.work([0, 1]) == LINEAR_WORK * 15 + 100 + 44 + 69
-    assert counts.work([0, 1, 2]) == counts.work([0, 1]) + workload(5)
+    assert counts.work([0, 1, 2]) == counts.work([0, 1]) + workload([5])
     assert (counts.tokens([0, 1]), counts.tokens([1])) == (15, 13)
 
 

@@ -24,7 +24,7 @@ from verl.data.media.loader import MediaLoader
 from verl.data.media.sizes import MediaOptions
 from verl.workers.continued_sampling import ContinuedSampling
 from verl.workers.conversations.agent_driver import AgentDriver
-from verl.workers.conversations.agent_leader import AgentServices
+from verl.workers.conversations.agent_leader import AgentLeader
 from verl.workers.rollout.engines import build_rollout_engine
 from verl.workers.rollout.interface import SamplingOptions
 
@@ -165,11 +165,10 @@ def lead(tiny, engine, tmp_path):
         path.write_text(source)
         config = {"agent": f"{path}:run", "tool_timeout_s": 30.0} | options
         rules = rules_with(tiny, form or sometimes_calls(), max_tokens, config)
-        services = services_of(rules)
-        closing.extend(services)
+        leader = leader_of(rules)
+        closing.append(leader)
         recorder = Recorder(engine)
-        decode = rules.media.loader.decode
-        driver = AgentDriver(ContinuedSampling(recorder), services, rules, decode)
+        driver = AgentDriver(ContinuedSampling(recorder), leader, rules.media.loader.decode)
         found = through(driver, rows_of(rows), sampling)
         assert engine.num_unfinished == 0
         return found, recorder, rules
@@ -179,10 +178,11 @@ def lead(tiny, engine, tmp_path):
         each.close()
 
 
-def services_of(rules):
+def leader_of(rules):
     pool = ToolPool(rules.options)
-    read_url = rules.media.loader.on_disk
-    return AgentServices(pool, Endpoint(read_url, shows_tools=True, on_call=pool.hold))
+    loader = rules.media.loader
+    endpoint = Endpoint(loader.on_disk, shows_tools=True, on_call=pool.hold)
+    return AgentLeader(pool, endpoint, rules, loader.decode)
 
 
 def rules_with(tiny, form, max_tokens, options):
@@ -476,12 +476,11 @@ def turns_on_two_ranks(rank, world_size, folder, path):
     engine.sync_weights(hub_tensors(tiny.model))
     recorder = Recorder(engine)
     rules = rules_with(tiny, sometimes_calls(), 1300, {"agent": f"{path}:run", "tool_timeout_s": 60.0})
-    services = services_of(rules) if rank == 0 else None
-    driver = AgentDriver(ContinuedSampling(recorder), services, rules, rules.media.loader.decode)
+    leader = leader_of(rules) if rank == 0 else None
+    driver = AgentDriver(ContinuedSampling(recorder), leader, rules.media.loader.decode)
     found = [one for finished in driver.run(rows_of(3), SAMPLING) for one in finished]
     assert engine.num_unfinished == 0
-    for each in services or ():
-        each.close()
+    driver.close()
     engine.close()
     turns = {uid: one.token_ids for uid, one in recorder.turns.items()}
     return turns, {(one.uid, one.sample): one.token_ids for one in found}

@@ -92,7 +92,7 @@ class PeerLink:
 
     def send_message(self, message: Any) -> None:
         with self._ending_in_peer_lost():
-            self.store.send(message)
+            self.store.connection.send(message)
 
     def receive_message(self, timeout_s: float | None = None) -> Any:
         """Wait for a message; None waits as long as the other end lives."""
@@ -200,9 +200,6 @@ class ConnectionStore(Store):
         super().__init__()
         self.connection, self.timeout_s = connection, timeout_s
         self._known: dict[str, bytes] = {}
-
-    def send(self, message: Any) -> None:
-        self.connection.send(message)
 
     def receive(self, timeout_s: float | None = None) -> Any:
         """Wait for the next message; None waits until the connection ends."""

@@ -25,12 +25,8 @@ class WorkerError(RuntimeError):
         self.rank, self.phase = rank, phase  # of the cause
         self.died = died  # its process ended, without an exception
         self.hung = hung  # it was stopped, or made no progress
-        self.lost_peer = lost_peer  # a process of another group was lost
-
-    @property
-    def may_go_away(self) -> bool:
-        """True if a restart may succeed: the worker, or one that it depends on, was lost."""
-        return self.died or self.hung or self.lost_peer
+        # a restart may succeed: it, or a process of another group that it depends on, was lost
+        self.may_go_away = died or hung or lost_peer
 
 
 class Failure(NamedTuple):

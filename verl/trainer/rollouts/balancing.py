@@ -66,7 +66,7 @@ def balance_over_ranks(
             groups = [row // group_size for row in range(len(own))]
             parts = balance_groups(own, groups, dp_size, None if prompts is None else prompts[rows])
         else:
-            parts = balance([workload(length) for length in own], dp_size, equal_size=True)
+            parts = balance([workload([length]) for length in own], dp_size, equal_size=True)
         for shard, part in zip(shards, parts, strict=True):
             shard.extend(first + row for row in sorted(part))
     return [row for shard in shards for row in shard], length_metrics(lengths, shards)

@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from verl.agents.rules import ConversationRules
 from verl.data.media.references import MediaData
 from verl.workers.continued_sampling import ContinuedSampling
-from verl.workers.conversations.agent_leader import AgentLeader, AgentServices, CallId, Step, Turn
+from verl.workers.conversations.agent_leader import AgentLeader, CallId, Step, Turn
 from verl.workers.conversations.keys import Begun, Columns, Key, placed, samples_of, seed_offset
 from verl.workers.rollout.interface import FinishedResponse, RolloutRequest, SamplingOptions
 
@@ -28,7 +27,7 @@ class AgentDriver:
 
     Example::
 
-        driver = AgentDriver(ContinuedSampling(engine), AgentServices(pool, endpoint), rules, decode_media)
+        driver = AgentDriver(ContinuedSampling(engine), AgentLeader(pool, endpoint, rules, decode), decode)
         for finished in driver.run(rows, SamplingOptions(n=8)):
             ...
     """
@@ -36,13 +35,11 @@ class AgentDriver:
     def __init__(
         self,
         sampling: ContinuedSampling,
-        services: AgentServices | None,  # None on a rank that follows another one's
-        rules: ConversationRules,
+        leader: AgentLeader | None,  # None on a rank that follows another one's
         decode_media: Callable[[MediaData], Any],  # to what the engine reads
     ) -> None:
-        self.sampling, self.rules, self.decode_media = sampling, rules, decode_media
-        self._services = services
-        self._leader = None if services is None else AgentLeader(services, rules, decode_media)
+        self.sampling, self.decode_media = sampling, decode_media
+        self._leader = leader
         self._open: set[Key] = set()
         self._parked: set[Key] = set()
         self._turns: dict[CallId, Turn] = {}  # that are not sampled yet
@@ -99,15 +96,15 @@ class AgentDriver:
         self._end(self._parked)
 
     def close(self) -> None:
-        """End the processes of the agents, and their endpoint."""
-        if self._services is not None:
-            self._services.pool.close()
-            self._services.endpoint.close()
+        if self._leader is not None:
+            self._leader.close()
 
     def _follow(self) -> list[FinishedResponse]:
         """Do what came since the last steps of the engine, and return the conversations that ended."""
-        is_sampling = self.sampling.num_unfinished > 0
-        step: Step = self.sampling.agree(None if self._leader is None else self._leader.next(is_sampling))
+        is_sampling = self.sampling.engine.num_unfinished > 0
+        step: Step = self.sampling.engine.agree(
+            None if self._leader is None else self._leader.next(is_sampling)
+        )
         self.sampling.abort(step.aborted)
         for uid in step.aborted:
             self._turns.pop(uid, None)

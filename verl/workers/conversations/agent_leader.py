@@ -58,13 +58,6 @@ class Step:
     problem: str | None = None  # ends the run
 
 
-class AgentServices(NamedTuple):
-    """The pool in which agents run, and the endpoint that they call."""
-
-    pool: ToolPool
-    endpoint: Endpoint
-
-
 @dataclass(eq=False)
 class _Run:
     """A conversation and its calls."""
@@ -83,10 +76,13 @@ class AgentLeader:
     """The conversations of an engine, on its first rank."""
 
     def __init__(
-        self, services: AgentServices, rules: ConversationRules, decode_media: Callable[[MediaData], Any]
+        self,
+        pool: ToolPool,  # in which agents run
+        endpoint: Endpoint,  # that they call
+        rules: ConversationRules,
+        decode_media: Callable[[MediaData], Any],  # to what the engine reads
     ) -> None:
-        self.pool, self.endpoint = services
-        self.rules, self.decode_media = rules, decode_media
+        self.pool, self.endpoint, self.rules, self.decode_media = pool, endpoint, rules, decode_media
         self.options = rules.options
         self.decoded: dict[CallId, Any] = {}  # media of turns to submit
         self._runs: dict[Any, _Run] = {}  # by `Key`
@@ -160,6 +156,11 @@ class AgentLeader:
         for key in keys:
             run = self._runs.pop(key, None) or self._parked.pop(key)
             self._close(key, run)
+
+    def close(self) -> None:
+        """End the processes of the agents, and their endpoint."""
+        self.pool.close()
+        self.endpoint.close()
 
     def _drop_gone(self, key: Key, run: _Run, step: Step) -> None:
         run.waiting = [incoming for incoming in run.waiting if not incoming.is_gone]

@@ -289,7 +289,7 @@ class ConversationDriver:
         missing = self._num_calling - len(answers)
         arrived: list[tuple[Any, list[Observation]]] = []
         if self.pool is not None and missing:
-            arrived = self.pool.ready(0.0 if answers or self.sampling.num_unfinished else WAIT_S)
+            arrived = self.pool.ready(0.0 if answers or self.sampling.engine.num_unfinished else WAIT_S)
             while self.in_lockstep and sum(key in self._open for key, _ in arrived) < missing:
                 arrived += self.pool.ready(WAIT_S)
         arrived = self._agree(arrived)
@@ -303,7 +303,7 @@ class ConversationDriver:
         return answers
 
     def _agree(self, answers: list[Any]) -> list[Any]:
-        answers, self._now = self.sampling.agree((answers, time.monotonic() - self._began))
+        answers, self._now = self.sampling.engine.agree((answers, time.monotonic() - self._began))
         return answers
 
     def _request(self, key: Key, uid: Any) -> RolloutRequest:

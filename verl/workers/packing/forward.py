@@ -45,7 +45,7 @@ from verl.workers.packing.media_inputs import (
 )
 from verl.workers.packing.micro_batches import context_cuts, rows_sharing_prompts
 from verl.workers.packing.observers import PackedRows, PassTokens
-from verl.workers.packing.packed_batch import PackedBatch, ResponseTokens, pack_rows, pack_shared_prompts
+from verl.workers.packing.packed_batch import PackedBatch, ResponseTokens, pack_rows
 from verl.workers.packing.row_forward import RowForward
 from verl.workers.packing.vision_features import FrozenTower
 
@@ -277,13 +277,12 @@ class PackedForward(RowForward):
         tensors = micro.batch
         input_ids, mask = tensors["input_ids"], tensors["attention_mask"]
         position_ids = self._position_rows(tensors["position_ids"])
-        cuts = context_cuts(micro)
+        members, prompt_width = [[row] for row in range(len(mask))], 1
         if self.shares_prompts and "responses" in tensors:
-            prompt_width = input_ids.shape[1] - tensors["responses"].shape[1]
-            members = rows_sharing_prompts(micro)
-            if any(len(rows) > 1 for rows in members):
-                return pack_shared_prompts(input_ids, mask, position_ids, members, prompt_width, cuts)
-        return pack_rows(input_ids, mask, position_ids, cuts)
+            sharing = rows_sharing_prompts(micro)
+            if any(len(rows) > 1 for rows in sharing):
+                members, prompt_width = sharing, input_ids.shape[1] - tensors["responses"].shape[1]
+        return pack_rows(input_ids, mask, position_ids, members, prompt_width, context_cuts(micro))
 
     def _position_rows(self, position_ids: Tensor) -> Tensor:
         # (B, T) or (B, 4, T) to (rows, B, T)

@@ -13,11 +13,10 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from verl.data.media.references import media_key
 from verl.distributed.device import group_device
-from verl.distributed.length_balancing import balance, shared_workload
+from verl.distributed.length_balancing import balance, workload
 from verl.protocol import DataProto, prompt_lengths
 from verl.workers.packing.packed_batch import group_equal_prompts
 
@@ -65,9 +64,7 @@ class RowCounts:
     def work(self, rows: Sequence[int]) -> int:
         """Work of a forward pass over these rows, packed, without the vision tower; see `workload`."""
         groups = self.group(rows)
-        return sum(
-            shared_workload(self.prompts[group[0]], [self.lengths[row] for row in group]) for group in groups
-        )
+        return sum(workload([self.lengths[row] for row in group], self.prompts[group[0]]) for group in groups)
 
     def encoded(self, rows: Sequence[int]) -> int:
         # each medium counts once
@@ -138,12 +135,6 @@ def context_cuts(batch: DataProto) -> dict[int, list[int]]:
 def split_evenly(rows: Sequence[int], count: int) -> list[Sequence[int]]:
     bounds = [len(rows) * part // count for part in range(count + 1)]
     return [rows[start:stop] for start, stop in itertools.pairwise(bounds)]
-
-
-def restore_order(results: Sequence[Tensor], parts: Sequence[Sequence[int]]) -> Tensor:
-    """Join results (rows, ...) of the micro batches `parts` in the order of the batch: (B, ...)."""
-    order = torch.tensor([row for part in parts for row in part], dtype=torch.int64)
-    return torch.cat(list(results))[order.argsort()]
 
 
 def max_over_ranks(value: int, group: dist.ProcessGroup | None = None) -> int:

@@ -89,17 +89,7 @@ class ResponseTokens(NamedTuple):
         return values.new_zeros(math.prod(self.shape)).index_copy(0, self.index, values).view(self.shape)
 
 
-def pack_rows(input_ids: Tensor, mask: Tensor, position_ids: Tensor, cuts: Cuts = NO_CUTS) -> PackedBatch:
-    """Pack rows (B, T), position ids (1 or 4, B, T), each row with its own prompt."""
-    packed_ids, positions = pack(input_ids, mask)
-    lengths = mask.sum(-1).tolist()
-    groups, rows = _divided(
-        [SequenceGroup(length) for length in lengths], [[row] for row in range(len(lengths))], cuts
-    )
-    return PackedBatch(packed_ids, position_ids[:, mask.bool()], positions, groups, rows)
-
-
-def pack_shared_prompts(
+def pack_rows(
     input_ids: Tensor,
     mask: Tensor,
     position_ids: Tensor,
@@ -117,8 +107,8 @@ def pack_shared_prompts(
         prompt_width: Columns of the prompt, the first ones; at least one.
         cuts: Its rows share no prompt.
     """
-    order = torch.tensor([row for rows in members for row in rows])  # (B,)
-    sizes = torch.tensor([len(rows) for rows in members])
+    order = torch.tensor([row for rows in members for row in rows], dtype=torch.int64)  # (B,)
+    sizes = torch.tensor([len(rows) for rows in members], dtype=torch.int64)
     first = (sizes.cumsum(0) - sizes).repeat_interleave(sizes)  # (B,): start of each row's group in `order`
     repeats = first != torch.arange(len(order))  # (B,): rows whose prompt is packed already
     keep = mask[order].bool()

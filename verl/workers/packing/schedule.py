@@ -1,21 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """The micro-batch schedule of a pass over a rank's rows, and forward passes along it."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from verl.distributed.ulysses import gather_rows
 from verl.protocol import DataProto
 from verl.utils.rank_logger import get_logger
 from verl.workers.packing.media_inputs import BLANK, MediaRow, WholeRows, media_in_packing_order
-from verl.workers.packing.micro_batches import RowCounts, agreed_splits, restore_order
+from verl.workers.packing.micro_batches import RowCounts, agreed_splits
 from verl.workers.packing.row_forward import RowForward
 from verl.workers.packing.sp_strategy import Strategy, StrategyLimits, plan_strategies
 
 logger = get_logger(__name__)
+
+Results = TypeVar("Results", Tensor, dict[str, Tensor])
 
 
 class MicroBatchSchedule:
@@ -70,29 +74,29 @@ class MicroBatchSchedule:
             counts = [sum(map(len, split)) for split in self.splits]
             own = gather_rows(own.to(device), counts, self.sp)
         rows = [row for split in self.splits for part in split for row in part]
-        return restore_order([own.cpu()], [rows])
+        return own.cpu()[torch.tensor(rows, dtype=torch.int64).argsort()]
 
 
 @torch.no_grad()
 def run_in_micro_batches(
     forward: RowForward,
     batch: DataProto,
-    function: Callable[[DataProto], Mapping[str, Tensor]],
+    function: Callable[[DataProto], Results],
     *,
     size: int,
     dynamic_batching: bool,
     group: dist.ProcessGroup | None,
-) -> dict[str, Tensor]:
+) -> Results:
     """Run a function over a batch in evaluation mode; collective over all ranks.
 
-    `function` maps a micro batch of b rows to tensors (b, ...), of the same names for every micro batch. The
-    results are (B, ...) on CPU, in the order of the batch. See `StrategyLimits.of` for `size` and
+    `function` maps a micro batch of b rows to a tensor (b, ...), or to several, by the same names every time.
+    Results are (B, ...) on CPU, in the order of the batch. See `StrategyLimits.of` for `size` and
     `dynamic_batching`.
     """
     forward.model.eval()
     schedule = MicroBatchSchedule(forward, batch, size=size, dynamic_batching=dynamic_batching, group=group)
     results = [function(micro_batch) for micro_batch in schedule.micro_batches(batch)]
-    return {name: schedule.join([each[name] for each in results], forward.device) for name in results[0]}
+    return tree_map(lambda *parts: schedule.join(parts, forward.device), *results)
 
 
 def _media_of_round(batch: DataProto, parts: Sequence[Sequence[int]]) -> tuple[MediaRow, ...] | None:

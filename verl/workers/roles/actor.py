@@ -31,7 +31,7 @@ from verl.workers.roles.loss_terms import (
 )
 from verl.workers.roles.routers import CHOICES, RouterReplay, column_of
 from verl.workers.roles.token_selection import MiniBatchSelection
-from verl.workers.roles.updater import MicroBatch, MiniBatch, Training, Updater, compute_columns
+from verl.workers.roles.updater import MicroBatch, MiniBatch, Training, Updater, compute_experience
 
 if TYPE_CHECKING:  # a policy without teachers needs none of it
     from verl.workers.roles.teachers import Teachers
@@ -140,7 +140,7 @@ class DataParallelPPOActor:
             return {name: values for name, values in found.items() if values is not None}
 
         read = [name for observer in observers for name in observer.reads]
-        found = compute_columns(self.config, self.forward, self.group, batch, columns, read)
+        found = compute_experience(self.config, self.forward, self.group, batch, columns, read)
         mask, routes = batch.batch["attention_mask"], found.pop(OLD_ROUTES, None)
         return DataProto.from_dict(found, {} if routes is None else {OLD_ROUTES: column_of(routes, mask)})
 

@@ -32,9 +32,7 @@ class MetricSums:
         self._losses[name] = self._losses.get(name, self._zero) + loss.detach() / self._ranks
 
     def add_mean(self, name: str, values: Tensor, mask: Tensor) -> None:
-        total, count = masked_sum(values.detach().double(), mask), mask.sum()
-        self._sums[name] = self._sums.get(name, self._zero) + total / self._ranks
-        self._counts[name] = self._counts.get(name, self._zero) + count / self._ranks
+        self.add_shares(name, masked_sum(values.detach().double(), mask), mask.sum())
 
     def add_shares(self, name: str, parts: Tensor, wholes: Tensor) -> None:
         """Add scalars whose quotient over the training step is the metric."""

@@ -13,6 +13,7 @@ import jinja2
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer
 
 from verl.config.model import as_number
@@ -64,11 +65,11 @@ class RewardModelScorer:
         scores = run_in_micro_batches(
             self.forward,
             rows,
-            lambda micro: {"": self.forward.last_values(micro)},
+            self.forward.last_values,
             size=as_number(self.config.micro_batch_size_per_device),
             dynamic_batching=True,
             group=self.group,
-        )[""]
+        )
         if not scores.isfinite().all():
             raise ValueError(
                 f"`{OPTION}.model_path` ({self.config.model.model_path}): the score of"
@@ -148,9 +149,9 @@ def encode_conversations(
     rows = [torch.tensor(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
     return DataProto.from_dict(
         {
-            "input_ids": _right_padded(rows),
-            "attention_mask": _right_padded([torch.ones_like(row) for row in rows]),
-            "position_ids": _right_padded([torch.arange(len(row)) for row in rows]),
+            "input_ids": pad_sequence(rows, batch_first=True),
+            "attention_mask": pad_sequence([torch.ones_like(row) for row in rows], batch_first=True),
+            "position_ids": pad_sequence([torch.arange(len(row)) for row in rows], batch_first=True),
         }
     )
 
@@ -164,7 +165,3 @@ def _render(messages: list[Message], tokenizer: Any) -> str:
             f"`worker.reward_model.model.tokenizer_path`: the chat template refuses messages of {roles}:"
             f" {error}; use prompts, or a template, that fit"
         ) from error
-
-
-def _right_padded(rows: list[Tensor]) -> Tensor:
-    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)

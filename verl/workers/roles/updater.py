@@ -24,7 +24,7 @@ from verl.distributed.fsdp import clip_grad_norm
 from verl.protocol import DataProto
 from verl.utils.rank_logger import get_logger
 from verl.workers.packing.row_forward import RowForward
-from verl.workers.packing.schedule import MicroBatchSchedule, run_in_micro_batches
+from verl.workers.packing.schedule import MicroBatchSchedule, Results, run_in_micro_batches
 from verl.workers.roles.metric_sums import MetricSums
 from verl.workers.roles.routers import CHOICES, RouterBalance
 
@@ -76,19 +76,6 @@ class MiniBatch:
                 yield MicroBatch(rows, to_device(tensors, self.forward.device))
 
 
-def compute_experience(
-    config: TrainedModelConfig,
-    forward: RowForward,
-    group: dist.ProcessGroup | None,
-    batch: DataProto,
-    function: Callable[[DataProto], Tensor],
-    further_keys: Sequence[str] = (),  # that `function` reads if they are there
-) -> Tensor:
-    """`compute_columns` of a single one, (B, ...)."""
-    arguments = config, forward, group, batch
-    return compute_columns(*arguments, lambda rows: {"": function(rows)}, further_keys)[""]
-
-
 def compute_log_probs(
     config: TrainedModelConfig,
     forward: RowForward,
@@ -102,14 +89,14 @@ def compute_log_probs(
     )
 
 
-def compute_columns(
+def compute_experience(
     config: TrainedModelConfig,
     forward: RowForward,
     group: dist.ProcessGroup | None,
     batch: DataProto,
-    function: Callable[[DataProto], Mapping[str, Tensor]],
+    function: Callable[[DataProto], Results],
     further_keys: Sequence[str] = (),  # that `function` reads if they are there
-) -> dict[str, Tensor]:
+) -> Results:
     """`run_in_micro_batches` with the sizes of a role; `function` reads what a `RowForward` reads."""
     further = [key for key in further_keys if key in batch.batch]
     objects = [key for key in further_keys if key in batch.non_tensor_batch]
@@ -184,7 +171,7 @@ class Updater:
         if len(batch) == self.mini_batch_rows and self.ppo_epochs == 1 and len(self._schedule(batch)) == 1:
             return batch
         return batch.merge(
-            compute_columns(self.config, self.forward, self.group, batch, self.balance.count_choices)
+            compute_experience(self.config, self.forward, self.group, batch, self.balance.count_choices)
         )
 
     def backward(self, loss: Tensor) -> None:

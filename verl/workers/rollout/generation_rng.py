@@ -18,20 +18,27 @@ from verl.distributed.device import gpu_random_state, is_gpu, set_gpu_random_sta
 
 
 def capture(device: str) -> dict[str, Any]:
-    """Return the states of all global generators; of GPUs only the current device's."""
+    """Return the states of all global generators; of GPUs only the current device's.
+
+    They are tensors, numbers and lists, which `torch.load(weights_only=True)` reads.
+    """
+    numpy_state: Any = np.random.get_state()
+    name, keys, *position = numpy_state
+    version, words, gauss = random.getstate()
     return {
         "torch_cpu": torch.get_rng_state(),
         "torch_cuda": gpu_random_state() if is_gpu(device) else None,  # the name is that of checkpoints
-        "numpy": np.random.get_state(),
-        "python": random.getstate(),
+        "numpy": [name, keys.tolist(), *position],
+        "python": [version, list(words), gauss],
     }
 
 
 def restore(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch_cpu"])
     set_gpu_random_state(state["torch_cuda"])
-    np.random.set_state(state["numpy"])
-    random.setstate(state["python"])
+    np.random.set_state(tuple(state["numpy"]))
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
 
 
 @contextmanager
@@ -64,22 +71,9 @@ class GenerationRng:
                 self._state = capture(self.device)
 
     def state(self) -> dict[str, Any]:
-        """The state as tensors, numbers and lists, which `torch.load(weights_only=True)` reads."""
-        name, keys, *position = self._state["numpy"]
-        version, words, gauss = self._state["python"]
-        return self._state | {
-            "numpy": [name, keys.tolist(), *position],
-            "python": [version, list(words), gauss],
-        }
+        return self._state
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Restore a result of `state`."""
-        name, keys, *position = state["numpy"]
-        version, words, gauss = state["python"]
         gpu = state["torch_cuda"] if is_gpu(self.device) else None
-        self._state = {
-            "torch_cpu": state["torch_cpu"],
-            "torch_cuda": self._state["torch_cuda"] if gpu is None else gpu,
-            "numpy": (name, np.array(keys, dtype=np.uint32), *position),
-            "python": (version, tuple(words), gauss),
-        }
+        self._state = state | {"torch_cuda": self._state["torch_cuda"] if gpu is None else gpu}

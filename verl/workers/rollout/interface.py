@@ -5,9 +5,12 @@
 """
 
 import re
+import sys
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -115,8 +118,11 @@ class FinishedResponse:
     drafts: Drafts | None = None  # None without speculative decoding
 
 
-class RolloutEngine(Protocol):
-    """Samples responses with a copy of the policy; one in each worker process."""
+class RolloutEngine(ABC):
+    """Samples responses with a copy of the policy; one in each worker process.
+
+    It keeps account of unfinished requests; an engine accepts some, makes single steps, and drops some.
+    """
 
     dtype: torch.dtype  # of its weights
     takes_embeddings: bool  # reads `EmbeddedMedia`
@@ -124,38 +130,71 @@ class RolloutEngine(Protocol):
     takes_adapter: bool  # synced by `sync_adapter` instead of `sync_weights`
     keeps_weights: bool  # during `sleep`; then a later sync leaves out weights that are never trained
 
+    def __init__(self) -> None:
+        self._unfinished: dict[Any, int] = {}  # number of unfinished responses, by the request's uid
+        self._temperature = 1.0  # of the unfinished requests
+
     @property
     def num_unfinished(self) -> int:
         """Number of submitted responses that `step` has not returned yet."""
-        ...
+        return sum(self._unfinished.values())
 
     def submit(self, requests: Sequence[RolloutRequest], sampling: SamplingOptions) -> None:
         """Start sampling `sampling.n` responses to each request, while earlier requests continue.
 
         Uids are unique among unfinished requests, and all unfinished requests have the same temperature.
-        Every rank of a tensor-parallel group submits, steps and aborts in the same order.
+        Every rank of a tensor-parallel group submits, steps and aborts in the same order. If a request is
+        refused, none of them is started.
         """
-        ...
+        temperature = sampling.logit_temperature
+        assert not self._unfinished or temperature == self._temperature, (
+            f"unfinished requests have temperature {self._temperature}, and a step divides all logits by one:"
+            f" finish or abort them before requests at {temperature}"
+        )
+        added = dict.fromkeys((request.uid for request in requests), sampling.n)
+        assert len(added) == len(requests) and not added.keys() & self._unfinished.keys(), (
+            f"requests need uids that no unfinished request has, got {[request.uid for request in requests]}"
+        )
+        self._temperature = temperature
+        self._accept(requests, sampling)
+        self._unfinished |= added
 
     def step(self, at_most: int = 1) -> list[FinishedResponse]:
         """Advance all requests by about one token and return the responses that it finished.
 
         Args:
-            at_most: Steps to make; it returns after the first one that finishes a response.
+            at_most: Steps to make; it returns after the first one that finishes a response. Random streams
+                are swapped once for all of them.
         """
-        ...
+        finished: list[FinishedResponse] = []
+        with self._sampling():
+            while self._unfinished and at_most > 0 and not finished:
+                finished = self._advance()
+                at_most -= 1
+        for response in finished:
+            self._unfinished[response.uid] -= 1
+            if self._unfinished[response.uid] == 0:
+                del self._unfinished[response.uid]
+        return finished
 
     def abort(self, uids: Iterable[Any]) -> None:
         """Drop requests without a response; finished and unknown ones are skipped."""
-        ...
+        dropped = {uid for uid in uids if uid in self._unfinished}
+        if not dropped:
+            return
+        self._drop(dropped)
+        for uid in dropped:
+            del self._unfinished[uid]
 
     def interrupt(self) -> list[FinishedResponse]:
         """Drop all requests, and return what each unfinished response has, perhaps no token yet."""
-        ...
+        begun = self._begun()
+        self._abort_all()
+        return begun
 
     def agree(self, value: Any) -> Any:
         """Return the value of the engine's first rank; a collective call with tensor parallelism."""
-        ...
+        return value  # of one rank
 
     def generate(
         self, requests: list[RolloutRequest], sampling: SamplingOptions
@@ -163,44 +202,80 @@ class RolloutEngine(Protocol):
         """Sample `sampling.n` responses to each request and yield them as they finish, in any order.
 
         The engine has no other requests. Every rank of a tensor-parallel group passes the same requests in
-        the same order and consumes all responses.
+        the same order and consumes all responses; closing the iterator early aborts the others.
         """
-        ...
+        assert not self._unfinished, (
+            f"a batch needs an idle engine, this one has {self.num_unfinished} responses"
+        )
+        try:
+            self.submit(requests, sampling)
+            while self._unfinished:
+                yield self.step(at_most=sys.maxsize)
+        finally:
+            self.abort([request.uid for request in requests])
 
+    @abstractmethod
     def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Replace the weights by full tensors under their hub names, one at a time.
 
         Every rank consumes all tensors, since producing one gathers it from all shards. No request is
         unfinished: one set of weights samples a request.
         """
-        ...
 
+    @abstractmethod
     def sync_adapter(self, tensors: Mapping[str, Tensor]) -> None:
         """Replace the adapter by full tensors under their names in the model; the base is loaded already."""
-        ...
 
+    @abstractmethod
     def wake(self) -> None:
         """Allocate the device memory freed by `sleep`; least is needed after `sync_weights`."""
-        ...
 
+    @abstractmethod
     def sleep(self) -> None:
         """Free device memory for training until `wake`, and abort unfinished requests.
 
         Without `keeps_weights` a sync has to follow.
         """
-        ...
 
+    @abstractmethod
     def rng_state(self) -> dict[str, Any]:
         """State of the engine's random stream, for a checkpoint."""
-        ...
 
+    @abstractmethod
     def set_rng_state(self, state: dict[str, Any]) -> None:
         """Restore a state from `rng_state`."""
-        ...
 
+    @abstractmethod
     def close(self) -> None:
         """Release all resources; the engine is not used afterwards."""
-        ...
+
+    def _abort_all(self) -> None:
+        self.abort(list(self._unfinished))
+
+    def _check_idle(self) -> None:
+        assert not self._unfinished, (
+            f"weights cannot change under {self.num_unfinished} unfinished responses: finish or abort them"
+        )
+
+    @abstractmethod
+    def _sampling(self) -> AbstractContextManager[Any]:
+        """Return the context that `_advance` runs in, which restores training's random numbers."""
+
+    @abstractmethod
+    def _accept(self, requests: Sequence[RolloutRequest], sampling: SamplingOptions) -> None:
+        """Wake the engine and take all requests, or raise an error and take none."""
+
+    @abstractmethod
+    def _advance(self) -> list[FinishedResponse]:
+        """Make one step and return the responses that it finished."""
+
+    @abstractmethod
+    def _begun(self) -> list[FinishedResponse]:
+        """Return a copy of what each unfinished response has, with the reason `INTERRUPTED`."""
+
+    @abstractmethod
+    def _drop(self, uids: set[Any]) -> None:
+        """Forget the unfinished requests of these uids."""
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from tests.workers.rollout.reference import rollout_config, setup_of
 from verl.models.tiny import save_tiny_model
-from verl.workers.rollout.interface import RolloutRequest, SamplingOptions
-from verl.workers.rollout.stepwise import StepwiseEngine
+from verl.workers.rollout.interface import RolloutEngine, RolloutRequest, SamplingOptions
 from verl.workers.rollout.vllm import llm_arguments, sleep_mode, vllm_import
 from verl.workers.rollout.vllm.llm_arguments import engine_arguments
 from verl.workers.rollout.vllm.rollout import VLLMRollout
@@ -135,7 +134,7 @@ class RecordingVllm:
 def engine_on_gpu(monkeypatch, level):
     """An engine whose vLLM is recorded; only sleeping, waking and syncing work."""
     engine = VLLMRollout.__new__(VLLMRollout)
-    StepwiseEngine.__init__(engine)
+    RolloutEngine.__init__(engine)
     engine.llm = RecordingVllm()
     engine.engine = engine.llm.llm_engine
     engine.device, engine.dtype, engine.level = "cuda", torch.float32, level

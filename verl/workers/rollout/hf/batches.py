@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batches of prompts that transformers generates responses to, one token at a time."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -33,11 +33,6 @@ class PreparedPrompt(NamedTuple):
         """Return True if both may be in one batch."""
         ours, theirs = self.sampling, other.sampling
         return replace(ours, max_tokens=theirs.max_tokens, seed=theirs.seed) == theirs
-
-
-def padded_tokens(prompts: Sequence[PreparedPrompt]) -> int:
-    """Count the tokens of prompts that are padded to one length."""
-    return len(prompts) * max((len(prompt.input_ids) for prompt in prompts), default=0)
 
 
 @dataclass

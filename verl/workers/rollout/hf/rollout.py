@@ -25,19 +25,19 @@ from verl.models.families.registry import family_of, media_family_of
 from verl.models.hub_names import auto_class
 from verl.models.mixture.routing import ChoicePass, ExpertChoices
 from verl.workers.model_builder import read_config
-from verl.workers.rollout.hf.batches import PreparedPrompt, RunningBatch, padded_tokens
+from verl.workers.rollout.hf.batches import PreparedPrompt, RunningBatch
 from verl.workers.rollout.interface import (
     INTERRUPTED,
     EngineSetup,
     FinishedResponse,
+    RolloutEngine,
     RolloutRequest,
     SamplingOptions,
     media_token_ids,
 )
-from verl.workers.rollout.stepwise import StepwiseEngine
 
 
-class HFRollout(StepwiseEngine):
+class HFRollout(RolloutEngine):
     """The rollout engine `worker.rollout.name=hf`.
 
     Waiting prompts are prefilled together, and each such batch advances by itself.
@@ -167,8 +167,9 @@ class HFRollout(StepwiseEngine):
         room = self.max_prompt_tokens - sum(batch.num_prompt_tokens for batch in self.batches)
         prompts: list[PreparedPrompt] = []
         while self.waiting and self.waiting[0].joins((prompts or self.waiting)[0]):
-            is_first = not self.batches and not prompts
-            if not is_first and padded_tokens([*prompts, self.waiting[0]]) > room:
+            more = [*prompts, self.waiting[0]]
+            padded = len(more) * max(len(prompt.input_ids) for prompt in more)
+            if padded > room and (self.batches or prompts):
                 break
             prompts.append(self.waiting.popleft())
         return prompts

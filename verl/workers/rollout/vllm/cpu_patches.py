@@ -2,7 +2,6 @@
 """Patches of vLLM on CPU; three keep weights in the layout that `load_weights` reads and writes."""
 
 import functools
-import importlib.util
 import os
 import sys
 from collections.abc import Callable
@@ -59,8 +58,6 @@ def _build_with_images(
 def find_kernels_despite_numba() -> None:
     """Let vLLM on CPU replace its Triton kernels after numba, which finds drafts, was imported."""
     # vLLM 0.32 reads the attributes of every module, and llvmlite has an object that invents attributes
-    if importlib.util.find_spec("vllm.triton_utils.dispatcher") is None:  # older versions replace none
-        return
     wrap("vllm.triton_utils.dispatcher", "_rebind_kernels", _without_llvmlite)
 
 
@@ -131,8 +128,7 @@ def read_plain_convolution_weights() -> None:
     """Tell convolutions of linear attention that `keep_linear_weights` kept their weights."""
     # They expect the repacked weights of CPUs with AVX512-BF16: log-probs are off by 5.
     for name in ("causal_conv1d_fwd_cpu", "causal_conv1d_update_cpu"):
-        if hasattr(importlib.import_module("vllm._custom_ops"), name):  # older versions have none
-            wrap("vllm._custom_ops", name, _convolve)
+        wrap("vllm._custom_ops", name, _convolve)
 
 
 def _convolve(theirs: Callable[..., Tensor], *, weight: Tensor, **arguments: Any) -> Tensor:

@@ -24,11 +24,11 @@ from verl.workers.rollout.interface import (
     Drafts,
     EngineSetup,
     FinishedResponse,
+    RolloutEngine,
     RolloutRequest,
     SamplingOptions,
     media_token_ids,
 )
-from verl.workers.rollout.stepwise import StepwiseEngine
 from verl.workers.rollout.vllm import lora_sync, sleep_mode, vllm_import, weight_sync
 from verl.workers.rollout.vllm.drafts import count_drafts, forget_responses
 from verl.workers.rollout.vllm.engine_prompts import (
@@ -55,7 +55,7 @@ class RunningRequest(NamedTuple):
     internal: str  # vLLM's own name of the request
 
 
-class VLLMRollout(StepwiseEngine):
+class VLLMRollout(RolloutEngine):
     """The rollout engine `worker.rollout.name=vllm`.
 
     Example::
@@ -111,7 +111,6 @@ class VLLMRollout(StepwiseEngine):
             self.drafts = count_drafts(self.engine.engine_core.engine_core.scheduler)
 
     def agree(self, value: Any) -> Any:
-        """Return the value of the engine's first rank; a collective call with tensor parallelism."""
         from vllm.distributed import get_tp_group  # noqa: PLC0415 - after vLLM's environment
 
         return get_tp_group().broadcast_object(value)
