@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from verl.checkpoint.tracker import CheckpointRecord, read_record
-from verl.config.hints.renamed_keys import VERL_KEYS
 from verl.config.ppo import PPOConfig
 from verl.config.python_values import Source, config_from_python
 from verl.config.schema import ConfigError, config_notes
@@ -208,7 +207,7 @@ def evaluate(
         layers.append({CATEGORY_KEYS: [by] if isinstance(by, str) else list(by)})
 
     def read(own: Mapping[str, Any]) -> PPOConfig:
-        return config_from_python(PPOConfig, config, [*layers, own], VERL_KEYS, load_run_config)
+        return config_from_python(PPOConfig, config, [*layers, own], load_run_config)
 
     return evaluate_model(read, Question(ks, correct_key, correct_at, keep), out)
 
@@ -278,15 +277,11 @@ def read_config(
     if kind not in ("rl", "sft"):
         raise ValueError(f"`kind` must be 'rl' or 'sft', got {kind!r}")
     is_sft = isinstance(config, SFTConfig) or (kind == "sft" and not isinstance(config, PPOConfig))
+    wanted, other = (SFTConfig, PPOConfig) if is_sft else (PPOConfig, SFTConfig)
     values = [overrides, sections]
     try:
-        read: PPOConfig | SFTConfig = (
-            config_from_python(SFTConfig, config, values, None, load_run_config)
-            if is_sft
-            else config_from_python(PPOConfig, config, values, VERL_KEYS, load_run_config)
-        )
+        read = config_from_python(wanted, config, values, load_run_config)
     except ConfigError as error:
-        other = PPOConfig if is_sft else SFTConfig
         if isinstance(config, PPOConfig | SFTConfig) or not _fits(other, config, values):
             raise
         raise ConfigError([*error.problems, OTHER_KIND["rl" if is_sft else "sft"]]) from None
@@ -299,7 +294,7 @@ def read_config(
 
 def _fits(cls: type[Any], config: Any, values: Sequence[Mapping[str, Any]]) -> bool:
     try:
-        config_from_python(cls, config, values, None, load_run_config)
+        config_from_python(cls, config, values, load_run_config)
     except ConfigError:
         return False
     return True

@@ -90,7 +90,7 @@ def test_a_command_warns_of_another_distribution_and_goes_on(tmp_path, monkeypat
     install(tmp_path, "verl", "0.8.1")
 
     config = load_with_notes(
-        SFTConfig, ["data.train_files=a/b", *NO_VALIDATION, "worker.actor.model.model_path=a/b"], None
+        SFTConfig, ["data.train_files=a/b", *NO_VALIDATION, "worker.actor.model.model_path=a/b"]
     )
 
     assert config.data.train_files == "a/b"

@@ -21,7 +21,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from verl.config.hints.renamed_keys import VERL_KEYS
 from verl.config.ppo import PPOConfig
 from verl.config.schema import ConfigError, load_config
 from verl.config.sft import SFTConfig
@@ -45,16 +44,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--decode", action="store_true", help="decode the media of every row")
     switches = parser.parse_intermixed_args(arguments)
-    if switches.sft:
-        status = run_with_config(switches, SFTConfig, _check)
-        other, hint = PPOConfig, DROP_SFT
-    else:
-        status = run_with_config(switches, PPOConfig, _check, VERL_KEYS)
-        other, hint = SFTConfig, ADD_SFT
+    kind, other = (SFTConfig, PPOConfig) if switches.sft else (PPOConfig, SFTConfig)
+    status = run_with_config(switches, kind, _check)
     if status == BAD_INPUT:
         with suppress(ConfigError):  # the options fit only one of the two
             load_config(other, switches.options)
-            sys.stderr.write(hint)
+            sys.stderr.write(DROP_SFT if switches.sft else ADD_SFT)
     return status
 
 

@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from verl.config.hints.renamed_keys import RenamedKeys
 from verl.config.parsing import yaml_text
 from verl.config.schema import ConfigError, list_options, load_config
 
@@ -18,8 +17,7 @@ def config_from_python(
     cls: type[C],
     source: Source | C,
     overrides: Sequence[Mapping[str, Any]] = (),
-    renamed: RenamedKeys | None = None,
-    load: Callable[[type[C], Sequence[str], RenamedKeys | None], C] = load_config,
+    load: Callable[[type[C], Sequence[str]], C] = load_config,
 ) -> C:
     """Return the config that a file, sections or another config describe, with some options replaced.
 
@@ -42,7 +40,7 @@ def config_from_python(
         ])  # fmt: skip
     for layer in overrides:  # later ones win
         arguments += as_arguments(cls, layer)
-    return load(cls, arguments, renamed)
+    return load(cls, arguments)
 
 
 def as_arguments(cls: type, values: Mapping[str, Any]) -> list[str]:

@@ -6,7 +6,8 @@ option, add one field. A rule between options goes into the method `problems(pat
 that sees them all: it yields a sentence per broken rule; `path` is the key of the section. What a user
 should know about a valid config comes from `notes(path)` likewise. The top dataclass may have tables
 `REFUSED` and `INERT`, by name or dotted key: options that accept only their default, and options without
-effect. An option of type `dict[str, Section]` holds sections that the user names.
+effect; and `RENAMED`: another program's keys, for errors. An option of type `dict[str, Section]` holds
+sections that the user names.
 """
 
 import dataclasses
@@ -95,15 +96,13 @@ def option(default: Any, help: str, **declared: Any) -> Any:
 def load_config(
     cls: type[C],
     arguments: Sequence[str] = (),
-    renamed: RenamedKeys | None = None,
     *,
     defaults_for: Callable[[dict[str, Any]], Mapping[str, Any]] | None = None,
 ) -> C:
     """Return the config that `arguments` describe.
 
     Later wins: the defaults, the YAML files named by `config=FILE`, the arguments `section.option=value`.
-    Errors name the counterparts of the keys in `renamed`. `defaults_for` maps the values, still
-    with their references, to further defaults by option.
+    `defaults_for` maps the values, still with their references, to further defaults by option.
 
     Raises:
         ConfigError: Names every unknown key, wrong value and broken rule.
@@ -145,7 +144,7 @@ def load_config(
         values = resolve_references(merged(declared, layers))
     except ValueError as error:
         raise ConfigError([*problems, str(error)]) from error
-    return _Builder(cls, problems, renamed).build(values)
+    return _Builder(cls, problems).build(values)
 
 
 def check_config(config: Any) -> None:
@@ -220,11 +219,11 @@ def value_at(config: Any, key: str) -> Any:
 class _Builder:
     """Build a config tree from nested mappings, collecting every problem."""
 
-    def __init__(self, cls: type, problems: Sequence[str] = (), renamed: RenamedKeys | None = None) -> None:
+    def __init__(self, cls: type, problems: Sequence[str] = ()) -> None:
         self.cls = cls
         self.options = {entry.key: entry for entry in walk_options(cls)}
         self.problems = list(problems)
-        self.renamed = renamed
+        self.renamed: RenamedKeys | None = getattr(cls, "RENAMED", None)
         self.found: list[tuple[str, str]] = []  # unknown keys with their entries in `renamed`
         self.broken: set[str] = set()  # options with a problem; rules about them are not checked
 
