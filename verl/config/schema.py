@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hint
 
 from verl.config.files.paths import extension_in_file, is_extension
 from verl.config.hints.arguments import quoted, spelling, whole_arguments
+from verl.config.hints.missing_paths import MissingPath
 from verl.config.hints.renamed_keys import RenamedKeys
 from verl.config.hints.unknown_keys import MAX_KEY, Suggestion, suggest
 from verl.config.parsing import (
@@ -266,7 +267,8 @@ class _Builder:
         except (ValueError, OSError) as error:  # OSError: a path may be too long for the system to look up
             separator = " " if str(error).startswith("must") else ": "
             hint = spelling(entry.key, members_of(entry.hint), value)
-            self._complain(entry.key, f"`{entry.key}`{separator}{error}{hint}")
+            text = MissingPath if isinstance(error, FileNotFoundError) else str
+            self._complain(entry.key, text(f"`{entry.key}`{separator}{error}{hint}"))
             return entry.default
 
     def _named(self, kind: type, name: Any, values: Any, path: str) -> Any:
