@@ -22,7 +22,7 @@ from verl.config.files.paths import extension_in_file, is_extension
 from verl.config.hints.arguments import quoted, spelling, whole_arguments
 from verl.config.hints.missing_paths import MissingPath
 from verl.config.hints.renamed_keys import RenamedKeys
-from verl.config.hints.unknown_keys import MAX_KEY, Suggestion, suggest
+from verl.config.hints.unknown_keys import ANY_NAME, MAX_KEY, Suggestion, suggest
 from verl.config.parsing import (
     convert,
     members_of,
@@ -38,7 +38,6 @@ C = TypeVar("C")
 is_section: Callable[[Any], bool] = dataclasses.is_dataclass  # of a field's type; others are options
 QUOTED_OPTION = re.compile(r"`([\w.]+)")
 SECTION_NAME = re.compile(r"[A-Za-z_][\w-]*")  # that a user gives a section
-ANY_NAME = "NAME"  # of such a section in the documentation
 MAX_SUGGESTIONS = 10  # each takes tens of milliseconds; more unknown keys belong to another program
 
 
@@ -222,7 +221,7 @@ class _Builder:
 
     def __init__(self, cls: type, problems: Sequence[str] = ()) -> None:
         self.cls = cls
-        self.options = {entry.key: entry for entry in walk_options(cls)}
+        self.options = {entry.key: entry for entry in documented_options(cls)}
         self.problems = list(problems)
         self.renamed: RenamedKeys | None = getattr(cls, "RENAMED", None)
         self.found: list[tuple[str, str]] = []  # unknown keys with their entries in `renamed`
