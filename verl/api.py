@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from verl.checkpoint.tracker import CheckpointRecord, read_record
-from verl.config.hints.renamed_keys import VERL_KEYS
 from verl.config.ppo import PPOConfig
-from verl.config.python_values import Source, config_from_python
+from verl.config.python_values import Source, arguments_of
 from verl.config.schema import ConfigError, config_notes
 from verl.config.sft import SFTConfig
 from verl.planning.device_defaults import load_run_config
@@ -208,7 +207,7 @@ def evaluate(
         layers.append({CATEGORY_KEYS: [by] if isinstance(by, str) else list(by)})
 
     def read(own: Mapping[str, Any]) -> PPOConfig:
-        return config_from_python(PPOConfig, config, [*layers, own], VERL_KEYS, load_run_config)
+        return load_run_config(PPOConfig, arguments_of(PPOConfig, config, [*layers, own]))
 
     return evaluate_model(read, Question(ks, correct_key, correct_at, keep), out)
 
@@ -278,15 +277,11 @@ def read_config(
     if kind not in ("rl", "sft"):
         raise ValueError(f"`kind` must be 'rl' or 'sft', got {kind!r}")
     is_sft = isinstance(config, SFTConfig) or (kind == "sft" and not isinstance(config, PPOConfig))
+    wanted, other = (SFTConfig, PPOConfig) if is_sft else (PPOConfig, SFTConfig)
     values = [overrides, sections]
     try:
-        read: PPOConfig | SFTConfig = (
-            config_from_python(SFTConfig, config, values, None, load_run_config)
-            if is_sft
-            else config_from_python(PPOConfig, config, values, VERL_KEYS, load_run_config)
-        )
+        read = load_run_config(wanted, arguments_of(wanted, config, values))
     except ConfigError as error:
-        other = PPOConfig if is_sft else SFTConfig
         if isinstance(config, PPOConfig | SFTConfig) or not _fits(other, config, values):
             raise
         raise ConfigError([*error.problems, OTHER_KIND["rl" if is_sft else "sft"]]) from None
@@ -299,7 +294,7 @@ def read_config(
 
 def _fits(cls: type[Any], config: Any, values: Sequence[Mapping[str, Any]]) -> bool:
     try:
-        config_from_python(cls, config, values, None, load_run_config)
+        load_run_config(cls, arguments_of(cls, config, values))
     except ConfigError:
         return False
     return True

@@ -46,10 +46,12 @@ class Boat:
 
 
 @pytest.fixture
-def problems_of(others):
+def problems_of(others, monkeypatch):
+    monkeypatch.setattr(Boat, "RENAMED", others, raising=False)
+
     def problems(*arguments):
         with pytest.raises(ConfigError) as raised:
-            load_config(Boat, arguments, others)
+            load_config(Boat, arguments)
         return raised.value.problems
 
     return problems

@@ -163,3 +163,26 @@ def test_a_long_key_takes_no_time():
     suggest("worker." + "_".join(["num"] * 40), PPO)
 
     assert time.process_time() - started < 2
+
+
+@pytest.mark.parametrize("config_class", [PPOConfig, SFTConfig])
+@pytest.mark.parametrize("written", ["teacher_models.a.{}", "distillation.teacher_model.a.{}"])
+@pytest.mark.parametrize("option", ["model_path", "key", "fsdp.fsdp_size"])
+def test_an_option_of_a_named_section_is_found_without_its_whole_section(config_class, written, option):
+    with pytest.raises(ConfigError) as raised:
+        load_config(config_class, [f"{written.format(option)}=2"])
+
+    key = written.format(option)
+    assert f"`{key}` is not an option; did you mean `distillation.teacher_models.a.{option}`?" in (
+        raised.value.problems
+    )
+    assert any(
+        each.startswith("`worker.actor.model.model_path` must be set") for each in raised.value.problems
+    )
+
+
+def test_a_named_section_is_guessed_only_by_its_name():
+    with pytest.raises(ConfigError) as raised:
+        load_config(PPOConfig, ["trainer.url=x"])
+
+    assert "`trainer.url` is not an option; `--help trainer` lists the options" in raised.value.problems

@@ -99,6 +99,24 @@ def test_the_folder_of_a_config_elsewhere_is_named_with_its_missing_paths(tmp_pa
     )
 
 
+@pytest.mark.parametrize(
+    ("options", "is_missing"),
+    [
+        ("trainer: {load_checkpoint_path: runs/first}", True),
+        ("worker: {reward: {reward_function: 'score.py:main'}}", True),
+        ("data: {format_prompt: .}", False),
+        ("data: {on_bad_row: '`: no f'}", False),
+        (None, False),
+    ],
+)
+def test_only_missing_paths_name_the_folder_of_a_config_elsewhere(options, is_missing, tmp_path, capsys):
+    if options is not None:
+        (tmp_path / "run.yaml").write_text(options)
+
+    assert main([f"config={tmp_path}/run.yaml"]) == 2
+    assert (f"not to that of the config: cd {tmp_path}\n" in capsys.readouterr().err) is is_missing
+
+
 def test_a_variable_of_the_shell_and_a_toml_file_are_answered_with_the_form_here(
     tmp_path, monkeypatch, capsys
 ):

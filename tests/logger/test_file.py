@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
+from itertools import permutations
 from pathlib import Path
 
 import pytest
@@ -81,4 +82,6 @@ def test_nesting_and_flattening_are_inverse_even_when_a_value_is_also_a_folder()
     flat = {"a/b": 1, "a/b/c": 2, "d": 3, "e/f/g": 4}
 
     assert nest(flat) == {"a": {"b": 1}, "a/b/c": 2, "d": 3, "e": {"f": {"g": 4}}}
-    assert flatten(nest(flat)) == flat
+    for order in permutations(flat):
+        reordered = {key: flat[key] for key in order}
+        assert flatten(nest(reordered)) == flat

@@ -203,6 +203,33 @@ def test_mlflow_gets_names_that_it_takes_and_loses_only_what_it_refuses(mlflow, 
     assert run.calls == 1 + 3 + 2 * 2  # all at once, each alone, then those that it takes and the other one
 
 
+def test_names_that_mlflow_cannot_tell_apart_stay_distinct_and_those_that_it_takes_stay_as_they_are(
+    mlflow, tmp_path
+):
+    names = {"acc@1": 1.0, "acc#1": 2.0, "acc_1": 3.0, "b": 4.0}
+    config = {"lr": {"a|b": 1, "a(b": 2}}
+
+    log_steps("mlflow", tmp_path, names, config)
+    log_steps("mlflow", tmp_path, dict(reversed(names.items())), config)
+
+    first, second = mlflow.RUNS.values()
+    assert first.metrics == second.metrics and first.params == second.params
+    assert {name: points[0][1] for name, points in first.metrics.items()} == {
+        "acc_1_a0d5cb4b": 1.0, "acc_1_ee05f32f": 2.0, "acc_1": 3.0, "b": 4.0,
+    }  # fmt: skip
+    assert sorted(first.params.values()) == ["1", "2"] and "lr.a_b" in first.params
+
+
+def test_a_metric_keeps_its_name_of_mlflow_when_another_comes_later(mlflow, tmp_path):
+    with Tracker(["mlflow"], Run("project", "experiment", tmp_path)) as tracker:
+        for step, names in enumerate((["acc#1"], ["acc@1"], ["acc_1", "acc#1"]), start=1):
+            tracker.log(dict.fromkeys(names, 1.0), step)
+
+    (run,) = mlflow.RUNS.values()
+    assert sorted(len(points) for points in run.metrics.values()) == [1, 1, 2]
+    assert [step for step, _ in run.metrics["acc_1"]] == [1, 3], "`acc#1` was first"
+
+
 def test_a_run_of_mlflow_that_is_continued_with_other_options_keeps_its_parameters(
     mlflow, tmp_path, monkeypatch, caplog
 ):

@@ -59,7 +59,7 @@ def test_a_checkpoint_and_its_role_name_the_same_model(checkpoint, tmp_path):
 def test_a_folder_of_that_name_without_a_policy_is_an_error(tmp_path):
     (tmp_path / "global_step_8").mkdir()
 
-    with pytest.raises(FileNotFoundError, match="has no folder actor: it is not a complete checkpoint"):
+    with pytest.raises(ValueError, match="has no folder actor: it is not a complete checkpoint"):
         model_source(str(tmp_path / "global_step_8"))
 
 

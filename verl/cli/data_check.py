@@ -21,7 +21,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from verl.config.hints.renamed_keys import VERL_KEYS
 from verl.config.ppo import PPOConfig
 from verl.config.schema import ConfigError, load_config
 from verl.config.sft import SFTConfig
@@ -45,16 +44,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--decode", action="store_true", help="decode the media of every row")
     switches = parser.parse_intermixed_args(arguments)
-    if switches.sft:
-        status = run_with_config(switches, SFTConfig, _check)
-        other, hint = PPOConfig, DROP_SFT
-    else:
-        status = run_with_config(switches, PPOConfig, _check, VERL_KEYS)
-        other, hint = SFTConfig, ADD_SFT
+    kind, other = (SFTConfig, PPOConfig) if switches.sft else (PPOConfig, SFTConfig)
+    status = run_with_config(switches, kind, _check)
     if status == BAD_INPUT:
         with suppress(ConfigError):  # the options fit only one of the two
             load_config(other, switches.options)
-            sys.stderr.write(hint)
+            sys.stderr.write(DROP_SFT if switches.sft else ADD_SFT)
     return status
 
 
@@ -62,11 +57,11 @@ def _check(switches: argparse.Namespace, config: Any) -> int:
     look = look_at_conversations if switches.sft else look_at_prompts
     look(config.data, config.worker, checks_rows=False)  # the report counts bad rows
     # Imported here so that a wrong config, and wrong columns, are reported before torch loads.
-    from verl.cli.data_report.report import CONVERSATIONS, PROMPTS, Kind, Report  # noqa: PLC0415
+    from verl.cli.data_report.report import CONVERSATIONS, PROMPTS, Kind, report_data  # noqa: PLC0415
     from verl.cli.data_report.tools import tool_lines  # noqa: PLC0415
 
     if not switches.sft and config.worker.rollout.multi_turn.enable:
         sys.stdout.write("\n  ".join(tool_lines(config.data, config.worker)) + "\n\n")
 
     kind: Kind[Any] = CONVERSATIONS if switches.sft else PROMPTS
-    return Report(config, kind, switches.rows, switches.out).check(decode=switches.decode)
+    return report_data(config, kind, switches.rows, switches.out, decode=switches.decode)

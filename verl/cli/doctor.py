@@ -27,7 +27,6 @@ from packaging.requirements import Requirement
 
 from verl.cli import checks
 from verl.cli.checks import Finding, Level, judge
-from verl.config.hints.renamed_keys import VERL_KEYS
 from verl.config.ppo import PPOConfig
 from verl.config.schema import ConfigError
 from verl.config.trainer import RunConfig
@@ -62,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.write("repaired\n" if repair_environment() else "nothing to repair\n")
         return 0
     try:
-        config = load_run_config(PPOConfig, switches.options, VERL_KEYS) if switches.options else None
+        config = load_run_config(PPOConfig, switches.options) if switches.options else None
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return BAD_INPUT

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from verl.api import CATEGORY_KEYS, EVALUATION_OPTIONS, MODEL_PATH, evaluate_model
-from verl.config.hints.renamed_keys import VERL_KEYS
 from verl.config.ppo import PPOConfig
 from verl.config.python_values import as_arguments
 from verl.planning.device_defaults import load_run_config
@@ -81,13 +80,11 @@ def _evaluate(switches: argparse.Namespace) -> int:
         own[CATEGORY_KEYS] = switches.by
 
     def read(replaced: Mapping[str, Any]) -> PPOConfig:
-        return load_run_config(
-            PPOConfig, [*switches.options, *as_arguments(PPOConfig, own | {**replaced})], VERL_KEYS
-        )
+        return load_run_config(PPOConfig, [*switches.options, *as_arguments(PPOConfig, own | {**replaced})])
 
     try:
         arguments = [*switches.options, *as_arguments(PPOConfig, own | EVALUATION_OPTIONS)]
-        load_with_notes(PPOConfig, arguments, VERL_KEYS)
+        load_with_notes(PPOConfig, arguments)
         question = Question(switches.k, switches.correct_key, switches.correct_at, switches.keep)
         evaluation = evaluate_model(read, question, switches.out)
     except FOR_THE_USER as error:

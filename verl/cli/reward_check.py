@@ -30,7 +30,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from verl.config.hints.renamed_keys import VERL_KEYS
 from verl.config.ppo import PPOConfig
 from verl.rewards.function import (
     OPTION,
@@ -73,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--val", action="store_true", help="rows of data.val_files, not data.train_files")
     parser.add_argument("--pdb", action="store_true", help="debug the first call that raises where it did")
     try:
-        return run_with_config(parser.parse_intermixed_args(arguments), PPOConfig, _check, VERL_KEYS)
+        return run_with_config(parser.parse_intermixed_args(arguments), PPOConfig, _check)
     except bdb.BdbQuit:  # the user left the debugger
         return INTERRUPTED
 

@@ -7,10 +7,12 @@ Names, defaults and meanings are EasyR1's and Long-RL's; `example=` is the value
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 from verl.config.algorithm import AlgorithmConfig
 from verl.config.data import DataConfig
 from verl.config.distillation import DistillationConfig
+from verl.config.hints.renamed_keys import VERL_KEYS, RenamedKeys
 from verl.config.model import AUTO, FSDPConfig, TrainedModelConfig
 from verl.config.reward_servers import RewardServerConfig, server_problems
 from verl.config.rules.algorithm_rules import algorithm_problems, group_problems
@@ -26,6 +28,7 @@ from verl.config.worker import WorkerConfig
 class PPOConfig(RunTree):
     """A reinforcement learning run."""
 
+    RENAMED: ClassVar[RenamedKeys] = VERL_KEYS
     data: DataConfig = option(DataConfig, "Prompts and their batches.")
     worker: WorkerConfig = option(WorkerConfig, "Models, rollout engine and reward function.")
     algorithm: AlgorithmConfig = option(AlgorithmConfig, "Advantages, KL term and selection of rollouts.")

@@ -6,7 +6,8 @@ option, add one field. A rule between options goes into the method `problems(pat
 that sees them all: it yields a sentence per broken rule; `path` is the key of the section. What a user
 should know about a valid config comes from `notes(path)` likewise. The top dataclass may have tables
 `REFUSED` and `INERT`, by name or dotted key: options that accept only their default, and options without
-effect. An option of type `dict[str, Section]` holds sections that the user names.
+effect; and `RENAMED`: another program's keys, for errors. An option of type `dict[str, Section]` holds
+sections that the user names.
 """
 
 import dataclasses
@@ -19,8 +20,9 @@ from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hint
 
 from verl.config.files.paths import extension_in_file, is_extension
 from verl.config.hints.arguments import quoted, spelling, whole_arguments
+from verl.config.hints.missing_paths import MissingPath
 from verl.config.hints.renamed_keys import RenamedKeys
-from verl.config.hints.unknown_keys import MAX_KEY, Suggestion, suggest
+from verl.config.hints.unknown_keys import ANY_NAME, MAX_KEY, Suggestion, suggest
 from verl.config.parsing import (
     convert,
     members_of,
@@ -36,7 +38,6 @@ C = TypeVar("C")
 is_section: Callable[[Any], bool] = dataclasses.is_dataclass  # of a field's type; others are options
 QUOTED_OPTION = re.compile(r"`([\w.]+)")
 SECTION_NAME = re.compile(r"[A-Za-z_][\w-]*")  # that a user gives a section
-ANY_NAME = "NAME"  # of such a section in the documentation
 MAX_SUGGESTIONS = 10  # each takes tens of milliseconds; more unknown keys belong to another program
 
 
@@ -95,23 +96,20 @@ def option(default: Any, help: str, **declared: Any) -> Any:
 def load_config(
     cls: type[C],
     arguments: Sequence[str] = (),
-    renamed: RenamedKeys | None = None,
     *,
     defaults_for: Callable[[dict[str, Any]], Mapping[str, Any]] | None = None,
 ) -> C:
     """Return the config that `arguments` describe.
 
     Later wins: the defaults, the YAML files named by `config=FILE`, the arguments `section.option=value`.
-    Errors name the counterparts of the keys in `renamed`. `defaults_for` maps the values, still
-    with their references, to further defaults by option.
+    `defaults_for` maps the values, still with their references, to further defaults by option.
 
     Raises:
         ConfigError: Names every unknown key, wrong value and broken rule.
     """
     problems: list[str] = []
-    options = list_options(cls)
-    hints = {entry.key: entry.hint for entry in options}
-    declared = reduce(merged, (nested(entry.key, entry.default) for entry in options), {})
+    hints = {entry.key: entry.hint for entry in documented_options(cls) if not is_section(entry.hint)}
+    declared = reduce(merged, (nested(entry.key, entry.default) for entry in list_options(cls)), {})
     layers: dict[str, Any] = {}
     names = {
         _join(entry.key.rpartition(".")[0], entry.info.alias): entry.key
@@ -145,7 +143,7 @@ def load_config(
         values = resolve_references(merged(declared, layers))
     except ValueError as error:
         raise ConfigError([*problems, str(error)]) from error
-    return _Builder(cls, problems, renamed).build(values)
+    return _Builder(cls, problems).build(values)
 
 
 def check_config(config: Any) -> None:
@@ -220,11 +218,11 @@ def value_at(config: Any, key: str) -> Any:
 class _Builder:
     """Build a config tree from nested mappings, collecting every problem."""
 
-    def __init__(self, cls: type, problems: Sequence[str] = (), renamed: RenamedKeys | None = None) -> None:
+    def __init__(self, cls: type, problems: Sequence[str] = ()) -> None:
         self.cls = cls
-        self.options = {entry.key: entry for entry in walk_options(cls)}
+        self.options = {entry.key: entry for entry in documented_options(cls)}
         self.problems = list(problems)
-        self.renamed = renamed
+        self.renamed: RenamedKeys | None = getattr(cls, "RENAMED", None)
         self.found: list[tuple[str, str]] = []  # unknown keys with their entries in `renamed`
         self.broken: set[str] = set()  # options with a problem; rules about them are not checked
 
@@ -267,7 +265,8 @@ class _Builder:
         except (ValueError, OSError) as error:  # OSError: a path may be too long for the system to look up
             separator = " " if str(error).startswith("must") else ": "
             hint = spelling(entry.key, members_of(entry.hint), value)
-            self._complain(entry.key, f"`{entry.key}`{separator}{error}{hint}")
+            text = MissingPath if isinstance(error, FileNotFoundError) else str
+            self._complain(entry.key, text(f"`{entry.key}`{separator}{error}{hint}"))
             return entry.default
 
     def _named(self, kind: type, name: Any, values: Any, path: str) -> Any:
@@ -353,14 +352,10 @@ def _from_sections(config: Any, method: str, path: str = "") -> Iterator[str]:
 
 def _hint_of(key: str, hints: Mapping[str, Any]) -> Any:
     """Return the type of an option, also of one in a section that the user named."""
-    if key in hints:
-        return hints[key]
-    for option_key, hint in hints.items():
-        kind = named_section(hint)
-        if kind is not None and key.startswith(f"{option_key}."):
-            inner = key.removeprefix(f"{option_key}.").partition(".")[2]
-            return {entry.key: entry.hint for entry in walk_options(kind)}.get(inner, Any)
-    return Any
+    for holder, hint in hints.items():
+        if named_section(hint) is not None and key.startswith(f"{holder}."):
+            key = f"{holder}.{ANY_NAME}.{key.removeprefix(f'{holder}.').partition('.')[2]}"
+    return hints.get(key, Any)
 
 
 def _read_file(name: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import yaml
 from verl.config.data import RowsConfig
 from verl.config.files.paths import (
     checkpoint_or_run_folder,
-    missing_checkpoint,
+    checkpoint_problems,
     writable_file,
     writable_folder,
 )
@@ -137,9 +137,8 @@ class RunConfig:
             writable_folder(self.checkpoint_folder)
         except ValueError as error:
             yield f"`{path}.save_checkpoint_path` {error}"
-        load = self.load_checkpoint_path
-        if load is not None and (problem := missing_checkpoint(load)) is not None:
-            yield f"`{path}.load_checkpoint_path`{problem}"
+        if self.load_checkpoint_path is not None:
+            yield from checkpoint_problems(f"`{path}.load_checkpoint_path`", self.load_checkpoint_path)
 
     def notes(self, path: str) -> Iterator[str]:
         if os.environ.get("NVTX_PROFILER", "0") != "0":

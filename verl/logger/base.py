@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar, NamedTuple
@@ -81,21 +82,21 @@ def json_line(metrics: Metrics, step: int) -> str:
     """Return a line of JSON Lines: `{"step": 3, "actor": {"pg_loss": ...}, ...}`."""
     # JSON has no NaN.
     values = {key: value if math.isfinite(value) else None for key, value in metrics.items()}
-    return json.dumps({"step": step} | nest(values)) + "\n"
+    return json.dumps(nest({"step": step} | values)) + "\n"
 
 
 def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Turn `{"a/b": 1}` into `{"a": {"b": 1}}`; a key that is both a value and a folder stays flat."""
+    """Turn `{"a/b": 1}` into `{"a": {"b": 1}}`; a key inside of one that has a value stays flat."""
     nested: dict[str, Any] = {}
     for key, value in flat.items():
         *folders, leaf = key.split("/")
-        node: Any = nested
-        for folder in folders:
-            node = node.setdefault(folder, {}) if isinstance(node, dict) else None
-        if isinstance(node, dict) and leaf not in node:
-            node[leaf] = value
-        else:
+        if any(folder in flat for folder in accumulate(folders, "{}/{}".format)):
             nested[key] = value
+        else:
+            node = nested
+            for folder in folders:
+                node = node.setdefault(folder, {})
+            node[leaf] = value
     return nested
 
 

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from textwrap import indent
 from typing import Any
+from zlib import crc32
 
 from verl.logger.base import LOGGERS, Generation, Logger, Metrics, Run, flatten, import_optional
 from verl.utils.rank_logger import get_logger
@@ -175,7 +176,8 @@ class SwanlabLogger(ServiceLogger):
 class MlflowLogger(ServiceLogger):
     """An MLflow run; validation responses of a step are a JSON artifact.
 
-    Characters that its names must not have become `_`. Parameters that a run has cannot be changed.
+    Characters that its names must not have become `_`; a name that would then be another's has a checksum at
+    its end. Parameters that a run has cannot be changed.
     """
 
     module = "mlflow"
@@ -183,12 +185,13 @@ class MlflowLogger(ServiceLogger):
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         self._mlflow = import_optional(self.module, "mlflow")
+        self._names: dict[str, str] = {}  # of the metrics
         self._mlflow.set_experiment(run.project_name)
         known = kept_id(run, "mlflow")
         started = self._mlflow.start_run(run_id=known, run_name=run.experiment_name)
         keep_id(run, "mlflow", started.info.run_id)
         if known is None:
-            self.send(_mlflow_names(flatten(run.config, ".")), self._log_params)
+            self.send(_mlflow_names(flatten(run.config, "."), {}), self._log_params)
 
     def _log_params(self, params: Mapping[str, Any]) -> None:
         cut = [(name, str(value)[:MLFLOW_MAX_PARAM_LENGTH]) for name, value in params.items()]
@@ -196,7 +199,7 @@ class MlflowLogger(ServiceLogger):
             self._mlflow.log_params(dict(cut[start : start + MLFLOW_PARAMS_PER_CALL]))
 
     def log(self, metrics: Metrics, step: int) -> None:
-        self.send(_mlflow_names(metrics), partial(self._mlflow.log_metrics, step=step))
+        self.send(_mlflow_names(metrics, self._names), partial(self._mlflow.log_metrics, step=step))
 
     def log_generations(self, generations: Sequence[Generation], step: int) -> None:
         self._mlflow.log_dict([one._asdict() for one in generations], f"{GENERATIONS_KEY}/step_{step}.json")
@@ -205,5 +208,11 @@ class MlflowLogger(ServiceLogger):
         self._mlflow.end_run("FAILED" if failed else "FINISHED")
 
 
-def _mlflow_names(things: Mapping[str, Any]) -> dict[str, Any]:
-    return {MLFLOW_FOREIGN.sub("_", str(name)): value for name, value in things.items()}
+def _mlflow_names(things: Mapping[str, Any], known: dict[str, str]) -> dict[str, Any]:
+    """Return things by MLflow's names, which are kept in `known`; one that need not change keeps its own."""
+    new = things.keys() - known.keys()
+    for name in sorted(new, key=lambda name: (bool(MLFLOW_FOREIGN.search(name)), name)):
+        clean = MLFLOW_FOREIGN.sub("_", name)
+        is_taken = clean in known.values()
+        known[name] = f"{clean}_{crc32(name.encode(errors='backslashreplace')):08x}" if is_taken else clean
+    return {known[name]: value for name, value in things.items()}

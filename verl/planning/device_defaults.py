@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from verl.config.distillation import TEACHERS
-from verl.config.hints.renamed_keys import RenamedKeys
 from verl.config.model import AUTO
 from verl.config.parsing import resolve_references
 from verl.config.schema import ConfigError, list_options, load_config, value_at
@@ -20,7 +19,7 @@ from verl.distributed.backends import shown_backend
 C = TypeVar("C", bound=RunTree)
 
 
-def load_run_config(cls: type[C], arguments: Sequence[str] = (), renamed: RenamedKeys | None = None) -> C:
+def load_run_config(cls: type[C], arguments: Sequence[str] = ()) -> C:
     """Return the config that `arguments` describe, over the defaults of its device; see `load_config`."""
     problem = None
 
@@ -36,7 +35,7 @@ def load_run_config(cls: type[C], arguments: Sequence[str] = (), renamed: Rename
         return device_defaults(cls, device) | further
 
     try:
-        return load_config(cls, arguments, renamed, defaults_for=defaults_for)
+        return load_config(cls, arguments, defaults_for=defaults_for)
     except ConfigError as error:
         # Batch sizes are for processes that the machine has.
         if problem is None or WORLD not in str(error):

@@ -12,7 +12,6 @@ from verl.checkpoint.tracker import checkpoint_to_resume
 from verl.config.files.model_files import hub_problem, weights_problem
 from verl.config.hints.arguments import dashless
 from verl.config.hints.missing_paths import config_elsewhere
-from verl.config.hints.renamed_keys import RenamedKeys
 from verl.config.schema import ConfigError, config_notes
 from verl.config.text import config_yaml, example_yaml, help_text, options_page
 from verl.config.trainer import RunConfig, RunTree
@@ -60,7 +59,6 @@ class TrainingCommand(Generic[C]):
     usage: str
     describe: Describe[C]  # what the memory of a run depends on
     plan_text: Callable[[C], str]  # for `--dry-run`
-    foreign_keys: RenamedKeys | None = None  # another program's keys, explained in errors
     # Looks at what the config names: raises what would end a run, and returns notes.
     look: Callable[[C], list[str]] = field(default=lambda config: [])
 
@@ -98,7 +96,7 @@ class TrainingCommand(Generic[C]):
             if asks_help:
                 sys.stdout.write(self._help(overrides))
                 return 0
-            config = load_with_notes(self.config_class, [*overrides, *planned.options], self.foreign_keys)
+            config = load_with_notes(self.config_class, [*overrides, *planned.options])
         except ConfigError as error:
             sys.stderr.write(f"{error}\n")
             return BAD_INPUT
@@ -220,7 +218,6 @@ def run_with_config(
     switches: argparse.Namespace,
     config_class: type[C],
     run: Callable[[argparse.Namespace, C], int],
-    foreign_keys: RenamedKeys | None = None,
 ) -> int:
     """Load the config from `switches.options` and run a command with it, with errors on stderr.
 
@@ -230,7 +227,7 @@ def run_with_config(
     outlive_readers()
     repair_cuda_builds()
     try:
-        config = load_with_notes(config_class, switches.options, foreign_keys)
+        config = load_with_notes(config_class, switches.options)
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return BAD_INPUT
@@ -242,10 +239,10 @@ def run_with_config(
         return INTERRUPTED
 
 
-def load_with_notes(config_class: type[C], overrides: Sequence[str], keys: RenamedKeys | None) -> C:
+def load_with_notes(config_class: type[C], overrides: Sequence[str]) -> C:
     """Load a config, and print notes and a warning about another `verl` on stderr."""
     try:
-        config = load_run_config(config_class, overrides, keys)
+        config = load_run_config(config_class, overrides)
     except ConfigError as error:
         raise ConfigError([*error.problems, *config_elsewhere(overrides, error.problems)]) from None
     for note in config_notes(config):

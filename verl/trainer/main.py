@@ -4,7 +4,6 @@
 import sys
 from collections.abc import Sequence
 
-from verl.config.hints.renamed_keys import VERL_KEYS
 from verl.config.ppo import PPOConfig
 from verl.planning.planned_run import planned_ppo
 from verl.planning.step_plan import make_plan
@@ -19,7 +18,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         usage("examples/config.yaml", "docs/options.md"),
         planned_ppo,
         lambda config: make_plan(config).text,
-        VERL_KEYS,
         lambda config: look_at_prompts(
             config.data, config.worker, config.reward_servers, makes_text=not config.trainer.diffusion
         ),

@@ -5,8 +5,8 @@ import atexit
 import gc
 import importlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from threading import Event, Thread
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -29,30 +29,16 @@ def collection_paused() -> Iterator[None]:
 
 
 @contextmanager
-def importing(*modules: str) -> Iterator[Callable[[str], None]]:
+def importing(*modules: str) -> Iterator[Callable[[str], object]]:
     """Import modules in a thread while the block runs; leaving waits for them.
 
     Yields a function that waits for one of them. Before, the block must not import what the modules import:
     two threads that enter a cycle of imports from both ends can see half a module. An import that fails
     raises where the module is next imported.
     """
-    done = {name: Event() for name in modules}
-
-    def import_all() -> None:
-        for name, is_done in done.items():
-            with suppress(Exception):
-                importlib.import_module(name)
-            is_done.set()
-
-    def wait_for(name: str) -> None:
-        done[name].wait()
-
-    thread = Thread(target=import_all, name="imports", daemon=True)
-    thread.start()
-    try:
-        yield wait_for
-    finally:
-        thread.join()
+    with ThreadPoolExecutor(1, "imports") as thread:
+        imports = {name: thread.submit(importlib.import_module, name) for name in modules}
+        yield lambda name: wait([imports[name]])
 
 
 def deferred(module: str, function: str) -> Callable[..., Any]:

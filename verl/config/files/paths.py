@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
-from verl.config.files.model_files import downloaded
-from verl.config.hints.missing_paths import missing, misspelled_folder
+from verl.config.files.model_files import CONFIG, PIPELINE, POLICY, downloaded
+from verl.config.hints.missing_paths import MissingPath, check_spelling, missing
 
 DATA_SUFFIXES = (".parquet", ".json", ".jsonl", ".arrow", ".csv", ".pkl")
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
@@ -26,14 +26,14 @@ DEFAULT_FUNCTION = "main"  # of a file given without a function
 NEEDS = "needs"  # a decorator, with the inputs that an extension needs as plain text
 CHECKPOINT_NAME = re.compile(r"global_step_\d+")
 RUN_TRACKER = "checkpoint_tracker.json"  # in the folder of a run
-POLICY, EXPORTED = "actor", "huggingface"  # folders in a checkpoint: a role, and its exported weights
-MODEL_CONFIGS = ("config.json", "model_index.json")  # of transformers and of diffusers
+EXPORTED = "huggingface"  # folder of a role's exported weights in a checkpoint
+MODEL_CONFIGS = (CONFIG, PIPELINE)  # of transformers and of diffusers
 
 
 def existing_file(text: str) -> str:
     path = _absolute(text)
     if path.is_dir():
-        raise FileNotFoundError(f"must be a file, {path} is a folder")
+        raise IsADirectoryError(f"must be a file, {path} is a folder")
     if not path.is_file():
         raise missing("file", path)
     return str(path)
@@ -135,7 +135,7 @@ def data_source(text: str) -> str:
         return str(path) + at + split
     if source.endswith(DATA_SUFFIXES) or (looks_local(source) and not _is_subset(source)):
         raise missing("file or folder", path)
-    _check_spelling(source, path)
+    check_spelling(source, path)
     return text
 
 
@@ -156,7 +156,7 @@ def model_source(text: str) -> str:
     if path.is_dir():
         role = path / POLICY if CHECKPOINT_NAME.fullmatch(path.name) else path
         if not role.is_dir():
-            raise FileNotFoundError(f"{path} has no folder {POLICY}: it is not a complete checkpoint")
+            raise ValueError(f"{path} has no folder {POLICY}: it is not a complete checkpoint")
         exported = role / EXPORTED
         is_role = any((exported / name).is_file() for name in MODEL_CONFIGS)
         return str(exported if is_role else path)
@@ -167,19 +167,14 @@ def model_source(text: str) -> str:
     if HUB_NAME.fullmatch(text) is None:
         raise ValueError(f"must be a folder or one hub name such as `owner/name`, got {text!r}")
     if downloaded(text) is None:
-        _check_spelling(text, path, same_numbers="/" in text)
+        check_spelling(text, path, same_numbers="/" in text)
     return text
-
-
-def _check_spelling(text: str, path: Path, *, same_numbers: bool = True) -> None:
-    if (error := misspelled_folder(text, path, same_numbers=same_numbers)) is not None:
-        raise error
 
 
 def checkpoint_or_run_folder(text: str) -> str:
     """Resolve a checkpoint, or the folder of a run, which stands for its last checkpoint.
 
-    A folder without checkpoints is returned as it is: it may be that of this run, see `missing_checkpoint`.
+    A folder without checkpoints is returned as it is: it may be that of this run, see `checkpoint_problems`.
     """
     path = _absolute(text)
     if CHECKPOINT_NAME.fullmatch(path.name):
@@ -192,16 +187,18 @@ def checkpoint_or_run_folder(text: str) -> str:
     return str(found if found.is_dir() else path)
 
 
-def missing_checkpoint(path: str) -> str | None:
-    """Explain that a result of `checkpoint_or_run_folder` is not a checkpoint; None if it is one."""
+def checkpoint_problems(option: str, path: str) -> Iterator[str]:
+    """Yield that a result of `checkpoint_or_run_folder` is not a checkpoint."""
     folder = Path(path)
-    if CHECKPOINT_NAME.fullmatch(folder.name):
-        return None
     if not folder.is_dir():
-        return f": {missing('folder', folder)}"
-    found = sorted(entry.name for entry in folder.iterdir() if CHECKPOINT_NAME.fullmatch(entry.name))
-    remedy = f"; it contains {found}" if found else ""
-    return f" must end with a folder named `global_step_N`, or be the folder of a run, got {path!r}{remedy}"
+        yield MissingPath(f"{option}: {missing('folder', folder)}")
+    elif not CHECKPOINT_NAME.fullmatch(folder.name):
+        found = sorted(entry.name for entry in folder.iterdir() if CHECKPOINT_NAME.fullmatch(entry.name))
+        remedy = f"; it contains {found}" if found else ""
+        yield (
+            f"{option} must end with a folder named `global_step_N`, or be the folder of a run, got"
+            f" {path!r}{remedy}"
+        )
 
 
 def writable_folder(text: str) -> str:

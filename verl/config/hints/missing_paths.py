@@ -14,13 +14,17 @@ MAX_EXTRA = 2  # characters by which a misspelled name is longer or shorter
 MAX_ENTRIES = 2000  # of a folder that are compared
 
 
-def missing(kind: str, path: Path) -> FileNotFoundError:
+class MissingPath(str):
+    """The problem of an option whose path does not exist."""
+
+
+def missing(kind: str, path: Path) -> OSError:
     """Return the error for a path that does not exist, with the entry that was probably meant."""
     if "$" in str(path):
         reason = "options expand `~` and `${oc.env:HOME}`, and the shell `$HOME` outside of single quotes"
         return FileNotFoundError(f"no {kind} {path}: {reason}")
     if os.path.exists(path):
-        return FileNotFoundError(f"{path} is no {kind}")
+        return FileExistsError(f"{path} is no {kind}")
     nearest = nearest_sibling(path, MIN_SIMILARITY)
     if nearest is None:
         # Unlike `Path.exists`, false for a name that is too long.
@@ -30,8 +34,8 @@ def missing(kind: str, path: Path) -> FileNotFoundError:
     return FileNotFoundError(f"no {kind} {path}; did you mean {shown(nearest)}?")
 
 
-def misspelled_folder(text: str, path: Path, *, same_numbers: bool) -> FileNotFoundError | None:
-    """Return the error for a name that could be on a hub, but nearly is that of a folder here; else None.
+def check_spelling(text: str, path: Path, *, same_numbers: bool = True) -> None:
+    """Raise if a name could be on a hub, but nearly is that of a folder here.
 
     With `same_numbers`, `Qwen2.5-1.5B` is not a misspelled `Qwen2.5-7B`.
     """
@@ -40,9 +44,8 @@ def misspelled_folder(text: str, path: Path, *, same_numbers: bool) -> FileNotFo
         plain = NUMBER.sub("0", path.name)
         alike = (path.parent / name for name in _names_in(path.parent) if NUMBER.sub("0", name) == plain)
         nearest = next(alike, None)
-    if nearest is None or not nearest.is_dir():
-        return None
-    return FileNotFoundError(f"no folder {text} here; did you mean {shown(nearest)}?")
+    if nearest is not None and nearest.is_dir():
+        raise FileNotFoundError(f"no folder {text} here; did you mean {shown(nearest)}?")
 
 
 def nearest_sibling(path: Path, cutoff: float) -> Path | None:
@@ -62,7 +65,7 @@ def config_elsewhere(arguments: Sequence[str], problems: Sequence[str]) -> Itera
     """Yield what to do if paths are missing, and may lie next to a config file in another folder."""
     folders = {Path(each.removeprefix("config=")).parent for each in arguments if each.startswith("config=")}
     for folder in folders - {Path(), Path.cwd()}:
-        if any("`: no f" in problem for problem in problems):
+        if any(isinstance(problem, MissingPath) for problem in problems):
             yield f"paths are relative to the folder that you are in, not to that of the config: cd {folder}"
 
 

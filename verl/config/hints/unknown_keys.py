@@ -7,7 +7,7 @@ look alike. A wrong suggestion costs more than none, so a weak match gives none.
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +16,7 @@ import yaml
 
 OTHER_NAMES = Path(__file__).with_name("other_names.yaml")
 QUOTED_OPTION = re.compile(r"`((?:data|algorithm|worker|trainer)(?:\.\w+)+)")
+ANY_NAME = "NAME"  # in an option's key: of a section that the user names
 MAX_KEY = 200  # characters of a key that may be a misspelled one
 MIN_WORD = 0.75  # similarity of two words, below which they are different words
 MIN_PREFIX = 3  # letters of an abbreviated word, as in `freq`
@@ -47,6 +48,7 @@ def suggest(key: str, options: Sequence[str]) -> Suggestion | None:
     """Return the remedy for an unknown key, or None if nothing is likely enough."""
     if len(key) > MAX_KEY:
         return None
+    options = list(dict.fromkeys(_named_as_in(key, options)))
     nearest, score = _nearest(key, options)
     if nearest is not None and score > 1 + SHORTENED:  # a slip in an option of this very section
         return Suggestion(nearest, f"did you mean `{nearest}`?")
@@ -57,6 +59,18 @@ def suggest(key: str, options: Sequence[str]) -> Suggestion | None:
             if found is not None or not entry.options:
                 return Suggestion(found, _sentence(name, entry, found))
     return None if nearest is None else Suggestion(nearest, f"did you mean `{nearest}`?")
+
+
+def _named_as_in(key: str, options: Sequence[str]) -> Iterator[str]:
+    """Yield the options; those in a section `HOLDER.NAME` only for a key with `HOLDER`, and with its name."""
+    names = key.split(".")
+    for option in options:
+        holder, is_named, inner = option.partition(f".{ANY_NAME}.")
+        written = difflib.get_close_matches(holder.rpartition(".")[2], names[:-2], n=1, cutoff=MIN_WORD)
+        if not is_named:
+            yield option
+        elif written:
+            yield f"{holder}.{names[names.index(written[0]) + 1]}.{inner}"
 
 
 @cache
