@@ -52,7 +52,7 @@ from verl.utils.images import open_image, shown_size
 TOGETHER: tuple[tuple[Kind, ...], ...] = (("image", "video"), ("audio",))
 BUDGET_VARIABLE = "MODEL_SEQ_LEN"  # read by qwen-vl-utils, whose limits frame sizes follow
 # Change one when the content of its cached entries changes.
-FORMAT = {"image": "4", "video": "2", "audio": "1"}
+FORMAT = {"image": "5", "video": "2", "audio": "1"}
 
 
 class MediaLoader:
