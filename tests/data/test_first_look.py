@@ -193,6 +193,13 @@ def test_a_damaged_table_is_named_and_the_reason_said_once(tmp_path):
     assert str(caught.value).count("Parquet magic bytes not found") == 1
 
 
+def test_a_row_with_a_date_that_python_lacks_is_left_to_the_reader_of_the_whole_file(tmp_path):
+    table = pa.table({"problem": ["a", "b"], "when": pa.array([0, -800000], pa.date32())})
+    pq.write_table(table, tmp_path / "a.parquet")
+
+    assert first_rows(tmp_path / "a.parquet") is None
+
+
 def start_of(path):
     seen = first_rows(path)
     assert seen is not None

@@ -248,22 +248,27 @@ def _first_of_json(path: Path) -> FirstRows | None:
     return FirstRows(read_json(path), are_all=True)
 
 
-def _first_of_table(path: Path) -> FirstRows:
+def _first_of_table(path: Path) -> FirstRows | None:
     # The sizes in a damaged file may be wrong, and some small files become very large.
     calls = IsolatedCalls(_decode_first, TABLE_TIMEOUT_S, partial(limit_memory, TABLE_MEMORY))
     try:
-        columns, rows, are_all = calls(path)
+        found = calls(path)
     finally:
         calls.close()
+    if found is None:
+        return None
+    columns, rows, are_all = found
     check_unique(columns)
     return FirstRows(Source(str(path), rows, columns), are_all)
 
 
-def _decode_first(path: Path) -> tuple[list[str], list[Row], bool]:
+def _decode_first(path: Path) -> tuple[list[str], list[Row], bool] | None:
     import pyarrow as pa  # noqa: PLC0415 (only here: the command itself stays small)
 
     try:
         return _arrow_rows(path) if path.suffix == ".arrow" else _parquet_rows(path)
+    except OverflowError:  # a bad row, which opening the whole file tells from the others
+        return None
     except (pa.ArrowException, OSError) as error:
         raise ValueError(str(error)) from error
 
