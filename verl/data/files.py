@@ -12,6 +12,7 @@ import os
 import pickle
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from functools import partial
 from importlib import import_module
 from itertools import accumulate
@@ -222,13 +223,11 @@ def _check_decoded_size(path: Path) -> None:
     """Raise a ValueError if the table is damaged or becomes too large."""
     limit = FREE_BYTES + MAX_RATIO * path.stat().st_size
     # In a process with limited memory, as the sizes in the file may be wrong.
-    calls = IsolatedCalls(partial(_is_within, limit), None, partial(limit_memory, MEMORY))
-    try:
-        is_within = calls(path)
-    except ChildEndedError:
-        is_within = False
-    finally:
-        calls.close()
+    with closing(IsolatedCalls(partial(_is_within, limit), None, partial(limit_memory, MEMORY))) as calls:
+        try:
+            is_within = calls(path)
+        except ChildEndedError:
+            is_within = False
     if not is_within:
         raise ValueError(
             f"it becomes more than {limit >> 20} MiB when decoded, the limit for a file of its size (1 GiB"
