@@ -43,10 +43,6 @@ RESTARTS = (
     "`trainer.max_restarts` must be 0 for a run in this process, got {}: a restart needs one of its own,"
     " which the commands `verl-train` and `verl-sft` start"
 )
-OTHER_KIND = {
-    "rl": "these are the options of reinforcement learning: pass `kind='rl'`",
-    "sft": "these are the options of fine-tuning: pass `kind='sft'`",
-}
 MODEL_PATH = "worker.actor.model.model_path"
 CATEGORY_KEYS = "data.category_keys"
 DEFAULT_OUT = "evaluations"
@@ -284,7 +280,9 @@ def read_config(
     except ConfigError as error:
         if isinstance(config, PPOConfig | SFTConfig) or not _fits(other, config, values):
             raise
-        raise ConfigError([*error.problems, OTHER_KIND["rl" if is_sft else "sft"]]) from None
+        name, own = ("reinforcement learning", "rl") if is_sft else ("fine-tuning", "sft")
+        hint = f"these are the options of {name}: pass `kind={own!r}`"
+        raise ConfigError([*error.problems, hint]) from None
     if read.trainer.max_restarts > 0:
         raise ConfigError([RESTARTS.format(read.trainer.max_restarts)])
     for note in filter(None, [*config_notes(read), name_clash()]):
@@ -301,7 +299,7 @@ def _fits(cls: type[Any], config: Any, values: Sequence[Mapping[str, Any]]) -> b
 
 
 @contextmanager
-def _opened(config: Any) -> Iterator[Any]:
+def _opened(config: PPOConfig | SFTConfig) -> Iterator["TrainingLoop"]:
     with restored_process():
         repair_cuda_builds()
         # Imported here so that a wrong config is reported before torch, Ray and vLLM load.

@@ -18,7 +18,7 @@ from verl.config.data import DataConfig
 from verl.config.model import ModelConfig
 from verl.config.sft import SFTDataConfig
 from verl.data import plain_files
-from verl.data.first_look import CONVERSATION_ROWS, PROMPT_ROWS, check_chat_template, look_at_data
+from verl.data.first_look import check_chat_template, look_at_data
 from verl.data.plain_files import first_rows
 
 ROW = {"prompt": "<image>What?", "answer": "red", "images": ["a.png"]}
@@ -55,7 +55,7 @@ def save(path, rows):
 def look(path, model, **options):
     given = {"train_files": str(path), "image_dir": str(path.parent), "rollout_batch_size": 1}
     data = replace(DataConfig(), **(given | options))
-    return look_at_data(PROMPT_ROWS, data, model).notes
+    return look_at_data(data, model).notes
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet", ".arrow"])
@@ -89,7 +89,7 @@ def test_rows_that_may_be_left_out_are_left_to_the_run(eyes, tmp_path):
 
     assert look(path, eyes, on_bad_row="skip") == []
     data = DataConfig(train_files=str(path), image_dir=str(tmp_path))
-    assert look_at_data(PROMPT_ROWS, data, eyes, checks_rows=False).notes == []
+    assert look_at_data(data, eyes, checks_rows=False).notes == []
 
 
 def test_a_marker_without_images_names_the_column_that_has_them(eyes, tmp_path):
@@ -127,7 +127,7 @@ def test_conversations_are_looked_at_as_well(tmp_path):
     model = tmp_path / "text"
     model.mkdir()
     with pytest.raises(ValueError, match="row 0: no message has the role `assistant`"):
-        look_at_data(CONVERSATION_ROWS, SFTDataConfig(train_files=str(path)), str(model))
+        look_at_data(SFTDataConfig(train_files=str(path)), str(model))
 
 
 def test_without_the_files_of_the_model_rows_are_left_to_the_run(tmp_path):
@@ -136,7 +136,7 @@ def test_without_the_files_of_the_model_rows_are_left_to_the_run(tmp_path):
 
 @pytest.mark.parametrize("name", ["owner/name@train", "owner/name/subset"])
 def test_data_of_the_hub_are_left_to_the_run(name, eyes):
-    assert look_at_data(PROMPT_ROWS, DataConfig(train_files=name), eyes) == ([], [])
+    assert look_at_data(DataConfig(train_files=name), eyes) == ([], [])
 
 
 def test_a_slice_is_left_to_the_run_and_a_split_of_a_folder_is_found(eyes, tmp_path):
@@ -191,6 +191,13 @@ def test_a_damaged_table_is_named_and_the_reason_said_once(tmp_path):
     with pytest.raises(ValueError, match=r"a\.parquet cannot be read: ") as caught:
         first_rows(path)
     assert str(caught.value).count("Parquet magic bytes not found") == 1
+
+
+def test_a_row_with_a_date_that_python_lacks_is_left_to_the_reader_of_the_whole_file(tmp_path):
+    table = pa.table({"problem": ["a", "b"], "when": pa.array([0, -800000], pa.date32())})
+    pq.write_table(table, tmp_path / "a.parquet")
+
+    assert first_rows(tmp_path / "a.parquet") is None
 
 
 def start_of(path):
@@ -295,13 +302,13 @@ def test_columns_of_categories_must_be_in_one_of_the_validation_files(tmp_path):
     second = save(tmp_path / "b.jsonl", [{"prompt": "Where?", "answer": "up", "topic": "x"}])
     data = DataConfig(val_files=[str(first), str(second)], category_keys=("level", "answer", "topic"))
 
-    look_at_data(PROMPT_ROWS, data, None)
+    look_at_data(data, None)
 
     wrong = replace(data, category_keys=("level", "prompt", "subject"))
     with pytest.raises(
         ValueError, match=r"`prompt`, `subject` cannot be a column of categories: .*'topic'\]"
     ):
-        look_at_data(PROMPT_ROWS, wrong, None)
+        look_at_data(wrong, None)
 
 
 @pytest.mark.parametrize(

@@ -36,12 +36,12 @@ def sample_of_ends(monkeypatch):
 def test_empty_lines_are_counted_and_not_read_one_by_one(tmp_path, monkeypatch):
     path = write(tmp_path / "rows.jsonl", '{"a": 1}\n' + "\n" * 500 + '{"a": 2}\n\n')
     read = []
-    is_blank = mapped_lines.MappedFile._is_blank
+    is_blank = mapped_lines.MappedLines._is_blank
     monkeypatch.setattr(
-        mapped_lines.MappedFile, "_is_blank", lambda file, start: read.append(start) or is_blank(file, start)
+        mapped_lines.MappedLines, "_is_blank", lambda file, start: read.append(start) or is_blank(file, start)
     )
 
-    file = mapped_lines.MappedFile(path)
+    file = mapped_lines.MappedLines(path)
 
     assert len(file) == 2 and len(read) == 1
     assert file.row(1) == {"a": 2}
@@ -194,7 +194,7 @@ def test_a_column_of_rows_far_from_the_sample(text_model, tmp_path, sample_of_en
 def test_the_numbers_in_memory_are_few(tmp_path):
     path = write(tmp_path / "a.jsonl", "".join(f"{json.dumps({'a': n})}\n" for n in range(5000)))
 
-    counts = load_rows(str(path)).sources[0].rows.file.counts
+    counts = load_rows(str(path)).sources[0].rows.counts
 
     blocks = -(-path.stat().st_size // 32)
     assert counts.lines.shape == counts.rows.shape == (blocks + 1,)

@@ -9,6 +9,9 @@ import re
 import signal
 from functools import partial
 
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from transformers import AutoConfig
@@ -365,6 +368,26 @@ def test_an_unusable_row_is_an_error_that_names_file_row_and_reason(row, message
 
     dataset = open_media(media_model, files, image_dir=str(tmp_path), on_bad_row="skip")
     assert len(dataset) == 1 and [bad.index for bad in dataset.bad_rows] == [1]
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        (pa.array([0, -800000, 1], pa.date32()), "column `when`: date value out of range; dates must be"),
+        (pa.array([[0], [1 << 40], []], pa.list_(pa.timestamp("s"))), "column `when`: date value out of"),
+        (pa.array([0, 1 << 60, 1], pa.duration("s")), "column `when`: Python int too large"),
+    ],
+)
+def test_a_value_that_only_arrow_can_hold_makes_a_bad_row(values, reason, text_model, tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"problem": ["a", "b", "c"], "answer": ["1", "2", "3"], "when": values}), path)
+    open_rows = partial(RLHFDataset, str(path), load_tokenizer(text_model), None)
+
+    with pytest.raises(ValueError, match=rf"rows\.parquet, row 1: {reason}"):
+        open_rows(make_config())
+    skipping = open_rows(make_config(on_bad_row="skip"))
+    assert skipping.indices == [0, 2] and [row.index for row in skipping.bad_rows] == [1]
 
 
 def test_a_missing_column_is_named_with_the_existing_ones_and_the_option(text_model, tmp_path):

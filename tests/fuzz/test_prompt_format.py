@@ -13,7 +13,6 @@ from jinja2.sandbox import SandboxedEnvironment
 
 from verl.data.bad_rows import BadRowError
 from verl.data.prompt_template import RENDER_MEMORY, PromptFormat
-from verl.utils.processes.isolated_calls import IsolatedCalls
 
 any_text = st.text(st.characters(exclude_categories=()), max_size=10)
 expressions = st.recursive(
@@ -171,28 +170,6 @@ def test_a_template_that_breaks_or_leaves_the_sandbox_is_a_bad_row_and_the_next_
         prompt_format("?", {"bad": True})
 
     prompt_format.close()
-
-
-def test_a_template_is_rendered_in_this_process_only_if_it_only_fills_in_values(tmp_path):
-    plain = ["x", "{{ content | trim }}", "{% if level is defined and level == 3 %}{{ a.b['c'] }}{% endif %}"]
-    others = [
-        "{{ content * 2 }}",
-        "{% for c in content %}{{ c }}{% endfor %}",
-        "{{ content | replace('a', 'bb') }}",
-        "{{ content ~ content }}",
-        "{% set a = content %}{{ a }}",
-        "{{ range(3) }}",
-        "{{ content | center(9) }}",
-    ]
-
-    def has_a_process(source):
-        prompt_format = format_of(tmp_path, source)
-        prompt_format("aa", {"level": 3, "a": {"b": {"c": 1}}})
-        prompt_format.close()
-        return isinstance(prompt_format._render, IsolatedCalls)
-
-    assert [has_a_process(source) for source in plain] == [False] * len(plain)
-    assert [has_a_process(source) for source in others] == [True] * len(others)
 
 
 @pytest.mark.parametrize(

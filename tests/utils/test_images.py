@@ -69,10 +69,13 @@ def palette(kind: str, **options) -> bytes:
     return saved(image, kind, **options)
 
 
-def gray_16_with_hidden_level() -> bytes:
-    row = b"\0" + struct.pack(">H", 32896) * (WIDTH // 3) + struct.pack(">H", 7) * (WIDTH - WIDTH // 3)
+def png_16(color_type: int, left: list[int], right: list[int], hidden: list[int] | None = None) -> bytes:
+    """A PNG of 16 bits for each channel, of which Pillow writes none with color or transparency."""
+    pixels = [np.array(pixel, ">u2").tobytes() for pixel in (left, right)]
+    row = b"\0" + pixels[0] * (WIDTH // 3) + pixels[1] * (WIDTH - WIDTH // 3)
     parts = {
-        b"IHDR": struct.pack(">IIBBBBB", WIDTH, HEIGHT, 16, 0, 0, 0, 0), b"tRNS": struct.pack(">H", 7),
+        b"IHDR": struct.pack(">IIBBBBB", WIDTH, HEIGHT, 16, color_type, 0, 0, 0),
+        **({} if hidden is None else {b"tRNS": np.array(hidden, ">u2").tobytes()}),
         b"IDAT": zlib.compress(row * HEIGHT), b"IEND": b"",
     }  # fmt: skip
     chunks = [
@@ -105,7 +108,20 @@ FILES = {
     "a palette with levels of transparency": (palette("PNG", transparency=b"\xff\0"), halves(RED)),
     "a GIF with transparency": (palette("GIF", transparency=1), halves(RED)),
     "RGB with a hidden color": (saved(Image.fromarray(SHOWN), "PNG", transparency=BLUE), halves(RED)),
-    "16 bits with a hidden level": (gray_16_with_hidden_level(), halves(GRAY)),
+    "16 bits with a hidden level": (png_16(0, [32896], [7], hidden=[7]), halves(GRAY)),
+    # of 16-bit colors, the upper 8 bits count: 51400 = 200 * 257, 32896 = 128 * 257
+    "16 bits and alpha": (png_16(4, [32896, 65535], [7, 0]), halves(GRAY)),
+    "16-bit colors": (png_16(2, [51400, 0, 0], [65535, 65535, 65535]), halves(RED)),
+    "16-bit colors and alpha": (png_16(6, [51400, 0, 0, 65535], [0, 0, 51400, 0]), halves(RED)),
+    "16-bit colors with half of alpha": (png_16(6, [0, 0, 0, 32896], [0, 0, 0, 0]), halves((127, 127, 127))),
+    "a hidden 16-bit color": (
+        png_16(2, [51400, 0, 0], [0x1234, 0x5678, 0x3CFE], hidden=[0x1234, 0x5678, 0x3CFE]),
+        halves(RED),
+    ),
+    "16-bit colors whose lower bits are those of the hidden one": (
+        png_16(2, [51400, 0, 0], [65535, 65535, 65535], hidden=[0x12C8, 0x1200, 0x1200]),
+        halves(RED),
+    ),
     "a palette": (palette("PNG"), SHOWN),
     "CMYK": (saved(Image.fromarray(SHOWN).convert("CMYK"), "TIFF"), SHOWN),
     "16 bits": (levels(np.uint16, 32896, 65535, "PNG"), halves(GRAY)),

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 
 from verl.checkpoint.export_files import MAX_FILE_BYTES, base_of, cast, folder_of, write_files, writing
@@ -162,7 +162,7 @@ def _trained(local_dir: Path, base: Path, dtype: torch.dtype | None) -> Iterator
     shards = open_shards(local_dir)
     if not any(map(is_adapter, shards.names())):
         return cast(_all_of(shards), dtype)
-    stored = StoredWeights(base / TRANSFORMER)
+    stored = stored_weights(base / TRANSFORMER)
     folded = FoldedShards(shards, local_dir / LORA_ADAPTER, stored)
     return _as_stored(folded, stored) if dtype is None else cast(_all_of(folded), dtype)
 
@@ -176,31 +176,15 @@ def _as_stored(folded: Shards, stored: Mapping[str, Tensor]) -> Iterator[tuple[s
         yield name, tensor.to(stored[name].dtype) if name in stored else tensor
 
 
-class StoredWeights(Mapping[str, Tensor]):
-    """The tensors in the safetensors files of a part of a pipeline; each is read when it is asked for."""
-
-    def __init__(self, folder: Path) -> None:
-        index, whole = folder / f"{WEIGHTS}.safetensors.index.json", folder / f"{WEIGHTS}.safetensors"
-        remedy = "save the base model again with `save_pretrained`, or give another one as `--base_model`"
-        if not (index.is_file() or whole.is_file()):
-            raise FileNotFoundError(f"{whole} is missing: {remedy}")
-        self._files: dict[str, Any] = {}  # the open file of each tensor
-        with reading(f"the base weights in {folder}", remedy):
-            files = [whole]
-            if index.is_file():
-                files = [
-                    folder / name
-                    for name in sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-                ]
-            for file in files:
-                opened = safe_open(file, framework="pt")
-                self._files |= dict.fromkeys(opened.keys(), opened)
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._files[name].get_tensor(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._files)
-
-    def __len__(self) -> int:
-        return len(self._files)
+def stored_weights(folder: Path) -> dict[str, Tensor]:
+    """Map the tensors in the safetensors files of a part of a pipeline into memory."""
+    index, whole = folder / f"{WEIGHTS}.safetensors.index.json", folder / f"{WEIGHTS}.safetensors"
+    remedy = "save the base model again with `save_pretrained`, or give another one as `--base_model`"
+    if not (index.is_file() or whole.is_file()):
+        raise FileNotFoundError(f"{whole} is missing: {remedy}")
+    with reading(f"the base weights in {folder}", remedy):
+        files = [whole]
+        if index.is_file():
+            names = set(json.loads(index.read_bytes())["weight_map"].values())
+            files = [folder / name for name in sorted(names)]
+        return {name: tensor for file in files for name, tensor in load_file(file).items()}

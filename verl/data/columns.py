@@ -7,6 +7,7 @@ data are opened. To know another kind of media, add it to `KINDS`.
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -187,7 +188,10 @@ def _unread_media(
     option: str, source: Source, config: Any, read: Collection[str], kinds: Collection[str] | None
 ) -> Iterator[tuple[str, bool]]:
     """Yield sentences on such columns, and whether the rows cannot have been meant so."""
-    rows = [dict(source.rows[index]) for index in range(min(SAMPLED_ROWS, len(source.rows)))]
+    rows = []
+    for index in range(min(SAMPLED_ROWS, len(source.rows))):
+        with suppress(OverflowError):  # of a bad row, see `Rows`
+            rows.append(dict(source.rows[index]))
     readable = [kind for kind in KINDS if kinds is None or kind.name in kinds] or KINDS[:2]
     named = {kind.key: getattr(config, kind.key) for kind in readable}
     is_any_read = any(not _is_empty(row.get(column)) for row in rows for column in named.values())

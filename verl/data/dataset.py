@@ -142,7 +142,11 @@ class RowDataset(Dataset, ABC):
         row_index = self.indices[index]
         try:
             row, rendered, shape = self._read(row_index)
-            if self.is_stream and self._is_overlong(rendered, shape):
+            if (
+                self.is_stream
+                and self.config.filter_overlong_prompts
+                and len(self._expand(rendered.raw_ids, shape)) > self.limit
+            ):
                 return Overlong(row_index, self.rows.where(row_index), f"longer than {self.limit} tokens")
             item = self._make_item(row, rendered, shape)
             number = 0
@@ -211,8 +215,7 @@ class RowDataset(Dataset, ABC):
                 self.teachers.number(row)
             ids = rendered.raw_ids
             if rendered.media and self.config.filter_overlong_prompts:
-                shape = self._media.read(rendered.media, decode=False)
-                ids = self._expand(ids, shape)
+                ids = self._expand(ids, self._media.read(rendered.media, decode=False))
             late = tuple(row.keys() - self.columns)
             return RowCheck(None, len(ids), sum(rendered.is_trained), row_digest(row), late)
         except ValueError as error:
@@ -229,17 +232,13 @@ class RowDataset(Dataset, ABC):
     def _with_order(self, media: MediaData, prompt_ids: Sequence[int]) -> MediaData:
         return media and self._media.loader.with_order(media, prompt_ids)
 
-    def _expand(self, ids: list[int], shape: MediaShape) -> list[int]:
-        return self._media.loader.expand(ids, shape)
+    def _expand(self, ids: list[int], shape: MediaShape | None) -> list[int]:
+        return ids if shape is None else self._media.loader.expand(ids, shape)
 
     @property
     def _media(self) -> MediaReader:
         assert self._reader is not None, "a dataset with a processor has a media loader"
         return self._reader
-
-    def _is_overlong(self, rendered: Rendered, shape: MediaShape | None) -> bool:
-        ids = rendered.raw_ids if shape is None else self._expand(rendered.raw_ids, shape)
-        return self.config.filter_overlong_prompts and len(ids) > self.limit
 
     def _all_rows(self) -> range:
         """Return the rows of a stream, which are checked when they are read."""

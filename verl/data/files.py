@@ -12,6 +12,7 @@ import os
 import pickle
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from functools import partial
 from importlib import import_module
 from itertools import accumulate
@@ -24,6 +25,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from datasets.exceptions import DatasetsError
 
+from verl.data.bad_rows import BadRowError
 from verl.data.mapped_lines import read_lines
 from verl.data.plain_files import (
     DEFAULT_SPLIT,
@@ -60,8 +62,12 @@ class Rows:
         return self.starts[-1]
 
     def __getitem__(self, index: int) -> Row:
+        """Return a row; a BadRowError names the column of a value that Python cannot hold."""
         source, offset = self._locate(index)
-        return dict(source.rows[offset])
+        try:
+            return dict(source.rows[offset])
+        except OverflowError as error:
+            raise _out_of_range(source.rows, offset) from error
 
     def where(self, index: int) -> str:
         """Return `FILE, row NUMBER`, counted from 0 within the file."""
@@ -193,6 +199,16 @@ def _undecoded(feature: Any) -> Any:
     return feature
 
 
+def _out_of_range(table: datasets.Dataset, offset: int) -> BadRowError:
+    """Return the error of a row with a date or a duration that only Arrow can hold."""
+    for column in table.column_names:
+        try:
+            table.select_columns([column])[offset]
+        except OverflowError as error:
+            return BadRowError(f"column `{column}`: {error}; dates must be of the years 1 to 9999")
+    raise AssertionError("one of the columns is out of range")
+
+
 def _read_table(path: Path) -> Source:
     builder = datasets.load_dataset_builder(path.suffix.removeprefix("."), data_files=str(path))
     if not os.path.isdir(builder.cache_dir):  # else it was decoded before
@@ -207,13 +223,11 @@ def _check_decoded_size(path: Path) -> None:
     """Raise a ValueError if the table is damaged or becomes too large."""
     limit = FREE_BYTES + MAX_RATIO * path.stat().st_size
     # In a process with limited memory, as the sizes in the file may be wrong.
-    calls = IsolatedCalls(partial(_is_within, limit), None, partial(limit_memory, MEMORY))
-    try:
-        is_within = calls(path)
-    except ChildEndedError:
-        is_within = False
-    finally:
-        calls.close()
+    with closing(IsolatedCalls(partial(_is_within, limit), None, partial(limit_memory, MEMORY))) as calls:
+        try:
+            is_within = calls(path)
+        except ChildEndedError:
+            is_within = False
     if not is_within:
         raise ValueError(
             f"it becomes more than {limit >> 20} MiB when decoded, the limit for a file of its size (1 GiB"

@@ -6,15 +6,15 @@ hub and pickles are left to that.
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from verl.config.data import DataConfig
 from verl.config.files.model_files import processor_files, read_json
 from verl.config.model import ModelConfig
+from verl.config.sft import SFTDataConfig
 from verl.data.bad_rows import BadRow, bad_rows_error
 from verl.data.columns import (
     check_category_columns,
@@ -27,7 +27,6 @@ from verl.data.plain_files import (
     FIRST_READERS,
     FirstRows,
     Row,
-    Source,
     files_of_split,
     first_rows,
     no_rows,
@@ -39,18 +38,7 @@ TEMPLATE_FILES = ("chat_template*", "additional_chat_templates/*", "tekken.json"
 MAX_FILES = 8  # of a folder
 MAX_ROWS = 4  # that are returned
 OPTIONS = ("train_files", "val_files")
-
-
-@dataclass(frozen=True)
-class RowKind:
-    """Needs of a run in its rows."""
-
-    check_columns: Callable[[str, Sequence[Source], Any], None]
-    messages: str  # the function of `messages.py` that reads a row
-
-
-PROMPT_ROWS = RowKind(check_prompt_columns, "prompt_of")
-CONVERSATION_ROWS = RowKind(check_conversation_columns, "conversation_of")
+AnyData = DataConfig | SFTDataConfig  # of prompts, or of conversations
 
 
 class FirstLook(NamedTuple):
@@ -60,11 +48,10 @@ class FirstLook(NamedTuple):
     rows: list[Row]
 
 
-def look_at_data(kind: RowKind, data: Any, processor: str | None, *, checks_rows: bool = True) -> FirstLook:
+def look_at_data(data: AnyData, processor: str | None, *, checks_rows: bool = True) -> FirstLook:
     """Look at templates, columns and first rows of a run.
 
     Args:
-        kind: `PROMPT_ROWS` or `CONVERSATION_ROWS`.
         data: The section `data`.
         processor: Folder or hub name of the model's tokenizer and processor.
         checks_rows: Whether a bad row is an error, as in a run with `data.on_bad_row=error`.
@@ -73,6 +60,7 @@ def look_at_data(kind: RowKind, data: Any, processor: str | None, *, checks_rows
         ValueError: The run could not use its data.
     """
     kinds = media_kinds(processor)
+    check_columns = check_prompt_columns if isinstance(data, DataConfig) else check_conversation_columns
     if data.override_chat_template is not None:
         read_chat_template(data.override_chat_template)
     look = FirstLook([], [])
@@ -85,14 +73,16 @@ def look_at_data(kind: RowKind, data: Any, processor: str | None, *, checks_rows
                 continue
             sources = [each.source for each in seen]
             # Later rows may have columns that the first ones lack, if the file has no list of them.
-            kind.check_columns(option, sources, data)
+            check_columns(option, sources, data)
             look.notes.extend(notes_on_columns(option, sources, data, prompt_format.names, kinds))
             if checks_rows and kinds is not None and data.on_bad_row == "error":
-                _check_rows(option, seen, kind, data, prompt_format, kinds)
+                _check_rows(option, seen, data, prompt_format, kinds)
             look.rows.extend(sources[0].rows[:MAX_ROWS])
-            if kind is PROMPT_ROWS and name == "val_files" and _are_whole(data.val_files, seen):
+            if not isinstance(data, DataConfig):
+                continue
+            if name == "val_files" and _are_whole(data.val_files, seen):
                 check_category_columns(sources, data)
-            if checks_rows and kind is PROMPT_ROWS and name == "train_files":
+            if checks_rows and name == "train_files":
                 _check_number(seen, data)
     return look
 
@@ -178,8 +168,7 @@ def _local_files(name: str) -> list[Path]:
 def _check_rows(
     option: str,
     seen: Sequence[FirstRows],
-    kind: RowKind,
-    data: Any,
+    data: AnyData,
     prompt_format: PromptFormat,
     kinds: tuple[str, ...],
 ) -> None:
@@ -187,12 +176,14 @@ def _check_rows(
     from verl.data import messages  # noqa: PLC0415 (Pillow: a run without files has no need of it)
     from verl.data.media.references import content_id, is_url, payload  # noqa: PLC0415
 
-    read = getattr(messages, kind.messages)
     bad, looked = [], 0
 
     def check(row: Row) -> None:
-        media = messages.media_of(row, read(row, data, prompt_format, kinds), data, kinds) or {}
-        for noun, refs in media.items():
+        if isinstance(data, DataConfig):
+            chat = messages.prompt_of(row, data, prompt_format, kinds)
+        else:
+            chat = messages.conversation_of(row, data, prompt_format, kinds)
+        for noun, refs in (messages.media_of(row, chat, data, kinds) or {}).items():
             for ref in refs:
                 if isinstance(source := payload(ref), str) and not is_url(source):
                     content_id(noun.removesuffix("s"), ref)

@@ -142,18 +142,15 @@ class PromptLoader(Generic[D]):
 
     def _read(self, position: int) -> dict[str, Any] | BadRow:
         if self._next != (self.epoch, position):
-            self._rows = self._open(position)
+            seed = self.seed if self.shuffle else None
+            self._rows = self._readers.rows(
+                _order(len(self.dataset), self.epoch, position, seed, self.read_on, self.buffer)
+            )
         self._next = None  # in case reading fails
         row = next(self._rows)
         is_last = position + 1 == len(self.dataset)
         self._next = (self.epoch + 1, 0) if is_last else (self.epoch, position + 1)
         return row
-
-    def _open(self, position: int) -> Iterator[dict[str, Any] | BadRow]:
-        seed = self.seed if self.shuffle else None
-        return self._readers.rows(
-            _order(len(self.dataset), self.epoch, position, seed, self.read_on, self.buffer)
-        )
 
     def _leave_out(self, row: BadRow) -> None:
         if self.dataset.report is not None:
@@ -172,21 +169,19 @@ def _order(
     while True:
         order: Iterable[int] = range(num_rows)
         if seed is not None:
-            order = _shuffled(num_rows, seed * 1_000_003 + epoch, buffer)
+            of_epoch = seed * 1_000_003 + epoch
+            if buffer is None:
+                order = torch.randperm(num_rows, generator=torch.Generator().manual_seed(of_epoch)).tolist()
+            else:
+                order = _drawn_from_buffer(num_rows, random.Random(of_epoch), buffer)
         yield from islice(order, position, None)
         if not read_on:
             return
         epoch, position = epoch + 1, 0
 
 
-def _shuffled(num_rows: int, seed: int, buffer: int | None) -> Iterable[int]:
-    """Return all row numbers in a random order, each drawn among the next `buffer` ones that are left."""
-    if buffer is None:
-        return torch.randperm(num_rows, generator=torch.Generator().manual_seed(seed)).tolist()
-    return _drawn_from_buffer(num_rows, random.Random(seed), buffer)
-
-
 def _drawn_from_buffer(num_rows: int, numbers: random.Random, buffer: int) -> Iterator[int]:
+    """Yield all row numbers, each drawn among the next `buffer` ones that are left."""
     # No row is read for it, so a resumed run repeats the draws before its position in a second per million.
     waiting = list(range(min(buffer, num_rows)))
     for row in range(len(waiting), num_rows):

@@ -7,7 +7,7 @@ block: a thousandth of the file.
 """
 
 import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,10 +29,16 @@ class Counts(NamedTuple):
     rows: np.ndarray  # lines that are not blank
 
 
-class MappedFile:
-    """A file of JSON lines, mapped into memory; a line belongs to the block of the line end before it."""
+class MappedLines(Sequence[Row]):
+    """Rows of a file of JSON lines, which is mapped into memory.
 
-    def __init__(self, path: Path, counts: Counts | None = None) -> None:
+    A line belongs to the block of the line end before it.
+
+    Args:
+        rows: Which rows of the file these are; None is all.
+    """
+
+    def __init__(self, path: Path, counts: Counts | None = None, rows: range | None = None) -> None:
         self.path = path
         with path.open("rb") as file:
             self.text = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -41,16 +47,26 @@ class MappedFile:
             self.text.madvise(mmap.MADV_SEQUENTIAL)
             counts = self._count()
         self.counts = counts
+        self.rows = range(int(counts.rows[-1])) if rows is None else rows
         self.text.madvise(mmap.MADV_RANDOM)  # else a row reads its neighbors, too
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return MappedFile, (self.path.absolute(), self.counts)  # another process maps the file itself
+        return MappedLines, (self.path.absolute(), self.counts, self.rows)  # another process maps it itself
 
     def __len__(self) -> int:
-        return int(self.counts.rows[-1])
+        return len(self.rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return MappedLines(self.path, self.counts, self.rows[index])
+        number = self.rows[index]
+        try:
+            return self.row(number)
+        except (ValueError, RecursionError) as error:
+            raise unreadable(self.path, error) from error
 
     def row(self, number: int) -> Row:
-        """Parse a row; a ValueError names its line."""
+        """Parse a row of the file; a ValueError names its line."""
         if self.text.size() < len(self.text):  # reading beyond its end would kill the process
             raise ValueError("it was cut while it was open: replace a file by renaming another one")
         start, line = self._find(number)
@@ -105,39 +121,13 @@ class MappedFile:
         return line.decode("utf-8" if start else TEXT, errors)
 
 
-class MappedLines(Sequence[Row]):
-    """Rows of a mapped file, parsed when they are asked for.
-
-    Args:
-        rows: Which rows of the file these are.
-    """
-
-    def __init__(self, file: MappedFile, rows: range) -> None:
-        self.file, self.rows = file, rows
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return MappedLines(self.file, self.rows[index])
-        number = self.rows[index]
-        try:
-            return self.file.row(number)
-        except (ValueError, RecursionError) as error:
-            raise unreadable(self.file.path, error) from error
-
-    def __iter__(self) -> Iterator[Row]:
-        return (self[index] for index in range(len(self)))
-
-
 def read_lines(path: Path) -> Source:
     """Open a file of JSON lines, in memory or mapped; the columns of a mapped one are those of a sample."""
     if path.stat().st_size < MAPPED_BYTES:
         return read_jsonl(path)
-    file = MappedFile(path)
-    columns = {column for number in sampled_places(len(file)) for column in file.row(number)}
-    return Source(str(path), MappedLines(file, range(len(file))), sorted(columns))
+    lines = MappedLines(path)
+    columns = {column for number in sampled_places(len(lines)) for column in lines.row(number)}
+    return Source(str(path), lines, sorted(columns))
 
 
 def sampled_places(num_rows: int) -> list[int]:

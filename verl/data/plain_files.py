@@ -11,6 +11,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -179,17 +180,12 @@ def from_object(path: Path, content: Any) -> Source:
         else:
             columns = zip(*content.values(), strict=True)
             content = [dict(zip(content, values, strict=True)) for values in columns]
-    check_listed(content)
-    return Source(str(path), content)
-
-
-def check_listed(rows: Any) -> None:
-    """Raise a ValueError unless this is a list of rows."""
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+    if not isinstance(content, list) or not all(isinstance(row, dict) for row in content):
         raise ValueError("it must contain a list of rows, each a dictionary of columns")
-    odd = next((key for row in rows for key in row if not isinstance(key, str)), None)
+    odd = next((key for row in content for key in row if not isinstance(key, str)), None)
     if odd is not None:
         raise ValueError(f"the names of columns must be text, got {odd!r:.80}")
+    return Source(str(path), content)
 
 
 def unreadable(path: Path, error: Exception) -> ValueError:
@@ -248,22 +244,25 @@ def _first_of_json(path: Path) -> FirstRows | None:
     return FirstRows(read_json(path), are_all=True)
 
 
-def _first_of_table(path: Path) -> FirstRows:
+def _first_of_table(path: Path) -> FirstRows | None:
     # The sizes in a damaged file may be wrong, and some small files become very large.
-    calls = IsolatedCalls(_decode_first, TABLE_TIMEOUT_S, partial(limit_memory, TABLE_MEMORY))
-    try:
-        columns, rows, are_all = calls(path)
-    finally:
-        calls.close()
+    limit = partial(limit_memory, TABLE_MEMORY)
+    with closing(IsolatedCalls(_decode_first, TABLE_TIMEOUT_S, limit)) as calls:
+        found = calls(path)
+    if found is None:
+        return None
+    columns, rows, are_all = found
     check_unique(columns)
     return FirstRows(Source(str(path), rows, columns), are_all)
 
 
-def _decode_first(path: Path) -> tuple[list[str], list[Row], bool]:
+def _decode_first(path: Path) -> tuple[list[str], list[Row], bool] | None:
     import pyarrow as pa  # noqa: PLC0415 (only here: the command itself stays small)
 
     try:
         return _arrow_rows(path) if path.suffix == ".arrow" else _parquet_rows(path)
+    except OverflowError:  # a bad row, which opening the whole file tells from the others
+        return None
     except (pa.ArrowException, OSError) as error:
         raise ValueError(str(error)) from error
 

@@ -2,7 +2,6 @@
 """Prompt templates: Jinja files that see the prompt as `content` and every column of the row."""
 
 import os
-from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -18,24 +17,17 @@ from verl.utils.processes.isolated_calls import IsolatedCalls
 MAX_RENDERED = 10_000_000  # characters of a prompt; tokenizing them takes seconds
 RENDER_TIMEOUT_S = 10.0
 RENDER_MEMORY = 1 << 28  # bytes that rendering may take
-# Jinja's sandbox keeps a template away from files and processes, but does not limit its work: nested loops or
-# `'a' * 10**10` can block or fill the process. A template that only inserts values is rendered in this
-# process; any other one in a separate process with limited time and memory, which adds about 40 microseconds.
-# To render another filter or test here, add it below; its result must not be longer than its input.
-PLAIN_NODES = (
-    nodes.Template, nodes.Output, nodes.TemplateData, nodes.Name, nodes.Const, nodes.If, nodes.CondExpr,
-    nodes.Compare, nodes.Operand, nodes.Not, nodes.And, nodes.Or, nodes.Getattr, nodes.Getitem,
-)  # fmt: skip
-PLAIN_FILTERS = {"trim", "lower", "upper", "capitalize", "length", "count", "first", "last", "int", "float"}
-PLAIN_TESTS = {"defined", "undefined", "none", "string", "number", "mapping", "sequence"}
 
 
 class PromptFormat:
     """A Jinja template that turns the prompt of a row into the user message.
 
+    Jinja's sandbox keeps a template away from files and processes, but does not limit its work: nested loops
+    or `'a' * 10**10` can block or fill a process. It is rendered in one of limited time and memory.
+
     Args:
         path: The template file; None keeps prompts as they are.
-        timeout_s: Seconds for a row, if the template may not terminate.
+        timeout_s: Limit for a row in seconds.
     """
 
     def __init__(self, path: str | None, timeout_s: float = RENDER_TIMEOUT_S) -> None:
@@ -45,11 +37,8 @@ class PromptFormat:
             return
         source, tree = _read_template("data.format_prompt", path)
         self.names = frozenset(node.name for node in tree.find_all(nodes.Name))
-        self._render: Callable[[dict[str, Any]], str] = partial(_render, source.strip())
-        if not all(_is_plain(node) for node in (tree, *tree.find_all(nodes.Node))):
-            self._render = IsolatedCalls(
-                self._render, timeout_s, partial(limit_memory, RENDER_MEMORY), retry=True
-            )
+        render, limit = partial(_render, source.strip()), partial(limit_memory, RENDER_MEMORY)
+        self._render = IsolatedCalls(render, timeout_s, limit, retry=True)
 
     def __call__(self, content: str, row: dict[str, Any]) -> str:
         """Render the template; the prompt hides a column named `content`.
@@ -73,8 +62,8 @@ class PromptFormat:
         return text
 
     def close(self) -> None:
-        """End the separate process, if any; the next row starts another."""
-        if self.path is not None and isinstance(self._render, IsolatedCalls):
+        """End the process, if any; the next row starts another."""
+        if self.path is not None:
             self._render.close()
 
 
@@ -117,12 +106,3 @@ def no_chat_template(model: str | Path) -> ValueError:
 
 def _environment() -> ImmutableSandboxedEnvironment:
     return ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined)
-
-
-def _is_plain(node: nodes.Node) -> bool:
-    # Plain parts take no more time and memory than the text they insert.
-    if isinstance(node, nodes.Filter):
-        return node.name in PLAIN_FILTERS and not (node.args or node.kwargs)
-    if isinstance(node, nodes.Test):
-        return node.name in PLAIN_TESTS
-    return isinstance(node, PLAIN_NODES)

@@ -71,12 +71,8 @@ class RLHFDataset(RowDataset):
 
     def _make_item(self, row: Row, rendered: Rendered, shape: MediaShape | None) -> Item:
         self._warn_of_columns(row)
-        prompt_ids = rendered.raw_ids
-        if shape is not None:
-            prompt_ids = self._expand(prompt_ids, shape)
-        length = len(prompt_ids)
-        self._check_length(length, f"the prompt has {length} tokens, `data.max_prompt_length` is")
-        ids = torch.tensor(prompt_ids, dtype=torch.int64)  # (L,)
+        ids = torch.tensor(self._expand(rendered.raw_ids, shape), dtype=torch.int64)  # (L,)
+        self._check_length(len(ids), f"the prompt has {len(ids)} tokens, `data.max_prompt_length` is")
         item = {
             "prompts": _left_pad(ids, self.limit, self.tokenizer.pad_token_id),
             "prompt_mask": _left_pad(torch.ones_like(ids), self.limit, 0),

@@ -94,9 +94,9 @@ class RowReaders:
 
     def rows(self, order: Iterable[int]) -> Iterator[Item]:
         """Yield the rows at the given positions; the processes end with the iterator."""
-        return self._rows(order) if self.num_workers else map(self._read, order)
-
-    def _rows(self, order: Iterable[int]) -> Iterator[Item]:
+        if not self.num_workers:
+            yield from map(self._read, order)
+            return
         processes = _started(self.dataset, self._read, self._server, "data.num_workers", self.num_workers, 0)
         with ExitStack() as stack:
             readers = [partial(_read_twice, stack.enter_context(closing(each))) for each in processes]

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from verl.batch_keys import TEACHER_IDS, TEACHER_MEDIA, TEACHER_PROMPTS
@@ -87,10 +88,11 @@ class TeacherPrompts:
         """Return the columns of a row's prompt for its teacher."""
         view = self.views.get(number)
         seen = item if view is None else view.item_of(row_index)
-        return {
-            f"{PREFIX}{name}": _left_pad(torch.as_tensor(seen[name]), self.width).numpy()
-            for name in ("prompts", "prompt_mask", "prompt_position_ids")
-        } | {TEACHER_MEDIA: seen["multi_modal_data"]}
+        columns = {TEACHER_MEDIA: seen["multi_modal_data"]}
+        for name in ("prompts", "prompt_mask", "prompt_position_ids"):
+            values = torch.as_tensor(seen[name])
+            columns[f"{PREFIX}{name}"] = F.pad(values, (self.width - values.shape[-1], 0)).numpy()
+        return columns
 
     @staticmethod
     def columns(items: Sequence[Mapping[str, Any]]) -> dict[str, Tensor | np.ndarray]:
@@ -98,10 +100,6 @@ class TeacherPrompts:
             name: torch.stack([torch.as_tensor(item[name]) for item in items]) for name in TEACHER_PROMPTS
         }
         return {**stacked, TEACHER_MEDIA: objects(item[TEACHER_MEDIA] for item in items)}
-
-
-def _left_pad(values: Tensor, length: int) -> Tensor:
-    return torch.nn.functional.pad(values, (length - values.shape[-1], 0))
 
 
 def check_teacher_tokens(distillation: DistillationConfig, policy_tokenizer: Any) -> None:

@@ -19,7 +19,7 @@ from verl.config.reward_servers import RewardServerConfig
 from verl.config.sft import SFTDataConfig, SFTWorkerConfig
 from verl.config.worker import RewardConfig, WorkerConfig
 from verl.data.bad_rows import BadRowError
-from verl.data.first_look import CONVERSATION_ROWS, PROMPT_ROWS, check_chat_template, look_at_data
+from verl.data.first_look import check_chat_template, look_at_data
 from verl.data.plain_files import Row
 from verl.rewards.function import split_calls
 from verl.rewards.manager import pickle_inputs, reason
@@ -52,7 +52,7 @@ def look_at_prompts(
     the function is loaded and not called: pictures need torch.
     """
     check_chat_template(worker.actor.model, data.override_chat_template)
-    look = look_at_data(PROMPT_ROWS, data, worker.actor.model.tokenizer_path, checks_rows=checks_rows)
+    look = look_at_data(data, worker.actor.model.tokenizer_path, checks_rows=checks_rows)
     if checks_rows:
         converses = worker.rollout.multi_turn.enable
         rows = look.rows if makes_text else []
@@ -67,7 +67,7 @@ def look_at_conversations(
     """Look at the conversations of a run; see `look_at_prompts`."""
     check_chat_template(worker.actor.model, data.override_chat_template)
     path = worker.actor.model.tokenizer_path
-    return look_at_data(CONVERSATION_ROWS, data, path, checks_rows=checks_rows).notes
+    return look_at_data(data, path, checks_rows=checks_rows).notes
 
 
 def look_at_reward(

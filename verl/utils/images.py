@@ -89,6 +89,10 @@ def _display_matrix(frame: Any) -> tuple[tuple[int, int], tuple[int, int]]:
 
 def _on_white(image: Image.Image) -> Image.Image:
     image.load()  # which tells the transparency of some formats
+    hidden = image.info.get("transparency")
+    if image.mode == "RGB" and isinstance(hidden, tuple) and max(hidden) > 255:
+        # It has 16 bits, of which Pillow keeps the upper 8 of pixels.
+        image.info["transparency"] = tuple(level >> 8 for level in hidden)
     if not image.has_transparency_data:
         return image if image.mode == "RGB" else image.convert("RGB")
     image = (image.convert("LA") if image.mode == "La" else image).convert("RGBA")

@@ -27,10 +27,11 @@ from verl.data.media.decoded import DecodedMedia, shape_of, video_shape, with_so
 from verl.data.media.download import DownloadFolder
 from verl.data.media.references import MediaData, Reference, content_id, is_url, openable, payload, reading
 from verl.data.media.sizes import (
+    SIZES,
     MediaOptions,
+    Options,
     process_image,
     resized_size,
-    size_options,
     with_item_options,
     without_effect,
 )
@@ -52,7 +53,7 @@ from verl.utils.images import open_image, shown_size
 TOGETHER: tuple[tuple[Kind, ...], ...] = (("image", "video"), ("audio",))
 BUDGET_VARIABLE = "MODEL_SEQ_LEN"  # read by qwen-vl-utils, whose limits frame sizes follow
 # Change one when the content of its cached entries changes.
-FORMAT = {"image": "4", "video": "2", "audio": "1"}
+FORMAT = {"image": "5", "video": "2", "audio": "1"}
 
 
 class MediaLoader:
@@ -80,25 +81,35 @@ class MediaLoader:
         self.cache = cache or MediaCache(options.run_id)
         self._folder = MediaFolder(options.cache_dir) if options.cache_dir is not None else None
         self._urls = None if options.urls is None else DownloadFolder(options.urls, self.cache.run_id)
-        self._images = options.of_images()
-        self._videos = options.of_videos(self.family.frame_factor(processor))
+        self._images = SizeOptions(options.min_pixels, options.max_pixels)
+        self._videos = VideoOptions(
+            options.min_pixels, options.max_pixels, self.family.frame_factor(processor), options.video_fps,
+            options.num_video_frames, options.tokens_per_frame,
+        )  # fmt: skip
         self._audio: AudioOptions | None = None
         if "audio" in self.family.kinds:
             extractor = processor.feature_extractor
             self._audio = AudioOptions(extractor.sampling_rate, extractor.chunk_length)
         self.hears_videos = options.hears_videos and self._audio is not None
         self._sized_by: dict[Kind, tuple[str, ...]] = {}
-        smallest = self.family.smallest_frame(processor)
-        options.check_budget(smallest)
-        # where every frame has `smallest` tokens, the limit holds without an effect
-        if options.tokens_per_frame is not None and "video" in self.family.kinds and smallest == 1:
-            self._check_effect(["tokens_per_frame"], ["video"])
+        self._check_budget(options.tokens_per_frame)
         if options.limits:
             self._check_effect(options.limits, self.family.kinds)
         names = ("image_processor", "video_processor", "feature_extractor")
         parts = (getattr(processor, name, None) for name in names)
         settings = "".join(part.to_json_string() for part in parts if part is not None)
         self._processor_options = hashlib.sha256((type(processor).__name__ + settings).encode()).hexdigest()
+
+    def _check_budget(self, tokens_per_frame: int | None) -> None:
+        smallest = self.family.smallest_frame(self.processor)
+        if tokens_per_frame is not None and tokens_per_frame < smallest:
+            raise ValueError(
+                f"`tokens_per_frame` must be at least {smallest} for this model, got {tokens_per_frame}:"
+                " its processor enlarges smaller frames"
+            )
+        # where every frame has `smallest` tokens, the limit holds without an effect
+        if tokens_per_frame is not None and "video" in self.family.kinds and smallest == 1:
+            self._check_effect(["tokens_per_frame"], ["video"])
 
     def _check_effect(self, names: Sequence[str], kinds: Sequence[Kind]) -> None:
         """Raise a ValueError if options that limit pixels change the tokens of none of these kinds."""
@@ -143,11 +154,13 @@ class MediaLoader:
         )
 
     def _watched(self, video: Reference, sound: Reference | None) -> MediumShape:
-        num_frames, height, width, meta = self._header_video(video)
+        options, info = self._video_options(video), self._video_info(video)
         samples = None if sound is None else self._samples(sound)
-        meta = with_sound(meta, samples)
         with reading("video", video):  # processors refuse some sizes
-            return self.family.video_shape(self.processor, num_frames, height, width, meta)
+            indices = choose_frames(info, options)
+            size = frame_size(len(indices), info.height, info.width, options)
+            meta = with_sound(video_meta(info, indices, options), samples)
+            return self.family.video_shape(self.processor, len(indices), *size, meta)
 
     def shape_of(self, decoded: DecodedMedia) -> MediaShape:
         return shape_of(self.family, self.processor, decoded)
@@ -171,31 +184,22 @@ class MediaLoader:
             return self.family.image_shape(self.processor, height, width)
 
     def _image_options(self, ref: Reference) -> SizeOptions:
-        self._check_size_options("image", ref)
-        return with_item_options(self._images, ref)
+        return self._with_own("image", self._images, ref)
 
     def _video_options(self, ref: Reference) -> VideoOptions:
-        self._check_size_options("video", ref)
-        return with_item_options(self._videos, ref)
+        return self._with_own("video", self._videos, ref)
 
-    def _check_size_options(self, kind: Kind, ref: Reference) -> None:
-        names = size_options(ref)
-        sized_by = self._sizing_options(kind) if names else ()
-        if sized_by:
+    def _with_own(self, kind: Kind, options: Options, ref: Reference) -> Options:
+        names = [name for name in SIZES if ref.get(name) is not None] if isinstance(ref, dict) else []
+        if names and (sized_by := self._sizing_options(kind)):
             raise BadRowError(f"the {kind} has {without_effect(names, sized_by)}")
+        return with_item_options(options, ref)
 
     def _image_size(self, options: SizeOptions, image: Image.Image) -> tuple[int, int]:
         if options.size is None:
             return resized_size(*shown_size(image), options.min_pixels, options.max_pixels)
         height, width = self.family.resized_image(self.processor, *options.size)
         return width, height
-
-    def _header_video(self, ref: Reference) -> tuple[int, int, int, dict[str, Any]]:
-        options, info = self._video_options(ref), self._video_info(ref)
-        with reading("video", ref):
-            indices = choose_frames(info, options)
-            size = frame_size(len(indices), info.height, info.width, options)
-            return len(indices), *size, video_meta(info, indices, options)
 
     def _video_info(self, ref: Reference) -> VideoInfo:
         content = content_id("video", ref)

@@ -79,24 +79,6 @@ class MediaOptions:
             hears_videos=data.use_audio_in_video, **others,
         )  # fmt: skip
 
-    def of_images(self) -> SizeOptions:
-        return SizeOptions(self.min_pixels, self.max_pixels)
-
-    def of_videos(self, factor: int) -> VideoOptions:
-        """Video options for a model whose merged patches are `factor` pixels wide."""
-        return VideoOptions(
-            self.min_pixels, self.max_pixels, factor, self.video_fps, self.num_video_frames,
-            self.tokens_per_frame,
-        )  # fmt: skip
-
-    def check_budget(self, smallest: int) -> None:
-        """Raise a ValueError if the processor itself would enlarge frames beyond `tokens_per_frame`."""
-        if self.tokens_per_frame is not None and self.tokens_per_frame < smallest:
-            raise ValueError(
-                f"`tokens_per_frame` must be at least {smallest} for this model, got {self.tokens_per_frame}:"
-                " its processor enlarges smaller frames"
-            )
-
 
 def chosen_limits(options: Any) -> list[str]:
     """Return the bounds of pixels that differ from their defaults; null means unbounded."""
@@ -131,11 +113,6 @@ def read_item_options(item: Mapping[str, Any], kind: str) -> dict[str, int | flo
     for problem in _conflicts(options):
         raise BadRowError(f"the {kind} has {problem}")
     return options
-
-
-def size_options(ref: Reference) -> list[str]:
-    """Return the options of an image or a video that limit its pixels."""
-    return [name for name in SIZES if ref.get(name) is not None] if isinstance(ref, dict) else []
 
 
 def without_effect(names: Sequence[str], sized_by: Sequence[str]) -> str:
