@@ -9,7 +9,7 @@ import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,13 +17,11 @@ from verl.algorithms.controllers import EntropyController, KLController
 from verl.checkpoint.manifest import write_json, write_manifest
 from verl.checkpoint.tracker import CheckpointTracker, checkpoint_step, checkpoint_to_resume
 from verl.config.trainer import RunConfig
+from verl.data.loader import PromptLoader
 from verl.logger.console.start_up import phase
 from verl.single_controller.ray.worker_group import RayWorkerGroup
 from verl.trainer.rollouts.schedule import Schedule
 from verl.utils.rank_logger import get_logger
-
-if TYPE_CHECKING:
-    from verl.data.loader import PromptLoader
 
 logger = get_logger(__name__)
 
@@ -78,7 +76,7 @@ class RunState:
         training_steps: int,
         rows_per_step: int,
         workers: RayWorkerGroup,
-        loader: "PromptLoader | None",
+        loader: PromptLoader | None,
         origin: Mapping[str, Any] | None = None,
     ) -> None:
         self.config, self.training_steps, self.rows_per_step = config, training_steps, rows_per_step
@@ -226,7 +224,7 @@ class PPORunState(RunState):
         kl_controller: KLController,
         entropy_controller: EntropyController,
         workers: RayWorkerGroup,
-        loader: "PromptLoader | None",
+        loader: PromptLoader | None,
         sampling: Schedule,
         origin: Mapping[str, Any] | None = None,
     ) -> None:
