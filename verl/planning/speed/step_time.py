@@ -5,12 +5,12 @@ Operations, bytes of memory, of collectives and of copies, each over the speed t
 estimate to compare options with: `docs/predicted_step.md` holds it against published runs. Needs no torch.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from verl.distributed.backends import USUAL_GPU
-from verl.planning.memory_plan import HeldModel, ReadShape, held_model, read_pictures
+from verl.planning.memory_plan import HeldModel, Planner, held_model
 from verl.planning.planned_model import PlannedPass
 from verl.planning.planned_run import PlannedRun
 from verl.planning.speed import operations
@@ -76,46 +76,43 @@ class StepTime:
 class Predictor(Generic[C]):
     """Predicts the step of a run, and of the same run with other options."""
 
-    describe: Callable[[C], PlannedRun]
-    read_shape: ReadShape
+    plan: Planner[C]
     cluster: Cluster
     mean_prompt: float | None = None
     mean_response: float | None = None
-    read_pictures: Callable[..., Any] = read_pictures  # of diffusion models
 
     def assumed(self, config: C) -> str:
         """Say what the prediction assumes."""
-        pictures = self.describe(config).pictures
+        pictures = self.plan.describe(config).pictures
         if pictures is not None:
             return f"{pictures.rollout.num_steps} steps to a picture, all prompts new"
         return f"{self.lengths(config).text} (--mean-prompt, --mean-response)"
 
     def lengths(self, config: C) -> ExpectedLengths:
-        return expected_lengths(self.describe(config), self.mean_prompt, self.mean_response)
+        return expected_lengths(self.plan.describe(config), self.mean_prompt, self.mean_response)
 
     def __call__(self, config: C) -> StepTime:
         """Predict a run whose micro batch sizes are numbers."""
-        run, lengths = self.describe(config), self.lengths(config)
+        plan, cluster = self.plan, self.cluster
+        run, lengths = plan.describe(config), self.lengths(config)
         if run.pictures is not None:
-            return predict_pictures(run, self.read_pictures, self.cluster)
-        models = [
-            held_model(model, self.cluster.world_size, USUAL_GPU, self.read_shape) for model in run.models
-        ]
-        phases = _encoding(run, models[0], lengths, self.cluster)
-        phases += [] if run.engine is None else _rollout(run, models[0], lengths, self.cluster)
+            return predict_pictures(run, plan.read_pictures, cluster)
+        models = [held_model(each, cluster.world_size, USUAL_GPU, plan.read_shape) for each in run.models]
+        phases = _encoding(run, models[0], lengths, cluster)
+        phases += [] if run.engine is None else _rollout(run, models[0], lengths, cluster)
         mfu = {}
-        tokens = run.rows * self.cluster.world_size / run.lengths.ranks
+        tokens = run.rows * cluster.world_size / run.lengths.ranks
         tokens *= lengths.prompt + lengths.responses.mean
         for model in models:
             for each in _passes(run, model):
                 work = pass_work(run, model.planned, each, lengths, model.shape)
-                phase = _pass_time(run, model, each, work, self.cluster)
+                phase = _pass_time(run, model, each, work, cluster)
                 phases.append(phase)
                 if each.is_update:
                     needed = operations.needed_by_update(model.shape, _unshared(work, run, lengths))
-                    mfu[each.phase] = needed / phase.seconds / self.cluster.gpu.peak
-        phases += rest_of_step(run, models, self.cluster)
-        gpus, engine = self.cluster.world_size, run.engine
+                    mfu[each.phase] = needed / phase.seconds / cluster.gpu.peak
+        phases += rest_of_step(run, models, cluster)
+        gpus, engine = cluster.world_size, run.engine
         if engine is None:
             return StepTime(tuple(phases), tokens, mfu, gpus)
         gpus += engine.own * engine.options.tensor_parallel_size
