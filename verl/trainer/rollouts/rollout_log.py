@@ -7,18 +7,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import Image
 
-from verl.data.media.loader import MediaLoader
 from verl.data.media.references import MediaData, Reference, media_key, payload, shown_name
 from verl.models.families.interface import KINDS
 from verl.protocol import DataProto
 from verl.rewards.turns import name_of
 from verl.viewer.pictures import draw_waveform
 from verl.viewer.rollout_store import TRAIN, RolloutStore
+
+if TYPE_CHECKING:
+    from verl.data.media.loader import MediaLoader
 
 MAX_FRAMES = 8  # shown of a video
 TOKEN_VALUES = ["rollout_log_probs", "old_log_probs", "advantages"]  # a validation has only the first
@@ -35,7 +37,7 @@ class RolloutLog:
     run_folder: Path
     num_groups: int
     tokenizer: Any
-    media: MediaLoader | None  # reads from the run's cache; None for a text model
+    media: "MediaLoader | None"  # reads from the run's cache; None for a text model
     _: KW_ONLY
     skip_special_tokens: bool
     tools: Sequence[Mapping[str, Any]] = ()  # schemas

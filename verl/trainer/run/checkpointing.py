@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -18,12 +18,14 @@ from verl.algorithms.controllers import EntropyController, KLController
 from verl.checkpoint.manifest import write_json, write_manifest
 from verl.checkpoint.tracker import CheckpointTracker, checkpoint_step, checkpoint_to_resume
 from verl.config.trainer import RunConfig
-from verl.data.loader import PromptLoader
 from verl.logger.console.start_up import phase
 from verl.single_controller.ray.worker_group import RayWorkerGroup
 from verl.trainer.rollouts.collector import RolloutCollector
 from verl.trainer.rollouts.schedule import Schedule
 from verl.utils.rank_logger import get_logger
+
+if TYPE_CHECKING:
+    from verl.data.loader import PromptLoader
 
 logger = get_logger(__name__)
 
@@ -77,7 +79,7 @@ class RunState:
     training_steps: int
     rows_per_step: int
     workers: RayWorkerGroup
-    loader: PromptLoader | None  # None in a run that only validates
+    loader: "PromptLoader | None"  # None in a run that only validates
     origin: Mapping[str, Any] | None = None  # what checkpoints record for `check_resume`
 
     step: int = field(init=False, default=0)  # done, the current one included
