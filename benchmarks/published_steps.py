@@ -229,8 +229,7 @@ def cluster_of(run: Published) -> Cluster:
 
 def predicted(run: Published, folder: Path) -> StepTime:
     cluster, config = cluster_of(run), config_of(run, folder)
-    read_shape = make_planner(planned_ppo, cluster.machine).read_shape
-    return Predictor(planned_ppo, read_shape, cluster, run.prompt, run.response)(config)
+    return Predictor(make_planner(planned_ppo, cluster.machine), cluster, run.prompt, run.response)(config)
 
 
 def seconds_of(step: StepTime, phase: str) -> float:
@@ -289,9 +288,8 @@ def stream_line(published: PublishedStream, folder: Path) -> str:
     options = [*DAPO, f"trainer.n_gpus_for_rollout={half}"]
     run = Published(VERL, "Qwen2.5-7B", f"{half // 8}x8xH20", options, PROMPT, published.response, {})
     cluster, config = cluster_of(run), config_of(run, folder)
-    read_shape = make_planner(planned_ppo, cluster.machine).read_shape
-    predict = Predictor(planned_ppo, read_shape, cluster, run.prompt, run.response)
-    engine = predict.describe(config).engine
+    predict = Predictor(make_planner(planned_ppo, cluster.machine), cluster, run.prompt, run.response)
+    engine = predict.plan.describe(config).engine
     assert engine is not None, "the run samples"
     costs, rest = predicted_costs(config, predict, engine), predict(config).phase("controller").seconds
     rollout = config.worker.rollout

@@ -95,7 +95,7 @@ def test_a_size_is_advised_where_weights_take_longer_than_tokens(rows, choices, 
     }
     node = parse_cluster("8xL40S")
     plan = Planner(planned_ppo, read, replace(node.machine, device_bytes=1 << 50))
-    predict = Predictor(planned_ppo, read, node, mean_prompt=1024, mean_response=1024)
+    predict = Predictor(plan, node, mean_prompt=1024, mean_response=1024)
 
-    found = advise(on_gpus(sizes), predict, plan)
+    found = advise(on_gpus(sizes), predict)
     assert next((each.changes for each in found if ACTOR in each.changes), None) == expected

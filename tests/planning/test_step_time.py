@@ -34,11 +34,11 @@ NODE = parse_cluster("4xH100")
 
 
 def predictor(cluster=NODE, response=None):
-    return Predictor(planned_ppo, read_fixed_shape, cluster, mean_response=response)
+    return predictor_of(planned_ppo, read_fixed_shape, cluster, response)
 
 
-def planner(cluster=NODE):
-    return Planner(planned_ppo, read_fixed_shape, cluster.machine)
+def predictor_of(describe, read_shape, cluster=NODE, response=None):
+    return Predictor(Planner(describe, read_shape, cluster.machine), cluster, mean_response=response)
 
 
 def on_gpus(changes=None):
@@ -86,7 +86,7 @@ def test_a_frozen_tower_encodes_each_prompt_once_and_the_passes_encode_none():
     def read(*args, **kwargs):
         return replace(read_fixed_shape(*args, **kwargs), tower=TOWER)
 
-    predict = Predictor(planned_ppo, read, NODE)
+    predict = predictor_of(planned_ppo, read)
     trained = predict(on_gpus())
     frozen = predict(on_gpus({"worker.actor.model.freeze_vision_tower": True}))
 
@@ -101,7 +101,7 @@ def test_fine_tuning_with_a_frozen_tower_encodes_its_media_too():
     def read(*args, **kwargs):
         return replace(read_fixed_shape(*args, **kwargs), tower=TOWER)
 
-    predict = Predictor(planned_sft, read, NODE)
+    predict = predictor_of(planned_sft, read)
     trained = with_options(SFTConfig(), {"trainer.device": "cuda", "trainer.n_gpus_per_node": 4})
     frozen = with_options(trained, {"worker.actor.model.freeze_vision_tower": True})
 
@@ -118,7 +118,7 @@ def test_mlps_in_tiles_compute_their_last_product_again():
 
     sizes = {f"worker.actor.micro_batch_size_per_device_for_{name}": 16 for name in ("update", "experience")}
     whole, tiled = (
-        Predictor(planned_ppo, each, NODE)(on_gpus(sizes)).phase("update_actor").parts["products"]
+        predictor_of(planned_ppo, each)(on_gpus(sizes)).phase("update_actor").parts["products"]
         for each in (read_fixed_shape, read)
     )
 
@@ -221,8 +221,8 @@ def test_weights_are_gathered_faster_where_each_node_has_all_of_them():
 
 def test_advice_is_what_the_changed_run_is_predicted_to_take_and_it_fits():
     config = on_gpus({"worker.rollout.enforce_eager": True, "worker.actor.offload.offload_optimizer": True})
-    predict, plan = predictor(), planner()
-    advice = advise(config, predict, plan)
+    predict = predictor()
+    advice = advise(config, predict)
 
     assert {"worker.actor.share_prompt", "worker.rollout.enforce_eager"} <= {
         key for each in advice for key in each.changes
@@ -231,7 +231,7 @@ def test_advice_is_what_the_changed_run_is_predicted_to_take_and_it_fits():
     for each in advice:
         changed = with_options(config, each.changes)
         assert predict(changed).seconds == each.seconds < (1 - MIN_GAIN) * predict(config).seconds
-        assert not plan(changed).misfits()
+        assert not predict.plan(changed).misfits()
 
 
 @pytest.mark.nightly
@@ -244,8 +244,8 @@ def test_what_does_not_fit_is_not_advised():
     batch = {"data.rollout_batch_size": 512, "worker.actor.global_batch_size": 512}
     config = with_options(config, batch | {"worker.actor.micro_batch_size_per_device_for_update": 4})
 
-    assert any(key in each.changes for each in advise(config, predictor(), planner()))
-    assert not any(key in each.changes for each in advise(config, predictor(small), planner(small)))
+    assert any(key in each.changes for each in advise(config, predictor()))
+    assert not any(key in each.changes for each in advise(config, predictor(small)))
 
 
 COMMAND = """
@@ -328,7 +328,7 @@ def sampling_config(changes):
 @pytest.mark.nightly
 def test_modes_are_compared_on_the_same_number_of_gpus_and_the_fastest_of_each_is_kept():
     config = sampling_config({"data.max_response_length": 8192})
-    now, *others = compare_modes(config, predictor(response=1000), planner())
+    now, *others = compare_modes(config, predictor(response=1000))
 
     assert (now.mode, now.changes) == ("off", {})
     assert {other.mode for other in others} == {"partial", "one_step_off", "stream"}
@@ -345,7 +345,7 @@ def test_modes_are_compared_on_the_same_number_of_gpus_and_the_fastest_of_each_i
 def test_partial_rollouts_gain_with_long_tails_and_nothing_where_engines_are_full_to_the_end():
     def gain(mean, maximum):
         config = sampling_config({"data.max_response_length": maximum, "worker.rollout.max_num_seqs": 64})
-        now, *others = compare_modes(config, predictor(response=mean), planner())
+        now, *others = compare_modes(config, predictor(response=mean))
         return next(other.rate / now.rate for other in others if other.mode == "partial")
 
     assert gain(500, 16384) > 1.1
@@ -364,7 +364,7 @@ def test_fewer_prompts_at_once_are_advised_where_the_longest_responses_hold_up_a
             "trainer.async_training.staleness_threshold": 2,
         }
     )
-    now, *others = compare_modes(config, predictor(response=1500), planner())
+    now, *others = compare_modes(config, predictor(response=1500))
 
     [own] = [other for other in others if other.mode == "stream"]
     assert set(own.changes) == {"trainer.async_training.max_inflight_prompts"}

@@ -20,7 +20,7 @@ from verl.config.rules.diffusion_rules import diffusion_problems
 from verl.config.rules.distillation_rules import distillation_problems, served_teacher_problems
 from verl.config.rules.engine_rules import FOR_ROLLOUT, engine_problems, length_problems
 from verl.config.schema import option
-from verl.config.trainer import WORLD, RunTree, TrainerConfig, divisible
+from verl.config.trainer import WORLD, RunTree, TrainerConfig, WorldProblem, divisible
 from verl.config.worker import WorkerConfig
 
 
@@ -119,9 +119,9 @@ class PPOConfig(RunTree):
 
     def _cores(self) -> Iterator[str]:
         # A cluster may have more cores than this machine.
-        is_here = os.environ.get("RAY_ADDRESS") in (None, "", "local")
+        is_here = self.trainer.device == "cpu" and os.environ.get("RAY_ADDRESS") in (None, "", "local")
         problem = self.trainer.core_problem(self.num_serving) if is_here else None
-        if problem and self.trainer.device == "cpu" and any(WORLD in size for size in self._sizes()):
+        if problem and any(isinstance(size, WorldProblem) for size in self._sizes()):
             yield problem
 
     def _sizes(self) -> Iterator[str]:

@@ -330,6 +330,10 @@ class RunTree:
             yield from divisible(name, sequences, ranks, self.dp_size)
 
 
+class WorldProblem(str):
+    """A problem with the number of processes, of which there may be too many for the machine."""
+
+
 def divisible(name: str, number: int, divisor_name: str, divisor: int) -> Iterator[str]:
     """Yield a problem with the nearest values that fit, unless `number` is a multiple of `divisor`."""
     if number % divisor == 0:
@@ -337,7 +341,8 @@ def divisible(name: str, number: int, divisor_name: str, divisor: int) -> Iterat
     largest = max(size for size in range(1, min(number + 1, divisor)) if number % size == 0)
     below = number - number % divisor
     multiples = [multiple for multiple in (below, below + divisor) if multiple]
-    yield (
+    kind = WorldProblem if WORLD in f"{name} {divisor_name}" else str
+    yield kind(
         f"{name} ({number}) must be divisible by {divisor_name} ({divisor}):"
         f" {_setting(divisor_name, [largest])}, or {_setting(name, multiples)}"
     )

@@ -13,7 +13,7 @@ from verl.config.distillation import TEACHERS
 from verl.config.model import AUTO
 from verl.config.parsing import resolve_references
 from verl.config.schema import ConfigError, list_options, load_config, value_at
-from verl.config.trainer import WORLD, RunConfig, RunTree
+from verl.config.trainer import RunConfig, RunTree, WorldProblem
 from verl.distributed.backends import shown_backend
 
 C = TypeVar("C", bound=RunTree)
@@ -38,7 +38,7 @@ def load_run_config(cls: type[C], arguments: Sequence[str] = ()) -> C:
         return load_config(cls, arguments, defaults_for=defaults_for)
     except ConfigError as error:
         # Batch sizes are for processes that the machine has.
-        if problem is None or WORLD not in str(error):
+        if problem is None or not any(isinstance(each, WorldProblem) for each in error.problems):
             raise
         raise ConfigError([problem, *error.problems]) from None
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from verl.config.model import FSDPConfig, ModelConfig, OptimConfig
+from verl.config.model import FSDPConfig, ModelConfig
 from verl.distributed.fsdp import fsdp_blocks
 from verl.models.families.interface import DEFAULT_PATCHES, MediaFamily, is_part
 from verl.models.families.registry import encoder_of, family_of
@@ -69,44 +69,33 @@ def read_shape(
     return shape
 
 
-def check_trained(
-    model: ModelConfig, optim: OptimConfig, role: str, head: str = "causal", router_replay: str = "off"
-) -> ModelShape:
-    """Check which weights a run trains, and how, without weights and devices; returns the model's sizes.
+def check_model(planned: PlannedModel) -> ModelShape | None:
+    """Check which weights of a model a run trains, and how, and that its experts can be divided as asked.
+
+    Needs no weights and no devices. Returns the sizes of a trained model.
 
     Raises:
         FileNotFoundError: The folder has no config that can be read.
-        ValueError: A pattern matches nothing, an adapter cannot be used, nothing is left to train, or the
-            experts of its tokens cannot be replayed.
+        ValueError: A pattern matches nothing, an adapter cannot be used, nothing is left to train, the
+            experts of its tokens cannot be replayed, or `expert_parallel_size` and the optimizer cannot
+            divide them.
     """
-    option = f"worker.{role}.model"
-    empty = _meta_model(model, option, head)
-    check_replay(empty, router_replay)
-    select_trainable(empty, trainable_options(model, option), option)
-    parameter_groups(empty, optim.lr, optim.lr_factors, f"worker.{role}.optim")
-    return model_shape(empty)
-
-
-def check_experts(planned: PlannedModel) -> None:
-    """Check that a model has experts that `expert_parallel_size` and the optimizer can divide.
-
-    Raises:
-        FileNotFoundError: The folder has no config that can be read.
-        ValueError: The model is dense, or its experts, adapters or optimizer do not allow it.
-    """
-    size, option = planned.fsdp.expert_parallel_size, planned.option
-    if size == 1:
-        return
+    optim, option, size = planned.optim, planned.option, planned.fsdp.expert_parallel_size
+    if optim is None and size == 1:
+        return None
     empty = _meta_model(planned.model, option, planned.head)
-    if planned.optim is not None:
+    if optim is not None:
+        check_replay(empty, planned.router_replay)
         select_trainable(empty, trainable_options(planned.model, option), option)
-    check_divisible(empty, size, expert_option(option))
-    strategy = None if planned.optim is None else planned.optim.strategy
-    if strategy == "muon" and has_biases(empty):
-        raise ValueError(
-            f"`{expert_option(option)}` ({size}) must be 1 with `worker.{planned.role}.optim.strategy` (muon)"
-            f" for {type(empty).__name__}, whose experts have biases: use adamw"
-        )
+        parameter_groups(empty, optim.lr, optim.lr_factors, f"{planned.section}.optim")
+    if size > 1:
+        check_divisible(empty, size, expert_option(option))
+        if optim is not None and optim.strategy == "muon" and has_biases(empty):
+            raise ValueError(
+                f"`{expert_option(option)}` ({size}) must be 1 with `{planned.section}.optim.strategy` (muon)"
+                f" for {type(empty).__name__}, whose experts have biases: use adamw"
+            )
+    return None if optim is None else model_shape(empty)
 
 
 def _meta_model(

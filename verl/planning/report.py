@@ -151,17 +151,16 @@ def _missing_configs(run: PlannedRun) -> Iterator[tuple[str, str]]:
 def with_options(config: C, changes: Mapping[str, Any]) -> C:
     """Return a copy of a config with some options replaced."""
     for key, value in changes.items():
-        name, _, rest = key.partition(".")
-        inner = _with_option(getattr(config, name), rest, value) if rest else value
-        config = dataclasses.replace(config, **{name: inner})  # pyright: ignore[reportArgumentType] (a section)
+        config = _with_option(config, key, value)
     return config
 
 
 def _with_option(section: Any, key: str, value: Any) -> Any:
-    if not isinstance(section, dict):
-        return with_options(section, {key: value})
-    name, _, rest = key.partition(".")  # of a section that the user named
-    return section | {name: with_options(section[name], {rest: value})}
+    name, _, rest = key.partition(".")
+    if isinstance(section, dict):  # of sections that the user named
+        return section | {name: _with_option(section[name], rest, value)}
+    inner = _with_option(getattr(section, name), rest, value) if rest else value
+    return dataclasses.replace(section, **{name: inner})
 
 
 def problems_of(config: RunTree) -> set[str]:

@@ -35,6 +35,7 @@ from verl.trainer.run.exit_status import (
 from verl.trainer.run.run_lock import locked_run_folder
 from verl.trainer.run.supervisor import Supervisor
 from verl.utils.cuda_builds import repair_cuda_builds
+from verl.utils.imports import deferred
 from verl.utils.standard_streams import outlive_readers
 from verl.utils.typed_command import command_parser, typed_command, version_text
 from verl.utils.version_check import check_versions, name_clash
@@ -42,6 +43,9 @@ from verl.utils.version_check import check_versions, name_clash
 SWITCHES = ("--dry-run", "--print-config", "--changed", "--print-options", "--version", "--help", "-h")
 
 C = TypeVar("C", bound=RunTree)
+
+# Whether the run joins a cluster, whose other machines may have more cores and GPUs. Imports Ray.
+joins_cluster = deferred("verl.single_controller.ray.cluster", "has_cluster")
 
 
 def usage(example: str, page: str | None = None) -> str:
@@ -194,14 +198,6 @@ def core_problem(trainer: RunConfig, num_serving: int = 0) -> str | None:
     """Say that the run is on CPU and has more processes than this machine has cores."""
     is_on_cpu = trainer.device == "cpu" or (trainer.device == "auto" and not list_gpus())
     return trainer.core_problem(num_serving) if is_on_cpu else None
-
-
-def joins_cluster() -> bool:
-    """Return whether the run joins a cluster, whose other machines may have more cores and GPUs."""
-    # Imported here because only a run that this machine alone cannot hold needs Ray this early.
-    from verl.single_controller.ray.cluster import has_cluster  # noqa: PLC0415
-
-    return has_cluster()
 
 
 def make_parser(name: str, description: str | None) -> argparse.ArgumentParser:

@@ -12,7 +12,7 @@ from verl.config.files.model_files import has_weights
 from verl.config.model import ModelConfig
 from verl.config.rules.engine_rules import cpu_problem
 from verl.distributed.device import is_gpu
-from verl.planning.model_sizes import check_experts, check_trained
+from verl.planning.model_sizes import check_model
 from verl.planning.planned_run import PlannedRun
 from verl.utils.rank_logger import get_logger
 
@@ -26,12 +26,9 @@ def check_models(run: PlannedRun) -> None:
         ValueError: A pattern matches nothing, or the experts cannot be divided as the options say.
     """
     for planned in run.models:
-        if planned.optim is not None:
-            shape = check_trained(
-                planned.model, planned.optim, planned.role, planned.head, planned.router_replay
-            )
+        shape = check_model(planned)
+        if shape is not None:
             logger.info("%s: %s", planned.role, shape.trained_text)
-        check_experts(planned)
 
 
 def check_quantized_engine(run: PlannedRun, device: str) -> None:

@@ -100,8 +100,10 @@ def build_trainer(run: PreparedRun[PPOConfig], stack: ExitStack) -> RayPPOTraine
     prime = [PrimeRewards(workers, balancer, worker.prime.update)] if algorithm.use_prime else []
     stages = [*prime, *([servers.metrics] if servers.models else [])]
     validator = kind.validator(sampler, workers, loaders.val, config.dp_size)
-    controllers = get_kl_controller(algorithm), get_entropy_controller(worker.actor)
-    run_state = PPORunState(trainer, steps, rows, *controllers, workers, loaders.train, sampling, origin)
+    run_state = PPORunState(
+        trainer, steps, rows, workers, loaders.train, origin, kl_controller=get_kl_controller(algorithm),
+        entropy_controller=get_entropy_controller(worker.actor), sampling=sampling,
+    )  # fmt: skip
     teachers = open_served_teachers(config.distillation, servers)
     return RayPPOTrainer(
         config, workers, sampling, balancer, stages, validator, run_state, rollout_log, tracker, teachers

@@ -112,7 +112,8 @@ def test_fewer_trained_steps_lower_the_time(option, value):
 
 
 def seconds_of(changes=None):
-    predict = Predictor(planned_ppo, None, parse_cluster("4xH100"), read_pictures=read_pictures)
+    cluster = parse_cluster("4xH100")
+    predict = Predictor(Planner(planned_ppo, None, cluster.machine, read_pictures), cluster)
     step = predict(make_config(changes))
     assert step.tokens == 32 and step.unit == "pictures"
     return {phase.name: phase.seconds for phase in step.phases}

@@ -61,11 +61,11 @@ def start_run(folder, model, rows, manager, trainer=None, **options):
         config.trainer,
         100,
         4,
-        FixedKLController(0.1),
-        FixedEntropyController(0.0),
         engine,
         loader,
-        in_turn(engine, collector, config),
+        kl_controller=FixedKLController(0.1),
+        entropy_controller=FixedEntropyController(0.0),
+        sampling=in_turn(engine, collector, config),
     )
 
 
@@ -210,11 +210,11 @@ def test_a_run_that_only_validates_resumes_from_a_checkpoint_without_training_ro
         config.trainer,
         0,
         4,
-        FixedKLController(0.1),
-        FixedEntropyController(0.0),
         engine,
         None,
-        in_turn(engine, collector, config),
+        kl_controller=FixedKLController(0.1),
+        entropy_controller=FixedEntropyController(0.0),
+        sampling=in_turn(engine, collector, config),
     )
     run_state.load()
 

@@ -9,6 +9,7 @@ import os
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -188,15 +189,21 @@ def stored_sizes(folder: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
         {*json.loads(index.read_text())["weight_map"].values()} if index.is_file() else {"model.safetensors"}
     )
     for file in sorted(files):
-        with (folder / file).open("rb") as opened:
-            length, size = int.from_bytes(opened.read(8), "little"), os.fstat(opened.fileno()).st_size
-            header = json.loads(opened.read(length)) if 8 + length <= size else {}
-        tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
-        end = 8 + length + max([0, *(entry["data_offsets"][1] for entry in tensors.values())])
-        if size < end:
-            raise ValueError(f"{file} has {size} bytes, and its header says {end}: it is cut short")
-        for name, entry in tensors.items():
-            yield name, tuple(entry["shape"])
+        about = (folder / file).stat()
+        yield from _sizes_in(folder / file, about.st_size, about.st_mtime_ns)
+
+
+@lru_cache(maxsize=1024)
+def _sizes_in(path: Path, size: int, _changed: int) -> list[tuple[str, tuple[int, ...]]]:
+    # Several checks and the memory plan ask for each header, which may be on a slow disk.
+    with path.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        header = json.loads(opened.read(length)) if 8 + length <= size else {}
+    tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
+    end = 8 + length + max([0, *(entry["data_offsets"][1] for entry in tensors.values())])
+    if size < end:
+        raise ValueError(f"{path.name} has {size} bytes, and its header says {end}: it is cut short")
+    return [(name, tuple(entry["shape"])) for name, entry in tensors.items()]
 
 
 def hub_problem(model: str) -> str | None:

@@ -7,14 +7,8 @@ from verl.planning.diffusion.planned import PictureShape, PlannedPictures, ReadP
 from verl.planning.memory_plan import HeldModel
 from verl.planning.planned_run import PlannedRun
 from verl.planning.speed.cluster import Cluster
-from verl.planning.speed.step_time import (
-    OPTIMIZER_PASSES,
-    PhaseTime,
-    StepTime,
-    beside_kernels,
-    copied_bytes,
-    rest_of_step,
-)
+from verl.planning.speed.operations import Operations
+from verl.planning.speed.step_time import PhaseTime, StepTime, pass_parts, rest_of_step
 from verl.planning.speed.workload import PassWork
 
 FLOAT32_SHARE = 1 / 15  # of bfloat16's speed: 67 of 989 on an H100, 19.5 of 312 on an A100; for a VAE
@@ -55,7 +49,7 @@ def _encoding(pictures: PlannedPictures, shape: PictureShape, cluster: Cluster) 
         "products": pictures.prompts * shape.encoding.products / cluster.products,
         "copying text encoders": _there_and_back(shape.text_encoders, cluster),
     }
-    return PhaseTime("encode", sum(parts.values()), parts)
+    return PhaseTime("encode", parts)
 
 
 def _sampling(
@@ -63,9 +57,9 @@ def _sampling(
 ) -> PhaseTime:
     steps = pictures.rollout.num_steps
     work, calls = shape.velocity.times(steps * pictures.pictures), steps * _calls(pictures)
-    parts = _transformer(run, model, work, calls, cluster, is_update=False)
+    parts = pass_parts(run, model, _operations(work), _pass(calls), cluster, is_update=False)
     parts["offloading"] *= _calls(pictures)  # loaded for each call of the sampler
-    return PhaseTime("gen", sum(parts.values()), parts)
+    return PhaseTime("gen", parts)
 
 
 def _decoding(pictures: PlannedPictures, shape: PictureShape, cluster: Cluster) -> PhaseTime:
@@ -76,7 +70,7 @@ def _decoding(pictures: PlannedPictures, shape: PictureShape, cluster: Cluster) 
         "elementwise": work.moved / cluster.memory,
         "copying the VAE": _calls(pictures) * _there_and_back(shape.vae, cluster),
     }
-    return PhaseTime("decode", sum(parts.values()), parts)
+    return PhaseTime("decode", parts)
 
 
 def _updating(
@@ -87,24 +81,18 @@ def _updating(
     if pictures.reference:
         once = shape.velocity.times(latents)
         work = Work(work.products + once.products, work.attention + once.attention, work.moved + once.moved)
-    parts = _transformer(run, model, work, -(-latents // pictures.latents_at_once), cluster, is_update=True)
-    parts["optimizer"] = OPTIMIZER_PASSES * model.weights * pictures.updates / cluster.memory
-    return PhaseTime("update_actor", sum(parts.values()), parts)
+    passes = _pass(-(-latents // pictures.latents_at_once), pictures.updates)
+    return PhaseTime(
+        "update_actor", pass_parts(run, model, _operations(work), passes, cluster, is_update=True)
+    )
 
 
-def _transformer(
-    run: PlannedRun, model: HeldModel, work: Work, calls: int, cluster: Cluster, *, is_update: bool
-) -> dict[str, float]:
-    """Return the seconds of calls of the sharded transformer by part."""
-    passes = PassWork(0.0, 0.0, 0.0, 0.0, 0.0, micro_batches=calls, repeats=1)
-    parts = {
-        "products": work.products / cluster.products,
-        "attention": work.attention / cluster.attention,
-        "elementwise": work.moved / cluster.memory,
-    }
-    parts |= beside_kernels(run, model, passes, sum(parts.values()), cluster, is_update=is_update)
-    parts["offloading"] = copied_bytes(model, is_update=is_update) / cluster.pcie
-    return parts
+def _operations(work: Work) -> Operations:
+    return Operations(work.products, work.attention, head=0.0, elementwise=work.moved, softmax=0.0)
+
+
+def _pass(calls: int, updates: int = 1) -> PassWork:
+    return PassWork(0.0, 0.0, 0.0, 0.0, 0.0, calls, updates)
 
 
 def _calls(pictures: PlannedPictures) -> int:

@@ -10,7 +10,7 @@ from typing import TypeVar
 from verl.config.ppo import PPOConfig
 from verl.config.trainer import TrainerConfig
 from verl.distributed.backends import USUAL_GPU
-from verl.planning.memory_plan import Planner, held_model
+from verl.planning.memory_plan import held_model
 from verl.planning.planned_run import PlannedEngine
 from verl.planning.report import Changes, problems_of, with_options
 from verl.planning.speed.cluster import Cluster
@@ -43,9 +43,7 @@ class ModeTime:
     rate: float  # tokens of responses per second, of all engines
 
 
-def compare_modes(
-    config: PPOConfig, predict: Predictor[PPOConfig], plan: Planner[PPOConfig]
-) -> list[ModeTime]:
+def compare_modes(config: PPOConfig, predict: Predictor[PPOConfig]) -> list[ModeTime]:
     """Simulate the config as it is, first, and the best division of its GPUs in each other mode that fits.
 
     Its own mode is there again if it is faster with fewer prompts at once.
@@ -55,7 +53,7 @@ def compare_modes(
     allowed = problems_of(config)
     for changes, cluster in _candidates(config.trainer, predict.cluster):
         mode, changed = str(changes[MODE]), with_options(config, changes)
-        if mode == now.mode or not problems_of(changed) <= allowed or plan(changed).misfits():
+        if mode == now.mode or not problems_of(changed) <= allowed or predict.plan(changed).misfits():
             continue
         its_predict = replace(predict, cluster=cluster)
         found = ModeTime(mode, changes, *_simulated(changed, its_predict))
@@ -106,7 +104,7 @@ def _cluster_of(gpus: int, like: Cluster) -> Cluster | None:
 def _simulated(config: C, predict: Predictor[C]) -> tuple[SimulatedRun, float]:
     """Simulate a run whose micro batch sizes are numbers; returns it and the rate of all engines."""
     training = config.trainer.async_training
-    engine = predict.describe(config).engine
+    engine = predict.plan.describe(config).engine
     assert engine is not None, "a reinforcement learning run samples"
     lengths = predict.lengths(config)
     number = min(config.num_engines, ENGINES)
@@ -133,9 +131,9 @@ def _simulated(config: C, predict: Predictor[C]) -> tuple[SimulatedRun, float]:
 
 def predicted_costs(config: C, predict: Predictor[C], engine: PlannedEngine) -> Costs:
     """Predict what a simulation needs from the phases of a step."""
-    step, run = predict(config), predict.describe(config)
+    step, run = predict(config), predict.plan.describe(config)
     cluster, lengths = predict.cluster, predict.lengths(config)
-    policy = held_model(run.models[0], cluster.world_size, USUAL_GPU, predict.read_shape).shape
+    policy = held_model(run.models[0], cluster.world_size, USUAL_GPU, predict.plan.read_shape).shape
     speed = EngineSpeed(engine, policy, cluster, has_adapters=run.serves_adapters(USUAL_GPU))
     context = lengths.prompt + lengths.responses.mean_square / 2 / lengths.responses.mean
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from verl.config.ppo import PPOConfig
 from verl.config.schema import value_at
 from verl.config.trainer import RunTree
-from verl.planning.memory_plan import Planner, expert_sizes
+from verl.planning.memory_plan import expert_sizes
 from verl.planning.report import Changes, problems_of, text_of, with_options
 from verl.planning.speed.modes import ModeTime, compare_modes
 from verl.planning.speed.step_time import PhaseTime, Predictor, StepTime
@@ -36,7 +36,7 @@ class Advice:
     seconds: float
 
 
-def time_text(config: C, predict: Predictor[C], plan: Planner[C]) -> str:
+def time_text(config: C, predict: Predictor[C]) -> str:
     """Format the predicted step of a run whose micro batch sizes are numbers."""
     step, cluster = predict(config), predict.cluster
     lines = [PlanLine("s", "step", "share"), *(_line(phase, step) for phase in step.phases)]
@@ -50,16 +50,16 @@ def time_text(config: C, predict: Predictor[C], plan: Planner[C]) -> str:
         f"  {cluster.name}; assumed: {predict.assumed(config)}\n"
         + table(lines, has_remarks=True)
         + "  not included: validation, waiting for rewards; an estimate, see docs/predicted_step.md\n"
-        + "".join(_advice(advice, step) for advice in advise(config, predict, plan)[:SHOWN_ADVICE])
-        + _modes_text(config, predict, plan)
+        + "".join(_advice(advice, step) for advice in advise(config, predict)[:SHOWN_ADVICE])
+        + _modes_text(config, predict)
     )
 
 
-def _modes_text(config: Any, predict: Predictor[Any], plan: Planner[Any]) -> str:
+def _modes_text(config: Any, predict: Predictor[Any]) -> str:
     """Format what other modes of sampling would change; empty for a run that does not train on samples."""
     if not isinstance(config, PPOConfig) or config.trainer.val_only or config.trainer.diffusion:
         return ""
-    now, *others = compare_modes(config, predict, plan)
+    now, *others = compare_modes(config, predict)
     if not others:
         return ""
     rates = [
@@ -88,12 +88,12 @@ def _line(phase: PhaseTime, step: StepTime) -> PlanLine:
     return PlanLine(phase.name, f"{phase.seconds:.1f}", share, shown)
 
 
-def advise(config: C, predict: Predictor[C], plan: Planner[C]) -> list[Advice]:
+def advise(config: C, predict: Predictor[C]) -> list[Advice]:
     """Return changes that shorten the step and fit into memory: the best of each option, the best first."""
     now = predict(config).seconds
     best: dict[tuple[str, ...], Advice] = {}
     # A change may leave phases that do not fit and problems as they are, but must not add to them.
-    unfit = {phase.name for phase in plan(config).misfits()}
+    unfit = {phase.name for phase in predict.plan(config).misfits()}
     problems = problems_of(config)
     for changes in _candidates(config, predict):
         changed = with_options(config, changes)
@@ -102,13 +102,13 @@ def advise(config: C, predict: Predictor[C], plan: Planner[C]) -> list[Advice]:
         advice, name = Advice(changes, predict(changed).seconds), tuple(changes)
         is_best = name not in best or advice.seconds < best[name].seconds
         shortens = advice.seconds < (1 - MIN_GAIN) * now
-        if shortens and is_best and {phase.name for phase in plan(changed).misfits()} <= unfit:
+        if shortens and is_best and {phase.name for phase in predict.plan(changed).misfits()} <= unfit:
             best[name] = advice
     return sorted(best.values(), key=lambda advice: advice.seconds)
 
 
 def _candidates(config: Any, predict: Predictor[Any]) -> Iterator[Changes]:
-    run, cluster = predict.describe(config), predict.cluster
+    run, cluster = predict.plan.describe(config), predict.cluster
     for option in dict.fromkeys(each.size_option for each in run.passes):
         now = value_at(config, option)
         yield from ({option: size} for size in run.sizes(option) if size > now)
@@ -125,7 +125,7 @@ def _candidates(config: Any, predict: Predictor[Any]) -> Iterator[Changes]:
         yield {f"{section}.dynamic_batching": True}
         if cluster.nodes > 1:
             yield {f"{section}.fsdp.fsdp_size": cluster.gpus}
-    yield from expert_sizes(run, predict.read_shape)
+    yield from expert_sizes(run, predict.plan.read_shape)
     for ranks in (1, 2, 4, 8, 16):
         yield {"worker.actor.ulysses_size": ranks}
         yield {"worker.actor.ring_size": ranks}

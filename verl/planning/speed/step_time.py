@@ -5,16 +5,17 @@ Operations, bytes of memory, of collectives and of copies, each over the speed t
 estimate to compare options with: `docs/predicted_step.md` holds it against published runs. Needs no torch.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from verl.distributed.backends import USUAL_GPU
-from verl.planning.memory_plan import HeldModel, ReadShape, held_model, read_pictures
+from verl.planning.memory_plan import HeldModel, Planner, held_model
 from verl.planning.planned_model import PlannedPass
 from verl.planning.planned_run import PlannedRun
 from verl.planning.speed import operations
 from verl.planning.speed.cluster import Cluster
+from verl.planning.speed.operations import Operations
 from verl.planning.speed.rollout_time import IMAGE_SECONDS, EngineSpeed
 from verl.planning.speed.workload import ExpectedLengths, PassWork, encoding_work, expected_lengths, pass_work
 from verl.utils.imports import deferred
@@ -38,11 +39,14 @@ OPTIMIZER_PASSES = 7  # over the weights: gradient, and reading and writing weig
 
 @dataclass(frozen=True)
 class PhaseTime:
-    """A phase's seconds in a step, and those of its parts, which may overlap."""
+    """The seconds of a phase in a step, by part."""
 
     name: str  # as in `timing_s/*`
-    seconds: float
     parts: Mapping[str, float]
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.parts.values())
 
 
 @dataclass(frozen=True)
@@ -72,46 +76,43 @@ class StepTime:
 class Predictor(Generic[C]):
     """Predicts the step of a run, and of the same run with other options."""
 
-    describe: Callable[[C], PlannedRun]
-    read_shape: ReadShape
+    plan: Planner[C]
     cluster: Cluster
     mean_prompt: float | None = None
     mean_response: float | None = None
-    read_pictures: Callable[..., Any] = read_pictures  # of diffusion models
 
     def assumed(self, config: C) -> str:
         """Say what the prediction assumes."""
-        pictures = self.describe(config).pictures
+        pictures = self.plan.describe(config).pictures
         if pictures is not None:
             return f"{pictures.rollout.num_steps} steps to a picture, all prompts new"
         return f"{self.lengths(config).text} (--mean-prompt, --mean-response)"
 
     def lengths(self, config: C) -> ExpectedLengths:
-        return expected_lengths(self.describe(config), self.mean_prompt, self.mean_response)
+        return expected_lengths(self.plan.describe(config), self.mean_prompt, self.mean_response)
 
     def __call__(self, config: C) -> StepTime:
         """Predict a run whose micro batch sizes are numbers."""
-        run, lengths = self.describe(config), self.lengths(config)
+        plan, cluster = self.plan, self.cluster
+        run, lengths = plan.describe(config), self.lengths(config)
         if run.pictures is not None:
-            return predict_pictures(run, self.read_pictures, self.cluster)
-        models = [
-            held_model(model, self.cluster.world_size, USUAL_GPU, self.read_shape) for model in run.models
-        ]
-        phases = _encoding(run, models[0], lengths, self.cluster)
-        phases += [] if run.engine is None else _rollout(run, models[0], lengths, self.cluster)
+            return predict_pictures(run, plan.read_pictures, cluster)
+        models = [held_model(each, cluster.world_size, USUAL_GPU, plan.read_shape) for each in run.models]
+        phases = _encoding(run, models[0], lengths, cluster)
+        phases += [] if run.engine is None else _rollout(run, models[0], lengths, cluster)
         mfu = {}
-        tokens = run.rows * self.cluster.world_size / run.lengths.ranks
+        tokens = run.rows * cluster.world_size / run.lengths.ranks
         tokens *= lengths.prompt + lengths.responses.mean
         for model in models:
             for each in _passes(run, model):
                 work = pass_work(run, model.planned, each, lengths, model.shape)
-                phase = _pass_time(run, model, each, work, self.cluster)
+                phase = _pass_time(run, model, each, work, cluster)
                 phases.append(phase)
                 if each.is_update:
                     needed = operations.needed_by_update(model.shape, _unshared(work, run, lengths))
-                    mfu[each.phase] = needed / phase.seconds / self.cluster.gpu.peak
-        phases += rest_of_step(run, models, self.cluster)
-        gpus, engine = self.cluster.world_size, run.engine
+                    mfu[each.phase] = needed / phase.seconds / cluster.gpu.peak
+        phases += rest_of_step(run, models, cluster)
+        gpus, engine = cluster.world_size, run.engine
         if engine is None:
             return StepTime(tuple(phases), tokens, mfu, gpus)
         gpus += engine.own * engine.options.tensor_parallel_size
@@ -137,24 +138,33 @@ def _unshared(work: PassWork, run: PlannedRun, lengths: ExpectedLengths) -> Pass
 def _pass_time(
     run: PlannedRun, model: HeldModel, each: PlannedPass, work: PassWork, cluster: Cluster
 ) -> PhaseTime:
-    shape, setup, update = model.shape, model.setup, each.is_update
-    done = operations.update(shape, setup, work) if update else operations.forward(shape, work)
-    parts = _kernels(done, cluster)
-    parts |= beside_kernels(run, model, work, sum(parts.values()), cluster, is_update=update)
-    # The experts wait for their tokens.
-    sent = _collectives(run, model, work, cluster, is_update=update).experts
-    parts["sending tokens"] = sent / cluster.exchange(setup.expert_ranks)
-    if update:
-        parts["optimizer"] = OPTIMIZER_PASSES * model.weights * work.repeats / cluster.memory
-    copied = copied_bytes(model, is_update=update)
-    parts["offloading"] = copied / cluster.pcie
+    shape, update = model.shape, each.is_update
+    done = operations.update(shape, model.setup, work) if update else operations.forward(shape, work)
+    parts = pass_parts(run, model, done, work, cluster, is_update=update)
     parts["reading images"] = IMAGE_SECONDS * work.images if each.phase in ("old", "update_actor") else 0.0
     if update and any(other.phase == "old" for other in run.passes):
         parts["reading images"] = 0.0  # kept from the first pass over these rows
-    return PhaseTime(each.phase, sum(parts.values()), parts)
+    return PhaseTime(each.phase, parts)
 
 
-def _kernels(done: operations.Operations, cluster: Cluster) -> dict[str, float]:
+def pass_parts(
+    run: PlannedRun, model: HeldModel, done: Operations, work: PassWork, cluster: Cluster, *, is_update: bool
+) -> dict[str, float]:
+    """Return the seconds of a pass over all rows of a step, by part."""
+    parts = _kernels(done, cluster)
+    computing = sum(parts.values())
+    kernels = max(computing, work.micro_batches * _launch_seconds(model, work, is_update=is_update))
+    moved, sent = _moving_seconds(run, model, work, cluster, is_update=is_update)
+    parts["launching kernels"] = kernels - computing
+    parts["collectives"] = moved - HIDDEN_SHARE * min(moved, kernels)
+    parts["sending tokens"] = sent
+    if is_update:
+        parts["optimizer"] = OPTIMIZER_PASSES * model.weights * work.repeats / cluster.memory
+    parts["offloading"] = _copied_bytes(model, is_update=is_update) / cluster.pcie
+    return parts
+
+
+def _kernels(done: Operations, cluster: Cluster) -> dict[str, float]:
     return {
         "products": (done.products + done.head) / cluster.products,
         "attention": done.attention / cluster.attention,
@@ -172,19 +182,7 @@ def _encoding(
         return []
     parts = _kernels(operations.forward(policy.shape, work), cluster)
     parts["reading images"] = IMAGE_SECONDS * work.images
-    return [PhaseTime("encode", sum(parts.values()), parts)]
-
-
-def beside_kernels(
-    run: PlannedRun, model: HeldModel, work: PassWork, seconds: float, cluster: Cluster, *, is_update: bool
-) -> dict[str, float]:
-    """Return what launching kernels that take `seconds`, and collectives next to them, add."""
-    kernels = max(seconds, work.micro_batches * _launch_seconds(model, work, is_update=is_update))
-    moved = _moving_seconds(run, model, work, cluster, is_update=is_update)
-    return {
-        "launching kernels": kernels - seconds,
-        "collectives": moved - HIDDEN_SHARE * min(moved, kernels),
-    }
+    return [PhaseTime("encode", parts)]
 
 
 def _launch_seconds(model: HeldModel, work: PassWork, *, is_update: bool) -> float:
@@ -197,34 +195,23 @@ def _launch_seconds(model: HeldModel, work: PassWork, *, is_update: bool) -> flo
 
 def _moving_seconds(
     run: PlannedRun, model: HeldModel, work: PassWork, cluster: Cluster, *, is_update: bool
-) -> float:
-    """Seconds of a pass in collectives that products may hide, and in copies of weights in host memory."""
+) -> tuple[float, float]:
+    """Seconds in collectives and copies that products may hide, and in sending tokens to experts."""
     setup, ulysses = model.setup, run.lengths.ranks // run.ring
-    moved = _collectives(run, model, work, cluster, is_update=is_update)
+    copies = max(1, cluster.world_size // setup.ranks)  # of the weights, with hybrid sharding
+    moved = operations.collectives(
+        model.shape, setup, work, is_update=is_update, copies=copies, ulysses=ulysses, ring=run.ring
+    )
     seconds = moved.sharding / cluster.link(setup.ranks) + moved.heads / cluster.exchange(ulysses)
     seconds += moved.ring / cluster.link(run.ring, ulysses)
-    seconds += moved.replicas / cluster.link(_copies(model, cluster), setup.ranks)
+    seconds += moved.replicas / cluster.link(copies, setup.ranks)
     seconds += moved.expert_sharding / cluster.link(setup.expert_shards, setup.expert_ranks)
     if model.is_streamed:
         seconds += (1 + is_update) * work.micro_batches * model.weights / cluster.pcie
-    return seconds
+    return seconds, moved.experts / cluster.exchange(setup.expert_ranks)
 
 
-def _collectives(
-    run: PlannedRun, model: HeldModel, work: PassWork, cluster: Cluster, *, is_update: bool
-) -> operations.Collectives:
-    copies, ulysses = _copies(model, cluster), run.lengths.ranks // run.ring
-    return operations.collectives(
-        model.shape, model.setup, work, is_update=is_update, copies=copies, ulysses=ulysses, ring=run.ring
-    )
-
-
-def _copies(model: HeldModel, cluster: Cluster) -> int:
-    """Copies of the weights, with hybrid sharding."""
-    return max(1, cluster.world_size // model.setup.ranks)
-
-
-def copied_bytes(model: HeldModel, *, is_update: bool) -> float:
+def _copied_bytes(model: HeldModel, *, is_update: bool) -> float:
     """Bytes that a pass of an offloaded model copies in both directions.
 
     Copies in host memory are kept: weights return there only after an update, which alone needs the state.
@@ -255,18 +242,17 @@ def _rollout(
         "waking the engine": 0.0 if run.engine.own else WAKE_SECONDS,
         "offloading": (policy.weights - policy.resting_weights) / cluster.pcie,
     }
-    return [PhaseTime("gen", sum(parts.values()), parts), PhaseTime("sync_weights", sum(sync.values()), sync)]
+    return [PhaseTime("gen", parts), PhaseTime("sync_weights", sync)]
 
 
 def rest_of_step(run: PlannedRun, models: list[HeldModel], cluster: Cluster) -> list[PhaseTime]:
     """Checkpoints, shared out among steps, and the controller."""
     sequences = run.rows * cluster.world_size / run.lengths.ranks
     parts = {"step": STEP_SECONDS, "sequences": SEQUENCE_SECONDS * sequences}
-    phases = [PhaseTime("controller", sum(parts.values()), parts)]
+    phases = [PhaseTime("controller", parts)]
     if run.trainer.save_freq > 0:
         held = sum(model.weights + model.state for model in models if model.is_trained)
         seconds = held / cluster.pcie if run.trainer.async_save else cluster.gpus * held / DISK_BYTES
         name = "copying" if run.trainer.async_save else "writing"
-        each = seconds / run.trainer.save_freq
-        phases.append(PhaseTime("save_checkpoint", each, {name: each}))
+        phases.append(PhaseTime("save_checkpoint", {name: seconds / run.trainer.save_freq}))
     return phases

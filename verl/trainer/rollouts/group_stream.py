@@ -25,7 +25,7 @@ from verl.single_controller.ray.published_weights import PublishedWeights
 from verl.trainer.metrics import Metrics, StageTimer, sampled_mask
 from verl.trainer.rollouts.collector import Collected, RolloutCollector
 from verl.trainer.rollouts.engines import Engines
-from verl.trainer.rollouts.schedule import AHEAD_FILE, warn_of_dropped
+from verl.trainer.rollouts.schedule import AHEAD_FILE, Schedule, warn_of_dropped
 from verl.trainer.rollouts.scores import ScoredGroups, Scoring
 from verl.trainer.rollouts.stream_groups import (
     GROUPS_FILE,
@@ -45,7 +45,7 @@ STEPS = 16  # of an engine at once, unless a response is finished before
 logger = get_logger(__name__)
 
 
-class GroupStream:
+class GroupStream(Schedule):
     """Steps train on the oldest finished groups, whose age has a bound; unfinished ones continue.
 
     `Stream` and `PartialRollouts` say what the engines do while the model trains.
@@ -58,8 +58,8 @@ class GroupStream:
     def __init__(
         self, engines: Engines, collector: RolloutCollector, config: AsyncConfig, last_step: int, at_once: int
     ) -> None:
-        self.engines, self.collector, self.at_once = engines, collector, at_once
-        self.is_deterministic = config.deterministic
+        super().__init__(engines, collector)
+        self.at_once, self.is_deterministic = at_once, config.deterministic
         numbers = list(range(len(engines.groups)))
         parts = [[number] for number in numbers] if config.deterministic else [numbers]
         self.queues = [
@@ -101,13 +101,13 @@ class GroupStream:
         if self.is_deterministic and self.collector.sampler.converses:
             for engine in self.engines.groups.values():
                 engine.forget()  # as a resumed run does
-        self.engines.save_states(folder)
+        super().save(folder)
         for groups in self._finished():
             groups.check_storable()
         save_queues(self.queues, self.source.num_batches, folder)
 
     def load(self, folder: Path) -> None:
-        self.engines.load_states(folder)
+        super().load(folder)
         warn_of_dropped(folder, AHEAD_FILE)
         if not (folder / PROMPTS_FILE).exists():
             return

@@ -6,12 +6,12 @@ version s - 1.
 """
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from verl.protocol import DataProto
 from verl.trainer.metrics import Metrics, StageTimer
@@ -28,37 +28,34 @@ METRICS = "sampling_metrics"  # entry of that file
 logger = get_logger(__name__)
 
 
-class Schedule(Protocol):
+class Schedule(ABC):
     """When the sequences of each step are sampled, and by which weights."""
-
-    collector: RolloutCollector
-
-    def collect(self, step: int, timer: StageTimer) -> Collected:
-        """Return the sequences of a step, which are sampled now or were before."""
-        ...
-
-    def current(self, version: int, timer: StageTimer) -> AbstractContextManager[None]:
-        """Keep the engines free for other prompts inside the block, at weights `version`."""
-        ...
-
-    def settle(self) -> None:
-        """Wait until nothing is being sampled; raise the error that ended it."""
-        ...
-
-    def save(self, folder: Path) -> None:
-        """Write what the next steps have already; call `settle` before."""
-        ...
-
-    def load(self, folder: Path) -> None:
-        """Restore what `save` wrote."""
-        ...
-
-
-class InTurn:
-    """Each step samples, then trains."""
 
     def __init__(self, engines: Engines, collector: RolloutCollector) -> None:
         self.engines, self.collector = engines, collector
+
+    @abstractmethod
+    def collect(self, step: int, timer: StageTimer) -> Collected:
+        """Return the sequences of a step, which are sampled now or were before."""
+
+    def current(self, version: int, timer: StageTimer) -> AbstractContextManager[None]:
+        """Keep the engines free for other prompts inside the block, at weights `version`."""
+        return self.engines.awake(version, timer)
+
+    def settle(self) -> None:  # noqa: B027 - nothing is, if steps are in turn
+        """Wait until nothing is being sampled; raise the error that ended it."""
+
+    def save(self, folder: Path) -> None:
+        """Write what the next steps have already; call `settle` before."""
+        self.engines.save_states(folder)
+
+    def load(self, folder: Path) -> None:
+        """Restore what `save` wrote."""
+        self.engines.load_states(folder)
+
+
+class InTurn(Schedule):
+    """Each step samples, then trains."""
 
     def collect(self, step: int, timer: StageTimer) -> Collected:
         with self.engines.awake(step - 1, timer):
@@ -70,21 +67,12 @@ class InTurn:
             values = collected.scoring.result()
         return collected._replace(scoring=Scoring([lambda: values]))
 
-    def current(self, version: int, timer: StageTimer) -> AbstractContextManager[None]:
-        return self.engines.awake(version, timer)
-
-    def settle(self) -> None:
-        """Nothing is sampled between calls."""
-
-    def save(self, folder: Path) -> None:
-        self.engines.save_states(folder)
-
     def load(self, folder: Path) -> None:
-        self.engines.load_states(folder)
+        super().load(folder)
         warn_of_dropped(folder, AHEAD_FILE, PROMPTS_FILE)
 
 
-class OneStepAhead:
+class OneStepAhead(Schedule):
     """Each step samples for the next one while it trains, with the weights that it begins with.
 
     Args:
@@ -92,7 +80,8 @@ class OneStepAhead:
     """
 
     def __init__(self, engines: Engines, collector: RolloutCollector, last_step: int) -> None:
-        self.engines, self.collector, self.last_step = engines, collector, last_step
+        super().__init__(engines, collector)
+        self.last_step = last_step
         self._sampling: Future[Sampled] | None = None  # for the next step
         self._idle_since: float | None = None  # the engines; None while they sample
         self._idle_s = 0.0  # since the step before
@@ -128,15 +117,13 @@ class OneStepAhead:
             self._idle_since = self._idle_since or ended
 
     def save(self, folder: Path) -> None:
-        self.engines.save_states(folder)
+        super().save(folder)
         if self._sampling is not None:
             sampled = self._sampling.result()
-            rows = sampled.groups.sequences
-            rows = DataProto(rows.batch, rows.non_tensor_batch, {METRICS: sampled.metrics})
-            replace(sampled.groups, sequences=rows).save(folder / AHEAD_FILE)
+            sampled.groups.save(folder / AHEAD_FILE, **{METRICS: sampled.metrics})
 
     def load(self, folder: Path) -> None:
-        self.engines.load_states(folder)
+        super().load(folder)
         warn_of_dropped(folder, PROMPTS_FILE)
         path = folder / AHEAD_FILE
         if not path.exists():

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -275,12 +276,13 @@ class ScoredGroups:
         for key, column in self.sequences.non_tensor_batch.items():
             encode(column, f"column `{key}` of the training rows")
 
-    def save(self, path: Path) -> None:
+    def save(self, path: Path, **entries: Any) -> None:
+        """Write the groups, with further entries of their `meta_info`."""
         scores = {
             COLUMN_PREFIX + key: torch.tensor(column, dtype=torch.float64)
             for key, column in self.values.items()
         }
-        about = {"group_size": self.group_size, "keys": list(self.values)}
+        about = {"group_size": self.group_size, "keys": list(self.values), **entries}
         self.sequences.merge(DataProto.from_dict(scores, meta_info=about)).save_to_disk(path)
 
     @staticmethod

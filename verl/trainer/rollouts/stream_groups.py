@@ -118,9 +118,7 @@ def save_queues(queues: Sequence[GroupQueue], num_batches: int, folder: Path) ->
     stored = DataProto.concat(rows) if rows else DataProto()
     DataProto(stored.batch, stored.non_tensor_batch, about).save_to_disk(folder / PROMPTS_FILE)
     if finished:
-        groups = ScoredGroups.concat(finished)
-        sequences = DataProto(groups.sequences.batch, groups.sequences.non_tensor_batch, {PLACES: slots})
-        ScoredGroups(sequences, groups.values, groups.group_size).save(folder / GROUPS_FILE)
+        ScoredGroups.concat(finished).save(folder / GROUPS_FILE, **{PLACES: slots})
 
 
 def load_queues(queues: Sequence[GroupQueue], folder: Path) -> int:

@@ -8,6 +8,7 @@ A checkpoint is `global_step_N/` with the workers' folders, the loader's `datalo
 import json
 import shutil
 from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,6 +20,7 @@ from verl.checkpoint.tracker import CheckpointTracker, checkpoint_step, checkpoi
 from verl.config.trainer import RunConfig
 from verl.logger.console.start_up import phase
 from verl.single_controller.ray.worker_group import RayWorkerGroup
+from verl.trainer.rollouts.collector import RolloutCollector
 from verl.trainer.rollouts.schedule import Schedule
 from verl.utils.rank_logger import get_logger
 
@@ -69,31 +71,28 @@ class Validated(NamedTuple):
     score: float
 
 
+@dataclass(eq=False)
 class RunState:
     """The progress of a run, and its checkpoints."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        training_steps: int,
-        rows_per_step: int,
-        workers: RayWorkerGroup,
-        loader: "PromptLoader | None",
-        origin: Mapping[str, Any] | None = None,
-    ) -> None:
-        self.config, self.training_steps, self.rows_per_step = config, training_steps, rows_per_step
-        self.before = NOTHING  # what was done when the run resumed
-        self.workers = workers
-        self.loader = loader  # None in a run that only validates
-        self.origin = origin  # what checkpoints record for `check_resume`
-        self.step = 0  # done, the current one included
-        self.is_loaded = False  # `load` has come to its end
-        self.checkpoints = CheckpointTracker(config.checkpoint_folder, config.save_limit)
-        self.saved: Path | None = None  # the last checkpoint of this object
-        self.save_error: str | None = None  # of the last checkpoint that was begun
+    config: RunConfig
+    training_steps: int
+    rows_per_step: int
+    workers: RayWorkerGroup
+    loader: "PromptLoader | None"  # None in a run that only validates
+    origin: Mapping[str, Any] | None = None  # what checkpoints record for `check_resume`
+
+    step: int = field(init=False, default=0)  # done, the current one included
+    before: Done = field(init=False, default=NOTHING)  # what was done when the run resumed
+    is_loaded: bool = field(init=False, default=False)  # `load` has come to its end
+    saved: Path | None = field(init=False, default=None)  # the last checkpoint of this object
+    save_error: str | None = field(init=False, default=None)  # of the last checkpoint that was begun
+    best: Validated | None = field(init=False, default=None)  # of the run, also before it was resumed
+
+    def __post_init__(self) -> None:
+        self.checkpoints = CheckpointTracker(self.config.checkpoint_folder, self.config.save_limit)
         self._pending: PendingCheckpoint | None = None
         self._score: float | None = None  # of the last validation, at this step or before
-        self.best: Validated | None = None  # of the run, also before it was resumed
 
     @property
     def is_saved(self) -> bool:
@@ -215,25 +214,18 @@ class RunState:
         """Read what `_save_own` wrote and returned."""
 
 
+@dataclass(eq=False)
 class PPORunState(RunState):
     """The state of reinforcement learning: adds the controllers' weights and the collector's groups."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        training_steps: int,
-        rows_per_step: int,
-        kl_controller: KLController,
-        entropy_controller: EntropyController,
-        workers: RayWorkerGroup,
-        loader: "PromptLoader | None",
-        sampling: Schedule,
-        origin: Mapping[str, Any] | None = None,
-    ) -> None:
-        super().__init__(config, training_steps, rows_per_step, workers, loader, origin)
-        self.kl_controller = kl_controller
-        self.entropy_controller = entropy_controller
-        self.sampling, self.collector = sampling, sampling.collector
+    _: KW_ONLY
+    kl_controller: KLController
+    entropy_controller: EntropyController
+    sampling: Schedule
+
+    @property
+    def collector(self) -> RolloutCollector:
+        return self.sampling.collector
 
     def save(self) -> None:
         self.sampling.settle()  # what is being sampled moves the loader, and its error ends the run

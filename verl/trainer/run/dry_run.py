@@ -86,7 +86,7 @@ def dry_run(config: C, switches: PlanSwitches, describe: Describe[C], plan_text:
     if run.problem is not None:
         sys.stderr.write(f"{run.problem}\n")
         return BAD_INPUT
-    sys.stdout.write(f"\nmemory at its most\n{run.memory}{_time(run, switches, describe)}")
+    sys.stdout.write(f"\nmemory at its most\n{run.memory}{_time(run, switches)}")
     return 0
 
 
@@ -97,20 +97,13 @@ def _on(switches: PlanSwitches) -> str:
     return f"options of a run on {switches.cluster.name}\n{options}\n"
 
 
-def _time(run: DryRun[C], switches: PlanSwitches, describe: Describe[C]) -> str:
+def _time(run: DryRun[C], switches: PlanSwitches) -> str:
     """The predicted step, where the devices and the sizes of the models are known."""
     cluster = switches.cluster or _cluster_here(run)
     if run.planner is None or cluster is None:
         return ""
-    predict = Predictor(
-        describe,
-        run.planner.read_shape,
-        cluster,
-        switches.mean_prompt,
-        switches.mean_response,
-        run.planner.read_pictures,
-    )
-    return f"\npredicted time of a step\n{time_text(run.config, predict, run.planner)}"
+    predict = Predictor(run.planner, cluster, switches.mean_prompt, switches.mean_response)
+    return f"\npredicted time of a step\n{time_text(run.config, predict)}"
 
 
 def _cluster_here(run: DryRun[C]) -> Cluster | None:
