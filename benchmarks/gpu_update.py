@@ -43,7 +43,7 @@ from verl.algorithms.aggregation import aggregate_loss, count_denominators
 from verl.algorithms.policy_losses import POLICY_LOSSES, PolicyLossInputs
 from verl.distributed.device import backend_of, resolve_device, synchronize, to_device
 from verl.distributed.fsdp import clip_grad_norm, make_mesh, shard_model
-from verl.models.attention.layouts import SharedLayout
+from verl.models.attention.layouts import PackedLayout
 from verl.models.deferred_logits import DeferredLogits
 from verl.models.families.interface import MediaShape, Medium, MediumShape
 from verl.models.families.mrope import continue_positions
@@ -305,7 +305,7 @@ def pack_groups(
     lengths = [len(group.prompt) + len(one) for group in groups for one in group.responses]
     if is_shared:
         sizes = [(len(group.prompt), [len(one) for one in group.responses]) for group in groups]
-        inputs["packed_layout"] = SharedLayout.of(sizes, device)
+        inputs["packed_layout"] = PackedLayout.of_groups(sizes, device)
     else:
         inputs["cu_seqlens"] = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32).to(device)
     grid = image_grid(config, options)

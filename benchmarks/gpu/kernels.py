@@ -25,7 +25,7 @@ from verl.distributed.sequence_parallel import SequenceParallel
 from verl.distributed.token_sharding import SequenceGroup, ShardPlan, shard_plan
 from verl.models import fused_log_probs
 from verl.models.attention.kernels import AttentionRule
-from verl.models.attention.layouts import Layout, PackedLayout, SharedLayout
+from verl.models.attention.layouts import Layout, PackedLayout
 from verl.models.attention.partial_attention import (
     AttentionCall,
     Span,
@@ -115,7 +115,7 @@ def attention_kernels(report: Report, place: Place, sizes: Sizes) -> None:
     """Each installed package's kernels give what torch's give, in a pack and behind shared prompts."""
     lengths = [sizes.row] * (sizes.tokens // sizes.row)
     packed = PackedLayout.of(boundaries(lengths), place.device)
-    shared = SharedLayout.of([(sizes.row // 2, [sizes.row // 4] * 2)] * len(lengths), place.device)
+    shared = PackedLayout.of_groups([(sizes.row // 2, [sizes.row // 4] * 2)] * len(lengths), place.device)
     inputs = attention_inputs(place, sizes, sizes.tokens)
     weights = place.random(1, sizes.tokens, sizes.heads, sizes.head_dim, seed=3)
     expected: dict[str, list[Tensor]] = {}
@@ -151,7 +151,7 @@ def shared_prompts(report: Report, place: Place, sizes: Sizes) -> None:
     """Responses behind one copy of their prompt give what they give behind a copy each."""
     prompts, prompt, n, response = sizes.group
     lengths = [prompt + n * response] * prompts
-    shared = SharedLayout.of([(prompt, [response] * n)] * prompts, place.device)
+    shared = PackedLayout.of_groups([(prompt, [response] * n)] * prompts, place.device)
     repeated = PackedLayout.of(boundaries([prompt + response] * (prompts * n)), place.device)
     inputs = attention_inputs(place, sizes, sum(lengths))
     order = torch.cat([
@@ -193,7 +193,7 @@ def ring_of_four(report: Report, place: Place, sizes: Sizes) -> None:
     ranks = [SequenceParallel(ring_size=RING, index=index) for index in range(RING)]
     plans = [shard_plan(sizes.ring, rank) for rank in ranks]
     layouts = [RingLayout.of(plan, rank, place.device) for plan, rank in zip(plans, ranks, strict=True)]
-    whole = SharedLayout.of([(group.prompt, group.responses) for group in sizes.ring], place.device)
+    whole = PackedLayout.of_groups([(group.prompt, group.responses) for group in sizes.ring], place.device)
     inputs = [
         tensor[0].transpose(0, 1).detach()
         for tensor in attention_inputs(place, sizes, len(plans[0].positions))

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from verl.models.attention.kernels import AttentionRule
-from verl.models.attention.layouts import Blocks, PackedLayout, SharedLayout
+from verl.models.attention.layouts import Blocks, PackedLayout
 from verl.models.fused_log_probs import linear_log_probs
 from verl.models.head.logit_chunks import HeadLogits, LogitTransform
 
@@ -65,7 +65,7 @@ BLOCKS = Blocks(((3, 60), (60, 61), (90, 129), (260, 310)))  # images in prompts
 def shared_results(device, dtype, working, rule, blocks, sinks):
     """Groups with several, one, empty and no responses; inputs rounded to `dtype`, computed in `working`."""
     groups = [(130, [40, 1, 0, 77]), (5, [3]), (64, []), (9, [8, 8])]
-    layout = SharedLayout.of(groups, device, blocks)
+    layout = PackedLayout.of_groups(groups, device, blocks)
     generator = torch.Generator().manual_seed(0)
     size = layout.calls[0].queries.tokens.stop
     tensors = [torch.randn(1, heads, size, 64, generator=generator).to(dtype) for heads in (4, 2, 2)]

@@ -13,7 +13,7 @@ from tests.helpers.family_training import load_model
 from verl.config.model import FSDPConfig, ModelConfig
 from verl.distributed.fsdp import fsdp_blocks, full_named_tensors, make_mesh
 from verl.models import monkey_patch
-from verl.models.attention.layouts import PackedLayout, SharedLayout
+from verl.models.attention.layouts import PackedLayout
 from verl.models.hub_names import auto_class
 from verl.models.registry import prepare_model
 from verl.models.tiny import save_tiny_model
@@ -22,13 +22,13 @@ from verl.workers import model_builder
 KINDS = [  # whose results have strides of their own
     ([5, 9], None),
     ([9], None),
-    ([8, 4, 2, 6], SharedLayout.of([(8, [4, 2]), (6, [])])),
+    ([8, 4, 2, 6], PackedLayout.of_groups([(8, [4, 2]), (6, [])])),
 ]
 LENGTHS = [
     ([7, 3, 20], None),
     ([50, 1, 9], None),
     ([31], None),
-    ([9, 5, 3, 7], SharedLayout.of([(9, [5, 3]), (7, [])])),
+    ([9, 5, 3, 7], PackedLayout.of_groups([(9, [5, 3]), (7, [])])),
 ]
 
 

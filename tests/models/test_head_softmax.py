@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choice of the head's softmax, and its Triton kernels: interpreted, compiled and on fake tensors.
+"""Choice of the head's softmax, and its Triton kernels: interpreted, compiled, and the memory around them.
 
 `head_kernel_laws.py` holds the laws of the kernels' numbers; `tests/gpu` runs them on CUDA.
 """
@@ -29,8 +29,8 @@ from verl.models.head.logit_chunks import HeadLogits, LogitTransform
 from verl.models.head.triton_softmax import TritonSoftmax
 
 ROWS, HIDDEN, VOCABULARY = 40, 8, 1000
-OPERATORS = ["log_prob_statistics", "log_prob_gradient", "kl_statistics", "kl_gradient"]
-KERNELS = [*OPERATORS, "forward_kl_gradient"]  # the other direction of `kl_gradient`
+LAUNCHED = ["log_prob_statistics", "log_prob_gradient", "kl_statistics", "kl_gradient"]
+KERNELS = [*LAUNCHED, "forward_kl_gradient"]  # the other direction of `kl_gradient`
 UNREAD = {"kl_gradient": "ref_lse", "forward_kl_gradient": "mean_gap"}
 
 
@@ -151,9 +151,10 @@ class Outputs(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_fake_tensors_pass_the_kernels_without_a_launch_and_nothing_as_large_as_logits_is_made(choice, dtype):
+def test_nothing_as_large_as_logits_is_made_around_the_kernels(choice, dtype):
     choice.setitem(BACKENDS, "cpu", replace(BACKENDS["cpu"], resource="GPU", has_kernels=True))
-    choice.setattr(triton_softmax, "_launch", None)
+    launched = []
+    choice.setattr(triton_softmax, "_launch", lambda kernel, *inputs: launched.append(kernel.fn.__name__))
     rows = 15  # of a chunk
     with FakeTensorMode():
         hidden = torch.zeros(ROWS, HIDDEN, dtype=dtype, requires_grad=True)
@@ -174,10 +175,9 @@ def test_fake_tensors_pass_the_kernels_without_a_launch_and_nothing_as_large_as_
     assert result.sum_squared_probs.shape == kl.shape == (ROWS,)
     large = [name for name, size in outputs.made if size >= chunk]
     assert large == ["aten.new_empty.default"] * 10  # log-probs, and both models of two KLs, there and back
-    names = [name for name, _ in outputs.made]
-    for operator in OPERATORS:
-        passes = 2 if operator.startswith("kl_") else 1
-        assert names.count(f"verl.{operator}.default") == 3 * passes  # chunks
+    for name in LAUNCHED:
+        passes = 2 if name.startswith("kl_") else 1
+        assert launched.count(name) == 3 * passes  # chunks
 
 
 class ChunksAtCasts(TorchDispatchMode):
@@ -207,23 +207,6 @@ def test_the_chunk_is_free_before_the_sum_of_the_weights_gradient_is_cast():
 
     assert len(casts.chunks) == 2  # there and back
     assert casts.alive == [0]
-
-
-@pytest.mark.parametrize("operator", OPERATORS)
-def test_a_tensor_on_another_device_is_refused_by_name(operator):
-    shapes, devices_of = {"values": (2, 50), "ref_values": (2, 50)}, {"lse": "meta"}
-    schema = getattr(torch.ops.verl, operator).default._schema
-    with FakeTensorMode():
-        inputs = [
-            torch.float32 if argument.name == "dtype"
-            else 1.0 if "float" in str(argument.type)
-            else None if argument.name in ("bias", "ref_bias")
-            else torch.zeros(shapes.get(argument.name, (2,)), device=devices_of.get(argument.name, "cpu"))
-            for argument in schema.arguments
-        ]  # fmt: skip
-
-        with pytest.raises(RuntimeError, match=r"one device.*cpu.*meta"):
-            getattr(torch.ops.verl, operator)(*inputs)
 
 
 def test_torch_operations_give_the_same_for_every_size_of_a_block(monkeypatch):

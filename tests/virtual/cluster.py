@@ -35,7 +35,7 @@ from torch import Tensor
 from tests.helpers.media import save_video
 from tests.virtual import mistakes
 from tests.virtual.device import TYPE, install, start_processes
-from tests.virtual.mode import VirtualGPU, count_lists, track_resizes
+from tests.virtual.mode import VirtualGPU, count_lists, skip_head_kernels, track_resizes
 from tests.virtual.pictures import build_picture_worker, run_picture_phases, substitute_pictures
 from tests.virtual.pipelines import write_pipeline
 from tests.virtual.shapes import FRAME, FRAME_TOKENS, SHAPES, PictureSetup, Setup
@@ -410,6 +410,7 @@ def run(spec: dict[str, Any], on_error: Callable[[Exception], None] = lambda err
     install(tally)
     track_resizes(tally)
     count_lists(tally)
+    skip_head_kernels()
     start_processes(setup.rank, spec["ranks"])
     substitute()
     mark_micro_batches(tally)

@@ -22,6 +22,7 @@ from torch.utils.flop_counter import flop_registry
 
 from tests.virtual.device import TYPE
 from tests.virtual.tally import Collective, Tally
+from verl.models.head import triton_softmax
 
 READING = 2.0  # every floating-point number that is read from the device
 MAX_VALUES = 1 << 22  # elements of integer tensors whose values are kept
@@ -328,3 +329,14 @@ def count_lists(tally: Tally) -> None:
         return torch.full(tensor.shape, READING).tolist() if value is None else value.tolist()
 
     FakeTensor.tolist = tolist
+
+
+def skip_head_kernels() -> None:
+    """Let the kernels of the head's softmax write nothing, and refuse tensors of several devices."""
+
+    def launch(kernel: Any, *inputs: Any) -> None:
+        devices = {str(tensor.device) for tensor in inputs if isinstance(tensor, Tensor)}
+        if len(devices) > 1:
+            raise RuntimeError(f"{kernel.fn.__name__} needs all tensors on one device, got {sorted(devices)}")
+
+    triton_softmax._launch = launch

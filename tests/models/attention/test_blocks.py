@@ -12,8 +12,8 @@ from tests.helpers.plain_attention import PlainKernel
 from tests.models.attention.test_layouts import masked, seen_in, size_of, tensors, with_gradients
 from verl.distributed.sequence_parallel import SequenceParallel
 from verl.distributed.token_sharding import SequenceGroup, shard_plan
-from verl.models.attention.kernels import AttentionRule
-from verl.models.attention.layouts import Blocks, PackedLayout, SharedLayout
+from verl.models.attention.kernels import FULL, AttentionRule
+from verl.models.attention.layouts import Blocks, PackedLayout
 from verl.models.attention.sequence_parallel_layouts import sequence_layout
 from verl.models.attention.varlen_kernels import KernelChoice, use_kernels
 
@@ -27,7 +27,7 @@ WINDOWS = [AttentionRule(0.3, window=2), AttentionRule(0.3, window=4, softcap=0.
 
 def layout_of(groups, blocks, device=None):
     if any(responses for _, responses in groups):
-        return SharedLayout.of(groups, device, blocks)
+        return PackedLayout.of_groups(groups, device, blocks)
     bounds = torch.tensor([0, *itertools.accumulate(prompt for prompt, _ in groups)])
     return PackedLayout.of(bounds, device, blocks)
 
@@ -107,7 +107,7 @@ def test_blocks_have_an_effect_in_layers_of_their_types_only():
 
 
 def test_blocks_of_single_tokens_take_no_call():
-    assert layout_of(ROWS, Blocks(((3, 4), (7, 8)))).later is None
+    assert not layout_of(ROWS, Blocks(((3, 4), (7, 8)))).later
 
 
 @pytest.mark.parametrize(("groups", "rule"), [(ROWS, RULES[0]), (ROWS, WINDOWS[0]), (GROUPS, RULES[1])])
@@ -130,7 +130,7 @@ def test_the_rows_of_blocks_reach_a_device_in_one_copy_and_nothing_is_read_back(
         layout = layout_of(GROUPS, BLOCKS, "meta")
 
     assert counted.copies == 2  # the rows of the sequences, and those of the blocks
-    assert layout.later.call.queries.cu_rows.device.type == "meta"
+    assert layout.later[FULL].queries.cu_rows.device.type == "meta"
 
 
 def errors_on_this_rank(rank, world_size):

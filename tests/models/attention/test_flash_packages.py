@@ -15,7 +15,7 @@ import torch
 from tests.helpers.plain_attention import PlainKernel
 from verl.models.attention import varlen_kernels
 from verl.models.attention.kernels import AttentionRule, RowRun, Rows
-from verl.models.attention.layouts import Blocks, PackedLayout, SharedLayout
+from verl.models.attention.layouts import Blocks, PackedLayout
 from verl.models.attention.varlen_kernels import (
     FlashAttention2,
     FlashAttention3,
@@ -194,17 +194,17 @@ def with_gradients(layout, inputs, rule):
         (PackedLayout.of(torch.tensor([0, 3, 3, 23])), AttentionRule(0.3, is_causal=False)),
         (PackedLayout.of(torch.tensor([0, 3, 3, 23])), AttentionRule(0.3, window=4)),
         (PackedLayout.of(torch.tensor([0, 3, 3, 23])), AttentionRule(0.3, window=1, softcap=0.5)),
-        (SharedLayout.of(GROUPS), AttentionRule(0.3)),
-        (SharedLayout.of(GROUPS), AttentionRule(0.3, window=9, softcap=0.5)),
-        (SharedLayout.of([(5, [1, 1]), (4, [0, 1])]), AttentionRule(0.3)),
-        (SharedLayout.of(GROUPS), AttentionRule(0.3, window=3)),
-        (SharedLayout.of(GROUPS), AttentionRule(0.3, chunk=3)),
-        (SharedLayout.of(GROUPS, blocks=BLOCKS), AttentionRule(0.3, window=3)),
+        (PackedLayout.of_groups(GROUPS), AttentionRule(0.3)),
+        (PackedLayout.of_groups(GROUPS), AttentionRule(0.3, window=9, softcap=0.5)),
+        (PackedLayout.of_groups([(5, [1, 1]), (4, [0, 1])]), AttentionRule(0.3)),
+        (PackedLayout.of_groups(GROUPS), AttentionRule(0.3, window=3)),
+        (PackedLayout.of_groups(GROUPS), AttentionRule(0.3, chunk=3)),
+        (PackedLayout.of_groups(GROUPS, blocks=BLOCKS), AttentionRule(0.3, window=3)),
         (PackedLayout.of(torch.tensor([0, 3, 3, 23]), blocks=BLOCKS), AttentionRule(0.3, softcap=0.5)),
     ],
 )
 def test_a_package_gets_its_arguments_in_its_own_order_and_meaning(layout, rule, package_kernel):
-    size = 23 if isinstance(layout, PackedLayout) else layout.calls[0].queries.tokens.stop
+    size = layout.calls[0].queries.tokens.stop
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.randn(1, heads, size, 8, generator=generator).requires_grad_() for heads in (4, 2, 2)]
     ours = with_gradients(layout, inputs, rule)

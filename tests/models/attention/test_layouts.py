@@ -9,7 +9,7 @@ from tests.helpers.largest_tensor import LargestTensor
 from verl.distributed.sequence_parallel import SequenceParallel
 from verl.distributed.token_sharding import SequenceGroup, shard_plan
 from verl.models.attention.kernels import AttentionRule
-from verl.models.attention.layouts import PackedLayout, SharedLayout
+from verl.models.attention.layouts import PackedLayout
 from verl.models.attention.sequence_parallel_layouts import sequence_layout
 
 RULE = AttentionRule(0.3)
@@ -58,20 +58,18 @@ def with_gradients(out, inputs):
 def test_adjacent_rows_of_equal_length_are_joined_and_empty_ones_skipped():
     found = PackedLayout.of(torch.tensor([0, 3, 3, 6, 10, 13]))
 
-    assert [(run.rows, run.q_length) for run in found.runs] == [(2, 3), (1, 4), (1, 3)]
+    assert [(run.rows, run.q_length) for run in found.calls[0].runs] == [(2, 3), (1, 4), (1, 3)]
 
 
 def test_the_runs_of_a_tensor_are_cached():
     bounds = torch.tensor([0, 3, 5])
 
-    assert PackedLayout.of(bounds).runs is PackedLayout.of(bounds).runs
+    assert PackedLayout.of(bounds).calls[0].runs is PackedLayout.of(bounds).calls[0].runs
 
 
 def spans_of(layout):
     """Devices and runs of a layout's calls."""
-    if isinstance(layout, PackedLayout):
-        return [(layout.cu_seqlens.device.type, layout.runs)]
-    calls = layout.calls if isinstance(layout, SharedLayout) else itertools.chain(*layout.calls)
+    calls = layout.calls if isinstance(layout, PackedLayout) else itertools.chain(*layout.calls)
     return [(span.cu_rows.device.type, call.runs) for call in calls for span in (call.queries, call.keys)]
 
 
@@ -98,9 +96,10 @@ def test_blocks_of_a_tower_share_one_copy_of_boundaries_from_the_cpu():
         layouts = [PackedLayout.of(bounds, "meta") for _ in range(3)]
 
     assert counted.copies == 1
-    assert layouts[0].cu_seqlens.device.type == "meta" and layouts[0].cu_seqlens.dtype == torch.int32
-    assert all(layout.cu_seqlens is layouts[0].cu_seqlens for layout in layouts)
-    assert [(run.rows, run.q_length) for run in layouts[2].runs] == [(1, 3), (1, 2)]
+    first, *others = (layout.calls[0].queries.cu_rows for layout in layouts)
+    assert first.device.type == "meta" and first.dtype == torch.int32
+    assert all(other is first for other in others)
+    assert [(run.rows, run.q_length) for run in layouts[2].calls[0].runs] == [(1, 3), (1, 2)]
 
 
 @pytest.mark.parametrize("softcap", [None, 0.5])
@@ -110,7 +109,7 @@ def test_each_response_attends_to_its_prompt_and_to_itself(groups, softcap):
     exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
 
     rule = AttentionRule(RULE.scale, softcap=softcap)
-    ours = with_gradients(SharedLayout.of(groups).attend(*inputs, rule), inputs)
+    ours = with_gradients(PackedLayout.of_groups(groups).attend(*inputs, rule), inputs)
 
     theirs = with_gradients(masked(*exact, seen_in(groups), softcap), exact)
     torch.testing.assert_close(ours[0].double(), theirs[0], atol=1e-6, rtol=0)
@@ -122,7 +121,7 @@ def test_bfloat16_results_are_within_rounding():
     inputs = tensors(size_of(GROUPS), torch.bfloat16)
     exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
 
-    ours = with_gradients(SharedLayout.of(GROUPS).attend(*inputs, RULE), inputs)
+    ours = with_gradients(PackedLayout.of_groups(GROUPS).attend(*inputs, RULE), inputs)
 
     assert {tensor.dtype for tensor in ours} == {torch.bfloat16}
     for left, right in zip(ours, with_gradients(masked(*exact, seen_in(GROUPS)), exact), strict=True):
@@ -137,7 +136,7 @@ def test_a_shared_prompt_equals_repeated_prompts():
     index = torch.tensor([*itertools.chain(*rows)])
     bounds = torch.tensor([0, *itertools.accumulate(len(row) for row in rows)])
 
-    shared = SharedLayout.of([(prompt, responses)]).attend(*inputs, RULE)
+    shared = PackedLayout.of_groups([(prompt, responses)]).attend(*inputs, RULE)
     repeated = PackedLayout.of(bounds).attend(*(tensor[:, :, index] for tensor in inputs), RULE)
 
     torch.testing.assert_close(shared[:, index], repeated, atol=1e-6, rtol=0)
@@ -150,7 +149,7 @@ def test_a_shared_prompt_equals_repeated_prompts():
 def test_groups_of_one_response_are_plain_sequences():
     groups = [(4, [3]), (2, [0, 5]), (3, [])]
     inputs = tensors(17)
-    shared = SharedLayout.of(groups)
+    shared = PackedLayout.of_groups(groups)
 
     out = shared.attend(*inputs, RULE)
 
@@ -159,25 +158,25 @@ def test_groups_of_one_response_are_plain_sequences():
 
 
 def test_the_longest_row_of_a_shared_layout_is_a_prompt_with_its_longest_response():
-    shared = SharedLayout.of([(5, [2, 0]), (4, [1])])
+    shared = PackedLayout.of_groups([(5, [2, 0]), (4, [1])])
 
     assert shared.longest_row == 7
 
 
 def test_attention_to_later_tokens_is_refused_with_a_shared_prompt():
     with pytest.raises(NotImplementedError, match=r"later tokens.*share_prompt` to false"):
-        SharedLayout.of([(5, [2, 1])]).attend(*tensors(8), AttentionRule(1.0, is_causal=False))
+        PackedLayout.of_groups([(5, [2, 1])]).attend(*tensors(8), AttentionRule(1.0, is_causal=False))
 
 
 def test_an_empty_prompt_is_refused():
     with pytest.raises(ValueError, match="at least one token"):
-        SharedLayout.of([(0, [2])])
+        PackedLayout.of_groups([(0, [2])])
 
 
 def test_scores_of_the_whole_prompt_are_never_held():
     # Scores of 2048 response tokens over a prompt of 2048 would be 4 Mi numbers for each head.
     inputs = torch.randn(1, 1, 4096, 8, requires_grad=True)
     with LargestTensor() as largest:
-        SharedLayout.of([(2048, [256] * 8)]).attend(inputs, inputs, inputs, RULE).sum().backward()
+        PackedLayout.of_groups([(2048, [256] * 8)]).attend(inputs, inputs, inputs, RULE).sum().backward()
 
     assert largest.numel <= 4096 * 8

@@ -13,7 +13,7 @@ from tests.models.attention.test_layouts import masked, size_of, tensors, with_g
 from verl.distributed.sequence_parallel import SequenceParallel
 from verl.distributed.token_sharding import SequenceGroup, shard_plan
 from verl.models.attention.kernels import AttentionRule
-from verl.models.attention.layouts import Blocks, PackedLayout, SharedLayout
+from verl.models.attention.layouts import Blocks, PackedLayout
 from verl.models.attention.sequence_parallel_layouts import sequence_layout
 from verl.models.attention.varlen_kernels import KernelChoice, use_kernels
 
@@ -27,7 +27,7 @@ BOTH = AttentionRule(0.3, window=2, chunk=5)
 
 def layout_of(groups, device=None, blocks=None):
     if any(responses for _, responses in groups):
-        return SharedLayout.of(groups, device, blocks)
+        return PackedLayout.of_groups(groups, device, blocks)
     bounds = torch.tensor([0, *itertools.accumulate(prompt for prompt, _ in groups)])
     return PackedLayout.of(bounds, device, blocks)
 
@@ -65,7 +65,7 @@ def test_tokens_see_their_window_or_chunk_across_prompt_and_response(groups, rul
 
 
 def test_the_end_of_a_prompt_is_copied_for_each_response_but_the_first():
-    shared = SharedLayout.of([(6, [2, 3, 1])])
+    shared = PackedLayout.of_groups([(6, [2, 3, 1])])
     shared.attend(*tensors(12), AttentionRule(0.3, window=3))
     (call,) = shared._local.values()
 
@@ -75,7 +75,7 @@ def test_the_end_of_a_prompt_is_copied_for_each_response_but_the_first():
 
 
 def test_a_chunk_of_a_response_that_begins_in_the_prompt_has_the_prompts_tokens():
-    shared = SharedLayout.of([(6, [2, 5])])
+    shared = PackedLayout.of_groups([(6, [2, 5])])
     shared.attend(*tensors(13), AttentionRule(0.3, chunk=4))
     (call,) = shared._local.values()
 

@@ -9,7 +9,7 @@ from tests.helpers.distributed import run_distributed
 from verl.distributed.sequence_parallel import SequenceParallel
 from verl.distributed.token_sharding import SequenceGroup, shard_plan
 from verl.models.attention.kernels import AttentionRule
-from verl.models.attention.layouts import PackedLayout, SharedLayout
+from verl.models.attention.layouts import PackedLayout
 from verl.models.attention.sequence_parallel_layouts import (
     RingLayout,
     UlyssesLayout,
@@ -52,7 +52,7 @@ def whole(groups, tensors, rule):
     *inputs, weights = tensors
     inputs = [tensor.clone().requires_grad_() for tensor in inputs]
     if any(group.responses for group in groups):
-        layout = SharedLayout.of(groups)
+        layout = PackedLayout.of_groups(groups)
     else:
         layout = PackedLayout.of(torch.tensor([0, *torch.tensor([g.prompt for g in groups]).cumsum(0)]))
     out = layout.attend(*inputs, rule)
@@ -205,4 +205,4 @@ def test_without_sequence_parallelism_the_layout_is_plain():
     none = SequenceParallel()
 
     assert isinstance(sequence_layout(shard_plan(PACKED, none), none), PackedLayout)
-    assert isinstance(sequence_layout(shard_plan(SHARED, none), none), SharedLayout)
+    assert isinstance(sequence_layout(shard_plan(SHARED, none), none), PackedLayout)

@@ -13,7 +13,7 @@ from verl.distributed.sequence_parallel import SequenceParallel
 from verl.distributed.token_sharding import SequenceGroup, shard_plan
 from verl.models.attention import varlen_kernels
 from verl.models.attention.kernels import AttentionRule
-from verl.models.attention.layouts import Blocks, PackedLayout, SharedLayout
+from verl.models.attention.layouts import Blocks, PackedLayout
 from verl.models.attention.partial_attention import (
     AttentionCall,
     Span,
@@ -102,7 +102,7 @@ def test_a_block_on_a_gpu_is_a_window_from_the_own_key_to_the_last(meta_gpu):
 
 
 def test_a_shared_prompt_under_a_window_takes_one_call_with_more_keys_than_queries_on_a_gpu(meta_gpu):
-    layout = SharedLayout.of([(5, [2, 3])], "meta")
+    layout = PackedLayout.of_groups([(5, [2, 3])], "meta")
 
     with Record() as record:
         layout.attend(*meta_tensors(10), AttentionRule(0.3, window=3))
@@ -168,12 +168,12 @@ def with_gradients(layout, inputs, rule):
         (PackedLayout.of(torch.tensor([0, 3, 3, 10])), RULE, 1),
         (PackedLayout.of(torch.tensor([0, 3, 3, 10])), AttentionRule(0.3, is_causal=False), 1),
         (PackedLayout.of(torch.tensor([0, 3, 3, 10])), AttentionRule(0.3, window=2, softcap=0.5), 1),
-        (SharedLayout.of(GROUPS), RULE, 3),
-        (SharedLayout.of(GROUPS), AttentionRule(0.3, softcap=0.5), 3),
+        (PackedLayout.of_groups(GROUPS), RULE, 3),
+        (PackedLayout.of_groups(GROUPS), AttentionRule(0.3, softcap=0.5), 3),
     ],
 )
 def test_layouts_compute_the_same_through_any_kernel(layout, rule, calls, plain_kernel):
-    size = 10 if isinstance(layout, PackedLayout) else layout.calls[0].queries.tokens.stop
+    size = layout.calls[0].queries.tokens.stop
     inputs = tensors(size)
     ours = with_gradients(layout, inputs, rule)
     use_kernels(varlen_kernels.DEFAULT)

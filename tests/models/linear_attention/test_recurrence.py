@@ -6,8 +6,13 @@ import torch
 from torch import Tensor
 
 from verl.distributed.sequence_parallel import SequenceParallel
-from verl.models.attention.layouts import PackedLayout, SharedLayout
-from verl.models.linear_attention.recurrence import Recurrence, Segment, group_segments, row_segments
+from verl.models.attention.layouts import PackedLayout
+from verl.models.linear_attention.recurrence import Recurrence, Segment, group_segments
+
+
+def row_segments(lengths):
+    return group_segments((length, ()) for length in lengths)
+
 
 GROUPS = [(5, (2, 3)), (1, (4,)), (3, (0, 2, 0)), (4, ()), (2, (1, 1, 70))]
 
@@ -33,7 +38,7 @@ def test_responses_follow_their_prompt_and_empty_ones_are_left_out():
 
 def test_layouts_give_the_order_of_their_rows():
     packed = PackedLayout.of(torch.tensor([0, 3, 5], dtype=torch.int32))
-    shared = SharedLayout.of([(5, [2, 3]), (4, [2])])
+    shared = PackedLayout.of_groups([(5, [2, 3]), (4, [2])])
 
     assert packed.recurrence.segments == row_segments([3, 2])
     assert shared.recurrence.segments == group_segments([(5, (2, 3)), (4, (2,))])

@@ -10,7 +10,7 @@ from tests.helpers.causal_families import FAMILIES, build_family
 from tests.helpers.distributed import run_distributed
 from verl.distributed.sequence_parallel import SequenceParallel
 from verl.models.linear_attention.layers import row_layers
-from verl.models.linear_attention.recurrence import Recurrence, group_segments, row_segments
+from verl.models.linear_attention.recurrence import Recurrence, group_segments
 from verl.models.registry import check_sequence_parallel, prepare_model
 from verl.workers.packing.forward import PackedForward
 
@@ -30,7 +30,7 @@ def test_rows_are_padded_behind_their_end_and_prompts_copied():
 
 def test_less_than_half_of_the_rows_is_padding():
     lengths = [1, 2, 3, 17, 100, 101, 5, 0, 30]
-    batches = Recurrence(row_segments(lengths)).whole_rows.batches
+    batches = Recurrence(group_segments((length, ()) for length in lengths)).whole_rows.batches
 
     padding = sum((batch == sum(lengths)).sum().item() for batch in batches)
     assert padding < sum(lengths) / 2
@@ -59,7 +59,7 @@ def test_a_state_that_leaks_over_the_start_of_a_row_would_be_seen(model_type, mo
     prepare_model(model)
     right = PackedForward(model, model.config).log_probs(batch, 1.0).log_probs
 
-    one_row = Recurrence(row_segments([int(batch.batch["attention_mask"].sum())]))
+    one_row = Recurrence(group_segments([(int(batch.batch["attention_mask"].sum()), ())]))
     monkeypatch.setattr("verl.models.attention.layouts.PackedLayout.recurrence", one_row)
     wrong = PackedForward(model, model.config).log_probs(batch, 1.0).log_probs
 

@@ -20,8 +20,6 @@ def test_packed_rows_follow_each_other():
     assert packed.input_ids.tolist() == [5, 6, 10, 11, 7, 20, 5, 6, 30, 31, 32]
     assert packed.position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 0, 1, 2, 3, 4]]
     assert packed.groups == (SequenceGroup(4), SequenceGroup(2), SequenceGroup(5))
-    assert not packed.is_shared
-    assert packed.cu_seqlens.tolist() == [0, 4, 6, 11]
     assert packed.positions[:, -1].tolist() == [3, 5, 10]
 
 
@@ -32,7 +30,6 @@ def test_responses_follow_one_copy_of_their_prompt():
     assert packed.input_ids.tolist() == [5, 6, 10, 11, 30, 31, 32, 7, 20]
     assert packed.position_ids.tolist() == [[0, 1, 2, 3, 2, 3, 4, 0, 1]]
     assert packed.groups == (SequenceGroup(2, (2, 3)), SequenceGroup(2))
-    assert packed.is_shared
     assert packed.rows == ((0, 2), (1,))
 
 

@@ -7,6 +7,7 @@ Latents are unpacked, (B, C, h, w), everywhere but in the transformer.
 from typing import Any
 
 import numpy as np
+import torch.nn.functional as F
 from torch import Tensor
 
 from verl.diffusion.families.interface import DiffusionFamily, Size
@@ -48,13 +49,11 @@ def shift_of(config: Any, tokens: int) -> float:
 
 def pack(latents: Tensor) -> Tensor:
     """Return latents (B, C, h, w) as tokens (B, h w / 4, 4 C), row by row."""
-    batch, channels, height, width = latents.shape
-    split = latents.reshape(batch, channels, height // PATCH, PATCH, width // PATCH, PATCH)
-    return split.permute(0, 2, 4, 1, 3, 5).reshape(batch, -1, channels * PATCH**2)
+    return F.pixel_unshuffle(latents, PATCH).flatten(2).transpose(1, 2).contiguous()
 
 
 def unpack(tokens: Tensor, like: Tensor) -> Tensor:
     """Return tokens (B, h w / 4, 4 C) as latents (B, C, h, w), the shape of `like`."""
-    batch, channels, height, width = like.shape
-    split = tokens.reshape(batch, height // PATCH, width // PATCH, channels, PATCH, PATCH)
-    return split.permute(0, 3, 1, 4, 2, 5).reshape(like.shape)
+    height, width = like.shape[-2:]
+    squares = tokens.transpose(1, 2).unflatten(2, (height // PATCH, width // PATCH))
+    return F.pixel_shuffle(squares, PATCH)

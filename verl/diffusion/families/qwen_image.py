@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from verl.diffusion.families.interface import JOINT_ATTENTION, Conditions, decode_videos
 from verl.diffusion.families.packed import PATCH, TIMES, PackedFamily, pack, unpack
@@ -34,11 +34,8 @@ class QwenImage(PackedFamily):
         return {STATES: states, MASK: mask.bool()}
 
     def join(self, parts: Sequence[Conditions]) -> Conditions:
-        longest = max(part[STATES].shape[1] for part in parts)
-        rest = [longest - part[STATES].shape[1] for part in parts]
-        states = [F.pad(part[STATES], (0, 0, 0, more)) for part, more in zip(parts, rest, strict=True)]
-        masks = [F.pad(part[MASK], (0, more)) for part, more in zip(parts, rest, strict=True)]
-        return {STATES: torch.cat(states), MASK: torch.cat(masks)}
+        rows = {name: [row for part in parts for row in part[name]] for name in parts[0]}
+        return {name: pad_sequence(values, batch_first=True) for name, values in rows.items()}
 
     def predict(self, transformer: Any, latents: Tensor, times: Tensor, conditions: Conditions) -> Tensor:
         shape = (1, latents.shape[-2] // PATCH, latents.shape[-1] // PATCH)

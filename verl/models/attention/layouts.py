@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention layouts: which packed tokens attend to which; all layers of a model share one layout.
 
-- `PackedLayout`: concatenated sequences that attend to themselves.
-- `SharedLayout`: groups of a prompt and its responses; a response attends to the prompt and itself.
-
-In both, tokens of `Blocks` also attend to later tokens, and layers may have a window or chunks.
+In a `PackedLayout` sequences attend to themselves, and a response to its prompt and to itself. Tokens of
+`Blocks` also attend to later tokens, and layers may have a window or chunks.
 
 To add a layout, write a class with `attend`; `sequence_parallel_layouts` has the layouts that span processes.
 """
 
 import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -20,7 +18,7 @@ from torch import Tensor
 from verl.models.attention.kernels import FULL, SLIDING, AttentionRule, RowRun, attend_runs, row_runs
 from verl.models.attention.partial_attention import AttentionCall, Span, attend_calls
 from verl.models.attention.varlen_kernels import kernel_for
-from verl.models.linear_attention.recurrence import Recurrence, group_segments, row_segments
+from verl.models.linear_attention.recurrence import Recurrence, group_segments
 
 T = TypeVar("T")
 
@@ -104,11 +102,19 @@ class Blocks(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PackedLayout:
-    """Concatenated sequences."""
+    """Concatenated sequences, or groups of a prompt and its responses, which do not attend to each other.
 
-    sequences: Span
-    runs: tuple[RowRun, ...]  # of sequences with equal lengths
-    later: "LaterTokens | None" = None  # of blocks
+    Example::
+
+        PackedLayout.of(torch.tensor([0, 3, 5]))  # a a a b b
+        PackedLayout.of_groups([(5, [2, 3]), (4, [2])])  # p p p p p a a b b b  q q q q c c
+    """
+
+    # A causal call over the segments, where the first response continues the prompt's segment, and for each
+    # group a call of its other responses to the whole prompt.
+    calls: tuple[AttentionCall, ...]
+    groups: tuple[tuple[int, tuple[int, ...]], ...]  # prompt length and response lengths
+    later: Mapping[str, AttentionCall]  # of blocks' tokens to later ones, by type of layer
 
     @classmethod
     def of(
@@ -128,58 +134,20 @@ class PackedLayout:
                 f"rows_on_{device}",
                 lambda: cu_seqlens.to(device, torch.int32, non_blocking=True),
             )
-        later = LaterTokens.of(blocks, lengths, device)
-        return cls(Span(slice(0, sum(lengths)), on_device, lengths), runs, later)
-
-    @property
-    def cu_seqlens(self) -> Tensor:
-        return self.sequences.cu_rows
-
-    @property
-    def recurrence(self) -> Recurrence:
-        lengths, device = self.sequences.lengths, self.cu_seqlens.device
-        return cached_on(self, "_recurrence", lambda: Recurrence(row_segments(lengths), device))
-
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule, sinks: Tensor | None = None
-    ) -> Tensor:
-        rows = AttentionCall(self.sequences, self.sequences, rule.is_causal, self.runs)
-        if rule.chunk is not None and rule.chunk < max(self.sequences.lengths, default=0):
-            groups = [(length, ()) for length in self.sequences.lengths]
-            rows = _local_call(self, groups, rule, self.sequences)
-        later = later_calls(self.later, rule)
-        # A soft cap recomputes its scores in backward, so that no scores of a long sequence are kept.
-        is_plain = not later and sinks is None and rule.softcap is None
-        if is_plain and kernel_for(query, value, None) is None:
-            return attend_runs(query, key, value, rows.runs, rule)
-        return _attend(query, key, value, (rows, *later), rule, sinks)
-
-
-@dataclass(frozen=True, eq=False)
-class SharedLayout:
-    """Concatenated groups of a prompt and its responses; responses do not attend to each other.
-
-    Example::
-
-        SharedLayout.of([(5, [2, 3]), (4, [2])])  # p p p p p a a b b b  q q q q c c
-    """
-
-    # A causal call over the segments, where the first response continues the prompt's segment, and for each
-    # group a call of its other responses to the whole prompt.
-    calls: tuple[AttentionCall, ...]
-    longest_row: int  # prompt and response
-    later: "LaterTokens | None" = None  # of blocks
-    groups: tuple[tuple[int, tuple[int, ...]], ...] = ()  # prompt length and response lengths
+        rows = Span(slice(0, sum(lengths)), on_device, lengths)
+        groups = tuple((length, ()) for length in lengths)
+        call = AttentionCall(rows, rows, True, runs)
+        return cls((call,), groups, _later_calls(blocks, lengths, device))
 
     @classmethod
-    def of(
+    def of_groups(
         cls,
         groups: Sequence[tuple[int, Sequence[int]]],
         device: torch.device | str | None = None,
         blocks: Blocks | None = None,
-    ) -> "SharedLayout":
+    ) -> "PackedLayout":
         """Build the layout of groups (prompt length, response lengths), which may include empty responses."""
-        if any(prompt < 1 for prompt, _ in groups):
+        if any(responses and prompt < 1 for prompt, responses in groups):
             raise ValueError("a shared prompt has at least one token")
         rows = [length for group in groups for length in _causal_rows(*group)]
         parts: list[tuple[int, list[int]]] = [(0, rows)]  # then queries and keys of each further call
@@ -193,10 +161,9 @@ class SharedLayout:
         calls = [AttentionCall.of(everything, everything, is_causal=True)]
         for queries, keys in zip(spans[::2], spans[1::2], strict=True):
             calls.append(AttentionCall.of(queries, keys, is_causal=False))
-        longest = max((prompt + max(responses, default=0) for prompt, responses in groups), default=0)
         segments = [length for prompt, responses in groups for length in (prompt, *responses)]
         own = tuple((prompt, tuple(responses)) for prompt, responses in groups)
-        return cls(tuple(calls), longest, LaterTokens.of(blocks, segments, device), own)
+        return cls(tuple(calls), own, _later_calls(blocks, segments, device))
 
     @property
     def recurrence(self) -> Recurrence:
@@ -206,68 +173,55 @@ class SharedLayout:
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule, sinks: Tensor | None = None
     ) -> Tensor:
-        if not rule.is_causal:
+        calls = self._calls(rule)
+        later = [self.later[rule.layer_type]] if rule.is_causal and rule.layer_type in self.later else []
+        # A soft cap recomputes its scores in backward, so that no scores of a long sequence are kept.
+        is_plain = not later and sinks is None and rule.softcap is None
+        is_plain = is_plain and len(calls) == 1 and calls[0].taken is None
+        if is_plain and kernel_for(query, value, None) is None:
+            return attend_runs(query, key, value, calls[0].runs, rule)
+        q, k, v = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))  # (N, H, D) each
+        return attend_calls(q, k, v, (*calls, *later), rule, sinks).unsqueeze(0)
+
+    def _calls(self, rule: AttentionRule) -> tuple[AttentionCall, ...]:
+        """Return the calls of a layer with this rule; those for a window or chunks are made once."""
+        shares = len(self.calls) > 1
+        if shares and not rule.is_causal:
             raise NotImplementedError(
                 "with a shared prompt, attention to later tokens is not supported: set"
                 " `worker.actor.share_prompt` to false"
             )
-        calls = self.calls
-        if _is_local(rule, self.longest_row):
-            calls = (_local_call(self, self.groups, rule, calls[0].queries),)
-        return _attend(query, key, value, (*calls, *later_calls(self.later, rule)), rule, sinks)
+        # without other responses to the same prompt the first call follows a window
+        sizes = [size for size in (rule.chunk, rule.window if shares else None) if size is not None]
+        if sizes and min(sizes) < self.longest_row:
+            known: dict[tuple[int | None, int | None], AttentionCall] = cached_on(self, "_local", dict)
+            key = rule.window, rule.chunk
+            if key not in known:
+                known[key] = _local_rows(self.groups, rule, self.calls[0].queries.cu_rows.device)
+            return (known[key],)
+        return self.calls if rule.is_causal else (self.calls[0]._replace(is_causal=False),)
 
-
-@dataclass(frozen=True, eq=False)
-class LaterTokens:
-    """The call of tokens of blocks to the later tokens of their block."""
-
-    call: AttentionCall
-    layer_types: frozenset[str]  # of the layers that make it
-
-    @classmethod
-    def of(
-        cls, blocks: Blocks | None, segments: Sequence[int], device: torch.device | str | None
-    ) -> "LaterTokens | None":
-        rows = blocks.within(segments).rows_of_later_tokens() if blocks is not None else ()
-        if blocks is None or not rows:
-            return None
-        queries, keys = Span.of_all(rows, device)
-        return cls(AttentionCall.of(queries, keys, is_causal=False, sees_later=True), blocks.layer_types)
-
-
-def _local_call(
-    layout: Layout, groups: Sequence[tuple[int, Sequence[int]]], rule: AttentionRule, tokens: Span
-) -> AttentionCall:
-    """Return the call for a window or chunks over a layout's tokens, which is made once."""
-    known: dict[tuple[int | None, int | None], AttentionCall] = cached_on(layout, "_local", dict)
-    key = rule.window, rule.chunk
-    if key not in known:
-        known[key] = _local_rows(groups, rule, tokens.cu_rows.device)
-    return known[key]
-
-
-def later_calls(later: LaterTokens | None, rule: AttentionRule) -> tuple[AttentionCall, ...]:
-    """Return the call of blocks in a layer where they have an effect."""
-    if later is None or not rule.is_causal or rule.layer_type not in later.layer_types:
-        return ()
-    return (later.call,)
-
-
-def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    calls: Sequence[AttentionCall],
-    rule: AttentionRule,
-    sinks: Tensor | None,
-) -> Tensor:
-    q, k, v = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))  # (N, H, D) each
-    return attend_calls(q, k, v, calls, rule, sinks).unsqueeze(0)
+    @property
+    def longest_row(self) -> int:
+        """The tokens of the longest prompt with a response."""
+        return max((prompt + max(responses, default=0) for prompt, responses in self.groups), default=0)
 
 
 def _rows_within(cu_seqlens: Tensor) -> tuple[tuple[int, ...], tuple[RowRun, ...]]:
     lengths = tuple(stop - start for start, stop in itertools.pairwise(cu_seqlens.tolist()))
     return lengths, row_runs(lengths, lengths)
+
+
+def _later_calls(
+    blocks: Blocks | None, segments: Sequence[int], device: torch.device | str | None
+) -> dict[str, AttentionCall]:
+    """Return the call of tokens of blocks to the later tokens of their block, by the types of its layers."""
+    rows = blocks.within(segments).rows_of_later_tokens() if blocks is not None else ()
+    if blocks is None or not rows:
+        return {}
+    queries, keys = Span.of_all(rows, device)
+    call = AttentionCall.of(queries, keys, is_causal=False, sees_later=True)
+    return dict.fromkeys(blocks.layer_types, call)
 
 
 def cached_on(owner: Any, name: str, compute: Callable[[], T]) -> T:
@@ -290,10 +244,6 @@ class _Part(NamedTuple):
     start: int  # the first query
     queries: int
     before: tuple[int, int]  # tokens of the prompt that come before the queries' own keys: start and stop
-
-
-def _is_local(rule: AttentionRule, longest_row: int) -> bool:
-    return any(size is not None and size < longest_row for size in (rule.window, rule.chunk))
 
 
 def _local_rows(

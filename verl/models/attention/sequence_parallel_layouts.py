@@ -5,7 +5,6 @@
 rank to rank. `sequence_layout` composes them, with ulysses outside of the ring.
 """
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -20,7 +19,7 @@ from verl.distributed.sequence_parallel import SequenceParallel
 from verl.distributed.token_sharding import RingShard, ShardPlan
 from verl.distributed.ulysses import heads_to_tokens, tokens_to_heads
 from verl.models.attention.kernels import AttentionRule
-from verl.models.attention.layouts import Blocks, Layout, PackedLayout, SharedLayout, cached_on
+from verl.models.attention.layouts import Blocks, Layout, PackedLayout, cached_on
 from verl.models.attention.partial_attention import (
     AttentionCall,
     Span,
@@ -51,11 +50,7 @@ def sequence_layout(
             )
         layout = RingLayout.of(plan, sp, device)
         return layout if sp.ulysses_size == 1 else UlyssesLayout(sp, layout)
-    if any(group.responses for group in plan.groups):
-        layout = SharedLayout.of(plan.groups, device, blocks)
-    else:
-        ends = itertools.accumulate(group.prompt for group in plan.groups)
-        layout = PackedLayout.of(torch.tensor([0, *ends], dtype=torch.int32), device, blocks)
+    layout = PackedLayout.of_groups(plan.groups, device, blocks)
     return layout if sp.ulysses_size == 1 else UlyssesLayout(sp, layout, len(plan.positions))
 
 

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The softmax over a chunk of head products in Triton kernels.
-
-The kernels are custom operators of torch, which fake tensors pass without a launch.
-"""
+"""The softmax over a chunk of head products in Triton kernels."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -30,7 +27,10 @@ class TritonSoftmax(EagerSoftmax):
 
     def log_probs(self, policy: HeadProducts, targets: Tensor, results: LogProbStatistics) -> None:
         values, bias, transform = policy
-        log_prob_statistics(values, bias, targets, *results, *transform)
+        _launch(
+            triton_kernels.log_prob_statistics,
+            values, bias, targets, *results, values.shape[1], *transform,
+        )  # fmt: skip
 
     def log_prob_gradient(
         self,
@@ -41,13 +41,18 @@ class TritonSoftmax(EagerSoftmax):
         grad_bias: Tensor | None,
     ) -> Tensor:
         values, bias, transform = policy
-        written = _written_dtype(values, dtype, grad_bias)
-        log_prob_gradient(values, written, bias, targets, *(_dense(column) for column in given), *transform)
-        return _gradients(values, written, dtype, grad_bias)
+        gradients = _overlay(values, dtype, grad_bias)
+        _launch(
+            triton_kernels.log_prob_gradient,
+            values, gradients, gradients.stride(0), bias, targets, *map(_dense, given), values.shape[1],
+            *transform,
+        )  # fmt: skip
+        return _finished(gradients, dtype, grad_bias)
 
     def kl(self, policy: HeadProducts, reference: HeadProducts, results: KLStatistics) -> None:
-        kl_statistics(
-            policy.values, policy.bias, reference.values, reference.bias, *results,
+        _launch(
+            triton_kernels.kl_statistics,
+            policy.values, policy.bias, reference.values, reference.bias, *results, policy.values.shape[1],
             *policy.transform, *reference.transform,
         )  # fmt: skip
 
@@ -59,30 +64,26 @@ class TritonSoftmax(EagerSoftmax):
         dtype: torch.dtype,
         grad_bias: Tensor | None,
     ) -> Tensor:
-        written = _written_dtype(policy.values, dtype, grad_bias)
-        kl_gradient(
-            policy.values, written, policy.bias, reference.values, reference.bias,
-            *(_dense(column) for column in given), *policy.transform, *reference.transform,
+        gradients = _overlay(policy.values, dtype, grad_bias)
+        _launch(
+            triton_kernels.kl_gradient,
+            policy.values, gradients, gradients.stride(0), policy.bias, reference.values, reference.bias,
+            *map(_dense, given), policy.values.shape[1], *policy.transform, *reference.transform,
         )  # fmt: skip
-        return _gradients(policy.values, written, dtype, grad_bias)
+        return _finished(gradients, dtype, grad_bias)
 
 
 def _dense(column: Tensor | None) -> Tensor | None:
     return None if column is None else column.contiguous()
 
 
-def _written_dtype(values: Tensor, dtype: torch.dtype, grad_bias: Tensor | None) -> torch.dtype:
+def _overlay(values: Tensor, dtype: torch.dtype, grad_bias: Tensor | None) -> Tensor:
+    """View products as gradients of `dtype`, each row of them at the start of its row of products."""
     # The bias is summed from gradients that are not yet rounded.
-    return dtype if grad_bias is None else values.dtype
+    return values.view(dtype if grad_bias is None else values.dtype)[:, : values.shape[1]]
 
 
-def _overlay(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """View products as narrower numbers, each row of them at the start of its row of products."""
-    return values.view(dtype)[:, : values.shape[1]]
-
-
-def _gradients(values: Tensor, written: torch.dtype, dtype: torch.dtype, grad_bias: Tensor | None) -> Tensor:
-    gradients = _overlay(values, written)
+def _finished(gradients: Tensor, dtype: torch.dtype, grad_bias: Tensor | None) -> Tensor:
     if grad_bias is not None:
         grad_bias += gradients.sum(0, dtype=grad_bias.dtype)
     return gradients.to(dtype)
@@ -93,76 +94,3 @@ def _launch(kernel: Any, values: Tensor, *inputs: Any) -> None:
     module = module_of(values.device)
     with nullcontext() if module is None else module.device_of(values):
         kernel[(len(values),)](values, *inputs, BLOCK, num_warps=NUM_WARPS)
-
-
-@torch.library.custom_op(
-    "verl::log_prob_statistics", mutates_args=("log_probs", "lse", "entropy", "sum_squares")
-)
-def log_prob_statistics(
-    values: Tensor, bias: Tensor | None, targets: Tensor,
-    log_probs: Tensor, lse: Tensor, entropy: Tensor | None, sum_squares: Tensor | None,
-    scale: float, softcap: float | None, temperature: float,
-) -> None:  # fmt: skip
-    """Write statistics of each token, see `LogProbStatistics`."""
-    _launch(
-        triton_kernels.log_prob_statistics,
-        values, bias, targets, log_probs, lse, entropy, sum_squares, values.shape[1],
-        scale, softcap, temperature,
-    )  # fmt: skip
-
-
-@torch.library.custom_op("verl::log_prob_gradient", mutates_args=("values",))
-def log_prob_gradient(
-    values: Tensor, dtype: torch.dtype, bias: Tensor | None, targets: Tensor,
-    lse: Tensor, grad_log_probs: Tensor, entropy: Tensor | None, grad_entropy: Tensor | None,
-    scale: float, softcap: float | None, temperature: float,
-) -> None:  # fmt: skip
-    """Overwrite products with their gradient in `dtype`."""
-    gradients = _overlay(values, dtype)
-    _launch(
-        triton_kernels.log_prob_gradient,
-        values, gradients, gradients.stride(0), bias, targets, lse, grad_log_probs, entropy, grad_entropy,
-        values.shape[1], scale, softcap, temperature,
-    )  # fmt: skip
-
-
-@torch.library.custom_op("verl::kl_statistics", mutates_args=("kl", "lse", "mean_gap", "ref_lse"))
-def kl_statistics(
-    values: Tensor, bias: Tensor | None, ref_values: Tensor, ref_bias: Tensor | None,
-    kl: Tensor, lse: Tensor, mean_gap: Tensor, ref_lse: Tensor | None,
-    scale: float, softcap: float | None, temperature: float,
-    ref_scale: float, ref_softcap: float | None, ref_temperature: float,
-) -> None:  # fmt: skip
-    """Write statistics of each token, see `KLStatistics`."""
-    _launch(
-        triton_kernels.kl_statistics,
-        values, bias, ref_values, ref_bias, kl, lse, mean_gap, ref_lse, values.shape[1],
-        scale, softcap, temperature, ref_scale, ref_softcap, ref_temperature,
-    )  # fmt: skip
-
-
-@torch.library.custom_op("verl::kl_gradient", mutates_args=("values",))
-def kl_gradient(
-    values: Tensor, dtype: torch.dtype, bias: Tensor | None, ref_values: Tensor, ref_bias: Tensor | None,
-    lse: Tensor, grad_kl: Tensor, mean_gap: Tensor | None, ref_lse: Tensor | None,
-    scale: float, softcap: float | None, temperature: float,
-    ref_scale: float, ref_softcap: float | None, ref_temperature: float,
-) -> None:  # fmt: skip
-    """Overwrite the policy's products with their gradient in `dtype`."""
-    gradients = _overlay(values, dtype)
-    _launch(
-        triton_kernels.kl_gradient,
-        values, gradients, gradients.stride(0), bias, ref_values, ref_bias, lse, grad_kl, mean_gap, ref_lse,
-        values.shape[1], scale, softcap, temperature, ref_scale, ref_softcap, ref_temperature,
-    )  # fmt: skip
-
-
-def _check_devices(*inputs: Any) -> None:
-    """Stand for a kernel on fake tensors: results are written and none is made."""
-    devices = {str(tensor.device) for tensor in inputs if isinstance(tensor, Tensor)}
-    if len(devices) > 1:
-        raise RuntimeError(f"the head's kernels need all tensors on one device, got {sorted(devices)}")
-
-
-for _operator in (log_prob_statistics, log_prob_gradient, kl_statistics, kl_gradient):
-    _operator.register_fake(_check_devices)

@@ -32,13 +32,8 @@ class Segment(NamedTuple):
         return self.start + self.length
 
 
-def row_segments(lengths: Iterable[int]) -> tuple[Segment, ...]:
-    """Return the segments of rows that start from nothing; rows may be empty."""
-    return group_segments((length, ()) for length in lengths)
-
-
 def group_segments(groups: Iterable[tuple[int, Sequence[int]]]) -> tuple[Segment, ...]:
-    """Return the segments of groups (prompt length, response lengths), where responses may be empty."""
+    """Return the segments of groups (prompt length, response lengths), where rows may be empty."""
     segments: list[Segment] = []
     start = 0
     for prompt, responses in groups:

@@ -20,7 +20,7 @@ from verl.data.media.loader import MediaLoader
 from verl.distributed.device import to_device
 from verl.distributed.sequence_parallel import SequenceParallel
 from verl.distributed.token_sharding import ShardPlan, SPRows, shard_plan
-from verl.models.attention.layouts import PackedLayout, SharedLayout
+from verl.models.attention.layouts import PackedLayout
 from verl.models.attention.sequence_parallel_layouts import sequence_layout
 from verl.models.deferred_logits import DeferredLogits
 from verl.models.families.interface import ExampleRow, Kind, MediaFamily, Medium
@@ -233,10 +233,8 @@ class PackedForward(RowForward):
             plan = shard_plan(packed.groups, self.sp)
             layout = sequence_layout(plan, self.sp, self.device, blocks)
             arguments |= {"packed_layout": layout, "local_tokens": plan.local}
-        elif packed.is_shared:
-            arguments["packed_layout"] = SharedLayout.of(packed.groups, self.device, blocks)
         else:
-            arguments["packed_layout"] = PackedLayout.of(packed.cu_seqlens, self.device, blocks)
+            arguments["packed_layout"] = PackedLayout.of_groups(packed.groups, self.device, blocks)
         if media_rows:
             arguments |= self._media(media_rows, micro, packed.input_ids, plan)
         if self.observers:

@@ -31,17 +31,6 @@ class PackedBatch(NamedTuple):
     # of each group, whose prompt was taken from the first; empty for a further context of the row before
     rows: tuple[tuple[int, ...], ...]
 
-    @property
-    def is_shared(self) -> bool:
-        return any(group.responses for group in self.groups)
-
-    @property
-    def cu_seqlens(self) -> Tensor:
-        """(groups + 1,) int32: the start of each group, and the end."""
-        sizes = [group.prompt + sum(group.responses) for group in self.groups]
-        bounds = list(itertools.accumulate(sizes, initial=0))
-        return torch.tensor(bounds, dtype=torch.int32)
-
     def append(self, input_ids: Tensor) -> "PackedBatch":
         """Add a row at the end, its positions counted from zero."""
         length = len(input_ids)
