@@ -7,8 +7,7 @@ import torch
 
 from examples.quickstart.tiny_pipelines import save_tiny_sd3
 from tests.diffusion.image_pipelines import save_tiny_flux, save_tiny_qwen_image
-from verl.diffusion.families.interface import Size
-from verl.diffusion.families.packed import PackedFamily, pack, unpack
+from verl.diffusion.families.interface import PackedFamily, Size, pack, unpack
 
 MODELS = {
     "sd3": save_tiny_sd3,

@@ -33,6 +33,8 @@ from verl.models.families.registry import load_config, media_family_of
 from verl.models.hub_names import auto_class
 from verl.models.registry import prepare_model
 from verl.models.tiny import save_tiny_model
+from verl.models.vila.processor import VilaProcessor
+from verl.models.vila.tiles import grids
 from verl.utils.quiet import no_weight_bars
 
 
@@ -262,7 +264,32 @@ def own_inputs_of(tiny: Tiny, row: Sequence[Part], **options: Any) -> dict[str, 
         arguments["videos_kwargs"]["use_audio_in_video"] = True
     if not tiny.processor.tokenizer.init_kwargs.get("add_bos_token"):
         arguments["add_special_tokens"] = False
+    if isinstance(tiny.processor, VilaProcessor):
+        return _vila_inputs(tiny.processor, arguments)
     return dict(tiny.processor(**arguments))
+
+
+def _vila_inputs(processor: VilaProcessor, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of VILA's model for one rendered prompt and its media."""
+    [prompt], images, videos = (arguments.get(name, ()) for name in ("text", "images", "videos"))
+    shapes = [grids(processor.config, image.height, image.width) for image in images]
+    frames = [len(video) for video in videos]
+    expanded = {
+        processor.image_token_id: iter([processor.image_tokens(shape) for shape in shapes]),
+        processor.video_token_id: iter([processor.video_tokens(count) for count in frames]),
+    }
+    ids: list[int] = []
+    for token in processor.encode(prompt):
+        ids += next(expanded[token]) if token in expanded else [token]
+    inputs: dict[str, Any] = {"input_ids": torch.tensor([ids])}
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    if images:
+        inputs["pixel_values"] = torch.cat([processor.image_pixels(image) for image in images])
+        inputs["image_grids"] = shapes
+    if videos:
+        inputs["pixel_values_videos"] = torch.cat([processor.frame_pixels(video) for video in videos])
+        inputs["video_frames"] = frames
+    return inputs
 
 
 def own_features_of(tiny: Tiny, part: Medial) -> Tensor:

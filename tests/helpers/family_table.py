@@ -57,7 +57,7 @@ from verl.data.media.sizes import MediaOptions
 from verl.distributed.sequence_parallel import SequenceParallel
 from verl.models.families.interface import KINDS as MEDIA
 from verl.models.families.interface import MediaShape, is_part
-from verl.models.families.registry import all_families, encoder_of, transposed_experts
+from verl.models.families.registry import all_families, family_of, transposed_experts
 from verl.models.hub_names import HubNames
 from verl.models.lora_weights import AdapterConfig, is_adapter
 from verl.models.registry import check_sequence_parallel
@@ -134,7 +134,7 @@ def adapted(kind: str) -> Error:
     )
     expected.square().sum().backward()
     found.square().sum().backward()
-    parts = encoder_of(tiny.config)
+    parts = family_of(tiny.config).encoder
     trained = [name for name, parameter in model.named_parameters() if parameter.grad is not None]
     assert {is_part(name, parts) for name in trained} == {False, True} and all(map(is_adapter, trained))
     return max(_difference(found, expected), _gradient_error(model, plain))
@@ -148,7 +148,7 @@ def frozen(kind: str) -> Error:
     senses = tiny.family.encoders
     options = TrainableOptions(freeze_vision_tower="vision" in senses, freeze_audio_tower="audio" in senses)
     select_trainable(model, options, "worker.actor.model")
-    parts = encoder_of(tiny.config)
+    parts = family_of(tiny.config).encoder
     for name, parameter in plain.named_parameters():
         parameter.requires_grad_(not is_part(name, parts))
     assert parts and not all(parameter.requires_grad for parameter in plain.parameters())

@@ -16,7 +16,7 @@ from verl.models.attention.interface import ATTENTION
 from verl.models.attention.layouts import Layout, PackedLayout
 from verl.models.deferred_logits import DeferredLogits, DeferringHead
 from verl.models.families.interface import Family, Kind, MediaFamily, Medium, is_part
-from verl.models.families.registry import encoder_of, family_of
+from verl.models.families.registry import family_of
 from verl.models.vision import Features, MediaRows, MediaShare, blocks_of, in_order, order_of
 
 
@@ -60,7 +60,7 @@ def compile_blocks(model: PreTrainedModel, backend: str = "inductor") -> None:
     The forward is compiled rather than the block, so that FSDP's hooks and checkpointing stay outside. Sizes
     are symbolic, and attention runs between the compiled parts: neither depends on the sequences' lengths.
     """
-    encoder = encoder_of(model.config)
+    encoder = family_of(model.config).encoder
     in_tower = {module for name, module in model.named_modules() if is_part(name, encoder)}
     blocks = [block for block in fsdp_blocks(model) if block not in in_tower]
     if not blocks:

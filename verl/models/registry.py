@@ -80,7 +80,7 @@ def _ring_obstacle(config: PretrainedConfig) -> str | None:
     family, text = family_of(config), config.get_text_config()
     if _layer_types(text) & STATE_TYPES:
         return "linear attention layers carry a state from token to token, for which ranks would wait"
-    if isinstance(family, MediaFamily) and family.block_layers(config):
+    if family.block_layers(config):
         return "tokens of an image cannot attend to each other in both directions"
     return ring_obstacle(_attention_rule(text), text.max_position_embeddings)
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from verl.models.families.interface import MediaFamily, Sense, is_part
+from verl.models.families.interface import Sense, is_part
 from verl.models.families.registry import family_of
 from verl.models.lora import adapted_parameters, attach_adapters, compile_pattern
 from verl.models.lora_weights import AdapterConfig, is_adapter, plain_name
@@ -70,8 +70,7 @@ def select_trainable(model: nn.Module, options: TrainableOptions, option: str) -
 
 
 def _frozen_encoders(model: PreTrainedModel, options: TrainableOptions, option: str) -> list[str]:
-    family = family_of(model.config)
-    encoders = family.encoders if isinstance(family, MediaFamily) else {}
+    encoders = family_of(model.config).encoders
     for sense in options.frozen_senses - encoders.keys():
         text, name = "`%s.freeze_%s_tower` has no effect: %s has no %s tower", type(model).__name__
         logger.warning(text, option, sense, name, sense)

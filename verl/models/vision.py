@@ -73,7 +73,8 @@ def share_media(
 
 def blocks_of(family: Family, config: Any, input_ids: Tensor) -> Blocks | None:
     """Return the images and frames in packed tokens (N,) whose tokens attend to each other, if any do."""
-    if not isinstance(family, MediaFamily) or not (layers := family.block_layers(config)):
+    layers = family.block_layers(config)
+    if not layers or not isinstance(family, MediaFamily):
         return None
     tokens = torch.cat(list(family.media_tokens(config, input_ids).values()))
     return Blocks.of(tokens.sort().values, layers)

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 from verl.config.model import FSDPConfig, ModelConfig
 from verl.distributed.fsdp import fsdp_blocks
-from verl.models.families.interface import DEFAULT_PATCHES, MediaFamily, is_part
-from verl.models.families.registry import encoder_of, family_of
+from verl.models.families.interface import DEFAULT_PATCHES, is_part
+from verl.models.families.registry import family_of
 from verl.models.hub_names import meta_model
 from verl.models.layer_configs import LayerHeads, experts_per_token, layer_heads
 from verl.models.lora import (
@@ -111,7 +111,7 @@ def model_shape(model: PreTrainedModel) -> ModelShape:
     """Count the weights of a model; those with `requires_grad` are trained."""
     config: Any = model.config
     blocks = fsdp_blocks(model)
-    encoder = encoder_of(config)
+    encoder = family_of(config).encoder
     in_tower = {module for name, module in model.named_modules() if is_part(name, encoder)}
     # A media token may come from any encoder: the plan has the one that keeps most for it.
     tower = max(_towers(model, blocks), key=lambda each: each.kept, default=NO_TOWER)
@@ -172,8 +172,6 @@ NO_TOWER = _Tower([], None, DEFAULT_PATCHES)
 def _towers(model: PreTrainedModel, blocks: list[nn.Module]) -> list[_Tower]:
     config: Any = model.config
     family, names = family_of(config), {module: name for name, module in model.named_modules()}
-    if not isinstance(family, MediaFamily):
-        return []
     towers = []
     for sense, parts in family.encoders.items():
         own = _most_common([block for block in blocks if is_part(names[block], parts)])

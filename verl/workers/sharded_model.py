@@ -18,7 +18,7 @@ from verl.data.media.references import MediaData
 from verl.distributed.fsdp import full_named_tensors, make_mesh, torch_dtype
 from verl.distributed.sequence_parallel import SequenceParallel
 from verl.models.families.interface import MediaFamily, Sense, is_part
-from verl.models.families.registry import encoder_of, family_of, whole_config
+from verl.models.families.registry import family_of, whole_config
 from verl.models.flops import FlopsCounter
 from verl.models.lora import adapted_parameters
 from verl.models.lora_weights import fold
@@ -121,7 +121,7 @@ class ShardedModel(TrainedModel):
         Weights are cast to `dtype` before they are gathered, unless adapters are folded in. Those of a frozen
         vision tower are left out on request.
         """
-        left_out = () if with_tower or self.tower is None else encoder_of(self.model.config)
+        left_out = () if with_tower or self.tower is None else family_of(self.model.config).encoder
 
         def is_wanted(name: str) -> bool:
             return not is_part(name, left_out)

@@ -20,7 +20,7 @@ from tests.helpers.family_table import (
 from tests.helpers.family_training import LARGEST, assert_small, load_model, training_errors
 from tests.helpers.nightly import by_day
 from verl.models.families.interface import is_part
-from verl.models.families.registry import encoder_of
+from verl.models.families.registry import family_of
 from verl.models.registry import check_model
 
 kinds = pytest.mark.parametrize("kind", by_day(KINDS, *EVERY_TIME))
@@ -46,7 +46,7 @@ def test_checkpointed_micro_batches_have_the_same_gradients(kind):
 @kinds
 def test_every_weight_belongs_to_the_encoder_or_to_the_language_model(kind):
     tiny = load_tiny(kind)
-    parts = encoder_of(tiny.config)
+    parts = family_of(tiny.config).encoder
     modules = tiny.model.get_decoder(), tiny.model.get_output_embeddings()
     decoder = {id(weight) for module in modules for weight in module.parameters()}
 

@@ -7,8 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.diffusion.families.interface import GUIDANCE, JOINT_ATTENTION, Conditions
-from verl.diffusion.families.packed import PATCH, TIMES, PackedFamily, pack, unpack
+from verl.diffusion.families.interface import (
+    GUIDANCE,
+    JOINT_ATTENTION,
+    PATCH,
+    TIMES,
+    Conditions,
+    PackedFamily,
+    pack,
+    unpack,
+)
 
 
 class Flux(PackedFamily):

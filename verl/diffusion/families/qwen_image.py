@@ -8,8 +8,16 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from verl.diffusion.families.interface import JOINT_ATTENTION, Conditions, decode_videos
-from verl.diffusion.families.packed import PATCH, TIMES, PackedFamily, pack, unpack
+from verl.diffusion.families.interface import (
+    JOINT_ATTENTION,
+    PATCH,
+    TIMES,
+    Conditions,
+    PackedFamily,
+    decode_videos,
+    pack,
+    unpack,
+)
 
 TEMPLATE_END = 5  # tokens of the chat template after the prompt, which the transformer reads too
 STATES, MASK = "encoder_hidden_states", "encoder_hidden_states_mask"

@@ -91,6 +91,7 @@ class ExampleRow(NamedTuple):
 class Family:
     """A family of language models."""
 
+    kinds: ClassVar[tuple[Kind, ...]] = ()  # of media that the models read
     model_types: ClassVar[tuple[str, ...]] = ()  # of the models' configs, in users' files
     tiny: ClassVar[Mapping[str, Any]] = {}  # a `TinyModel` by each name that `verl-tiny-model --kind` takes
     position_rows: ClassVar[int] = 1  # 4 for M-RoPE: text, time, height, width
@@ -113,8 +114,34 @@ class Family:
     engine_patches: ClassVar[tuple[str, ...]] = ()
     # Its schemas of features, `module:class`, that must take images of different lengths.
     engine_schemas: ClassVar[tuple[str, ...]] = ()
+    engine_modules: ClassVar[tuple[str, ...]] = ()  # vLLM's names of those in `encoder`, if they differ
     # vLLM runs the language model alone, which reads prompts as embeddings: those of tokens, and features.
     embeds_prompts: ClassVar[bool] = False
+
+    @property
+    def encoders(self) -> dict[Sense, tuple[str, ...]]:
+        """The modules and parameters that turn pixels, or samples, into features."""
+        return {}
+
+    @property
+    def encoder(self) -> tuple[str, ...]:
+        """The modules and parameters that turn media into features."""
+        return tuple(name for names in self.encoders.values() for name in names)
+
+    def patches_per_token(self, config: Any, sense: Sense) -> int:
+        """Return the patches or frames in the layers of an encoder that make a token, for the memory plan."""
+        return DEFAULT_PATCHES
+
+    def block_layers(self, config: Any) -> tuple[str, ...]:
+        """Return the types of layers, as in `layer_types`, where adjacent media tokens see each other.
+
+        There each token of an image attends to the image's later tokens too.
+        """
+        return ()
+
+    def positions(self, config: Any, input_ids: Tensor, shape: MediaShape) -> Tensor | None:
+        """Return positions (4, L) of an expanded prompt (L,), equal to vLLM's; None counts from 0."""
+        return None
 
     def own_arguments(self, config: Any, input_ids: Tensor) -> dict[str, Tensor]:
         """Return what the model's own padded forward takes besides (B, T) ids and mask: token types."""
@@ -127,14 +154,19 @@ class Family:
         """Return options of the config, or of its language model, that vLLM reads by other names."""
         return {}
 
+    def engine_name(self, name: str) -> str | None:
+        """Return vLLM's name of a tensor that is named as on the hub; None if it has none."""
+        if not self.embeds_prompts:
+            return name
+        found = LANGUAGE_MODEL.fullmatch(name)
+        return found and (found["head"] or f"model.{found['rest']}")
+
 
 class MediaFamily(Family, ABC):
     """A family of models that read media: images, videos or audio.
 
     Shapes and inputs of kinds that the models do not read raise a ValueError.
     """
-
-    kinds: ClassVar[tuple[Kind, ...]] = ()  # of media that the models read
 
     # --- modules
 
@@ -145,13 +177,7 @@ class MediaFamily(Family, ABC):
 
     @property
     @abstractmethod
-    def encoders(self) -> dict[Sense, tuple[str, ...]]:
-        """The modules and parameters that turn pixels, or samples, into features."""
-
-    @property
-    def encoder(self) -> tuple[str, ...]:
-        """The modules and parameters that turn media into features."""
-        return tuple(name for names in self.encoders.values() for name in names)
+    def encoders(self) -> dict[Sense, tuple[str, ...]]: ...
 
     # --- tokens and positions
 
@@ -211,17 +237,6 @@ class MediaFamily(Family, ABC):
         """
         return kind
 
-    def block_layers(self, config: Any) -> tuple[str, ...]:
-        """Return the types of layers, as in `layer_types`, where adjacent media tokens see each other.
-
-        There each token of an image attends to the image's later tokens too.
-        """
-        return ()
-
-    def positions(self, config: Any, input_ids: Tensor, shape: MediaShape) -> Tensor | None:
-        """Return positions (4, L) of an expanded prompt (L,), equal to vLLM's; None counts from 0."""
-        return None
-
     # --- model inputs and features
 
     def image_inputs(self, processor: Any, image: Image.Image) -> dict[str, Tensor]:
@@ -262,10 +277,6 @@ class MediaFamily(Family, ABC):
     def example(self, config: Any, processor: Any, generator: torch.Generator | None = None) -> ExampleRow:
         """Return a row of one small medium for each encoder: blank, or with a generator of random values."""
 
-    def patches_per_token(self, config: Any, sense: Sense) -> int:
-        """Return the patches or frames in the layers of an encoder that make a token, for the memory plan."""
-        return DEFAULT_PATCHES
-
     # --- media options
 
     def sized_by(self, processor: Any, kind: Kind) -> tuple[str, ...]:
@@ -290,16 +301,8 @@ class MediaFamily(Family, ABC):
 
     # --- the rollout engine
 
-    engine_modules: ClassVar[tuple[str, ...]] = ()  # vLLM's names of those in `encoder`, if they differ
     takes_features: ClassVar[bool] = False  # vLLM reads features of images and videos instead of pixels
     takes_video_features: ClassVar[bool] = True  # with `takes_features`; else those of images only
-
-    def engine_name(self, name: str) -> str | None:
-        """Return vLLM's name of a tensor that is named as on the hub; None if it has none."""
-        if not self.embeds_prompts:
-            return name
-        found = LANGUAGE_MODEL.fullmatch(name)
-        return found and (found["head"] or f"model.{found['rest']}")
 
     def engine_features(self, kind: Kind, media: Sequence[EncodedMedium]) -> Any:
         """Return vLLM's multimodal data of a prompt's images, or videos, whose features are known."""

@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig
 
 from verl.models.auto import AutoConfig
 from verl.models.families.generic import GenericFamily
-from verl.models.families.interface import Family, Kind, MediaFamily
+from verl.models.families.interface import Family, MediaFamily
 from verl.utils.registry import Registry
 
 
@@ -127,26 +127,12 @@ def transposed_experts(config: Any) -> tuple[str, ...]:
     return family_of(config).transposed_experts.get(config.model_type, ())
 
 
-def encoder_of(config: Any) -> tuple[str, ...]:
-    """Return the modules that turn media into features; a text model has none."""
-    family = family_of(config)
-    return family.encoder if isinstance(family, MediaFamily) else ()
-
-
 def engine_encoder_of(config: Any) -> tuple[str, ...]:
     """Return vLLM's names of the modules that turn media into features."""
     family = family_of(config)
-    if not isinstance(family, MediaFamily):
-        return ()
     # vLLM has tower and projector at the top, transformers below the model, where vLLM runs that as well
     names = [name for part in family.encoder for name in (part, part.rpartition(".")[2])]
     return (*names, *family.engine_modules)
-
-
-def kinds_of(config: Any) -> tuple[Kind, ...]:
-    """Return the kinds of media that a model reads; none for a text model."""
-    family = family_of(config)
-    return family.kinds if isinstance(family, MediaFamily) else ()
 
 
 def is_named(config: Any) -> bool:

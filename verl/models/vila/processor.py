@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from transformers import AutoTokenizer, BatchFeature
+from transformers import AutoTokenizer
 from transformers.utils.hub import cached_file
 
 from verl.models.vila.config import LLM, TOKENS, TOWER, VilaConfig
@@ -53,34 +53,6 @@ class VilaProcessor:
     def apply_chat_template(self, messages: Any, **kwargs: Any) -> Any:
         """Render a conversation whose contents are texts or lists of parts."""
         return self.tokenizer.apply_chat_template(messages, chat_template=self.chat_template, **kwargs)
-
-    def __call__(
-        self,
-        text: Sequence[str],
-        images: Sequence[Image.Image] | None = None,
-        videos: Sequence[np.ndarray] | None = None,  # sampled frames (T, H, W, 3) uint8 of each
-        **kwargs: Any,
-    ) -> BatchFeature:
-        """Return the arguments of the model for one rendered prompt and its media."""
-        [prompt] = text
-        shapes = [grids(self.config, image.height, image.width) for image in images or ()]
-        frames = [len(video) for video in videos or ()]
-        expanded = {
-            self.image_token_id: iter([self.image_tokens(shape) for shape in shapes]),
-            self.video_token_id: iter([self.video_tokens(count) for count in frames]),
-        }
-        ids: list[int] = []
-        for token in self.encode(prompt):
-            ids += next(expanded[token]) if token in expanded else [token]
-        inputs: dict[str, Any] = {"input_ids": torch.tensor([ids])}
-        inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
-        if images:
-            inputs["pixel_values"] = torch.cat([self.image_pixels(image) for image in images])
-            inputs["image_grids"] = shapes
-        if videos:
-            inputs["pixel_values_videos"] = torch.cat([self.frame_pixels(video) for video in videos])
-            inputs["video_frames"] = frames
-        return BatchFeature(inputs)
 
     def encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)

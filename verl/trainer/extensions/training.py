@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from verl.config.schema import value_at
-from verl.models.families.interface import Family, MediaFamily, MediaShape
+from verl.models.families.interface import Family, MediaShape
 from verl.models.families.registry import register_family
 from verl.optim.build import parameter_groups
 from verl.optim.schedules import Position
@@ -65,8 +65,6 @@ def check_family(family: Any, used: UsedExtension, _config: Any) -> None:
     if not isinstance(family, Family):
         raise ProtocolError(f"must be a Family, got {described(family)}")
     register_family(used.spec)
-    if not isinstance(family, MediaFamily):
-        return
     vision = SimpleNamespace(spatial_merge_size=2)
     tokens = {"image_token_id": IMAGE_TOKEN, "video_token_id": VIDEO_TOKEN, "audio_token_id": AUDIO_TOKEN}
     config = SimpleNamespace(**tokens, vision_config=vision)

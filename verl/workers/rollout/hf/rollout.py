@@ -206,9 +206,8 @@ class HFRollout(RolloutEngine):
                 f"the prompt {request.uid} has {len(ids)} tokens and no room for a response:"
                 f" `worker.rollout.max_model_len` is {self.max_length}"
             )
-        input_ids, position_ids = torch.tensor(ids), None
-        if isinstance(self.family, MediaFamily):
-            position_ids = self.family.positions(self.hf_config, input_ids, shape)
+        input_ids = torch.tensor(ids)
+        position_ids = self.family.positions(self.hf_config, input_ids, shape)
         if position_ids is None:
             position_ids = torch.arange(len(ids))
         limit = min(request.response_limit(sampling), self.max_length - len(ids))

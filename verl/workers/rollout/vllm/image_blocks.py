@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 
 from verl.models.attention.kernels import FULL, SLIDING
-from verl.models.families.interface import MediaFamily
 from verl.models.families.registry import family_of
 
 Range = tuple[int, int]  # positions of an image's first and last token
@@ -82,8 +81,7 @@ def _longest_image(builder: Any) -> int:
     from vllm.model_executor.layers.attention import Attention  # noqa: PLC0415
 
     config = builder.vllm_config.model_config.hf_config
-    family = family_of(config)
-    seeing = set(family.block_layers(config)) if isinstance(family, MediaFamily) else set()
+    seeing = set(family_of(config).block_layers(config))
     layers: Any = get_layers_from_vllm_config(builder.vllm_config, Attention, builder.layer_names)
     windows = {layer.impl.sliding_window for layer in layers.values()}  # -1 is full attention
     kinds = {FULL if window == -1 else SLIDING for window in windows}

@@ -12,7 +12,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from verl.config.rollout import CPU_BLOCK, FP8
 from verl.distributed.device import is_gpu
 from verl.distributed.fsdp import torch_dtype
-from verl.models.families.registry import family_of, kinds_of, trained_part
+from verl.models.families.registry import family_of, trained_part
 from verl.models.layer_configs import experts_per_token, layer_heads
 from verl.workers.model_builder import apply_overrides
 from verl.workers.rollout.interface import EngineSetup
@@ -63,7 +63,7 @@ def engine_arguments(config: Any, setup: EngineSetup, hf_config: Any) -> dict[st
         arguments["quantization"] = QUANTIZATIONS[config.quantization]
     if config.speculative.is_used:
         arguments["speculative_config"] = config.speculative.engine_arguments()
-    if config.limit_images and "image" in kinds_of(hf_config) and not family.embeds_prompts:
+    if config.limit_images and "image" in family.kinds and not family.embeds_prompts:
         arguments["limit_mm_per_prompt"] = {"image": config.limit_images}
     if setup.device == "cpu":
         return arguments | _cpu_arguments(config, hf_config, arguments["max_model_len"])

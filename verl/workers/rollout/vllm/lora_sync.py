@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from verl.config.rollout import RolloutConfig
 from verl.models.families.interface import is_part
-from verl.models.families.registry import encoder_of
+from verl.models.families.registry import family_of
 from verl.models.lora import adapted_layers, adapted_parameters, joint_experts
 from verl.models.lora_weights import AdapterConfig, is_adapter, peft_config, peft_name
 from verl.utils.rank_logger import get_logger
@@ -68,7 +68,7 @@ def why_merged(
         return "vLLM does not serve DoRA"
     if config.rank > RANKS[-1]:
         return f"vLLM serves ranks up to {RANKS[-1]}, the adapter has {config.rank}"
-    encoder = encoder_of(model.config)
+    encoder = family_of(model.config).encoder
     in_tower = [name for name in modules if is_part(name, encoder)]
     if in_tower:
         return f"{len(in_tower)} adapted modules are in the vision tower, for example {in_tower[0]}"

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from verl.models.families.interface import MediaFamily
 from verl.models.families.registry import family_of, transposed_experts
 
 TIED_HEAD = "lm_head.weight"
@@ -29,7 +28,7 @@ def engine_weights(
     """Convert what `HubNames.convert` yields to what vLLM's `load_weights` reads, in the engine's dtype."""
     transposed, family = transposed_experts(hf_config), family_of(hf_config)
     for hub_name, tensor in named_tensors:
-        name = family.engine_name(hub_name) if isinstance(family, MediaFamily) else hub_name
+        name = family.engine_name(hub_name)
         # skipped, but consumed: producing it may be a collective operation
         if name is None or (hf_config.tie_word_embeddings and name.endswith(TIED_HEAD)):
             continue

@@ -6,8 +6,7 @@ import torch
 from diffusers import FluxPipeline
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 
-from verl.diffusion.families.interface import Size
-from verl.diffusion.families.packed import pack, shift_of, unpack
+from verl.diffusion.families.interface import Size, pack, shift_of, unpack
 
 
 def test_latents_are_packed_as_in_diffusers_and_unpacked_again():
