@@ -150,7 +150,7 @@ def unscored(reward_manager):
     def sample_without_scores(step):
         sample(step)
         [(sequences, _)] = validator._sampled
-        validator._sampled = [(sequences, Scoring([lambda: {"overall": [math.nan, math.nan]}]))]
+        validator._sampled = [(sequences, Scoring(lambda: {"overall": [math.nan, math.nan]}))]
 
     validator.sample = sample_without_scores
     return validator
@@ -189,7 +189,7 @@ def test_a_step_in_which_no_response_has_a_score_is_told(monkeypatch, caplog, sc
     config = SimpleNamespace(worker=None, algorithm=None)
     trainer = SimpleNamespace(config=config, reward_stages=[], run_state=SimpleNamespace(step=3))
 
-    RayPPOTrainer.reward(trainer, None, Scoring([lambda: {"overall": scores}]), StageTimer())
+    RayPPOTrainer.reward(trainer, None, Scoring(lambda: {"overall": scores}), StageTimer())
 
     assert (f"{NO_SCORE}; nothing was learned: step 3" in caplog.text) == is_told
 

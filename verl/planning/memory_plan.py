@@ -100,11 +100,18 @@ def plan_memory(run: PlannedRun, read_shape: ReadShape, machine: Machine) -> Mem
         server: read_shape(server.model, FSDPConfig(), option=server.option, is_trained=False, head="causal")
         for server in run.servers
     }
-    phases += _awake_servers(run, models, shapes, machine)
+    shared = [server for server in shapes if server.options.colocate and machine.device != "cpu"]
+    if shared:  # they score in turn with the models that train
+        awake = {server.option: server.awake(shapes[server], machine) for server in shared}
+        phases.append(Phase(REWARD, {"models": _resting(models)} | _sleeping_engine(run, machine) | awake))
+    asleep = {
+        f"{server.option}, asleep": CONTEXT_BYTES + ASLEEP_BYTES[server.options.enforce_eager]
+        for server in shared  # a process of its own for each
+    }
     node |= _server_processes(shapes, machine)
     for phase in phases:
         if phase.name != REWARD:
-            phase.device.update(_sleeping_servers(shapes, machine))
+            phase.device.update(asleep)
         phase.device.update(device)
         phase.host.update(host)
         phase.node.update(node)
@@ -222,28 +229,6 @@ def _sleeping_engine(run: PlannedRun, machine: Machine) -> Parts:
     if machine.device == "cpu" or engine is None or engine.options.name != "vllm":
         return {}
     return {"sleeping engine": ASLEEP_BYTES[engine.options.enforce_eager]}
-
-
-def _awake_servers(
-    run: PlannedRun, models: Sequence[HeldModel], shapes: Shapes, machine: Machine
-) -> list[Phase]:
-    """The phase in which models score that share the GPUs which train."""
-    shared = [server for server in shapes if server.options.colocate]
-    if machine.device == "cpu" or not shared:
-        return []
-    engines = {server.option: server.awake(shapes[server], machine) for server in shared}
-    return [Phase(REWARD, {"models": _resting(models)} | _sleeping_engine(run, machine) | engines)]
-
-
-def _sleeping_servers(shapes: Shapes, machine: Machine) -> Parts:
-    """Return what a GPU holds for each server on it, each a separate process."""
-    if machine.device == "cpu":
-        return {}
-    return {
-        f"{server.option}, asleep": CONTEXT_BYTES + ASLEEP_BYTES[server.options.enforce_eager]
-        for server in shapes
-        if server.options.colocate
-    }
 
 
 def _server_processes(shapes: Shapes, machine: Machine) -> Parts:

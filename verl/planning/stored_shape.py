@@ -58,9 +58,9 @@ def _shape(config: dict[str, Any], sizes: Sizes, number: int, is_trained: bool, 
     text_blocks = _blocks({name: size for name, size in sizes.items() if "visual." not in name}, TEXT_BLOCK)
     params = sum(map(math.prod, sizes.values()))
     root = params - sum(tower_blocks.values()) - sum(text_blocks.values())
+    heads, layers = text["num_key_value_heads"], text["num_hidden_layers"]
     keys = next(size[0] for name, size in sizes.items() if name.endswith("k_proj.weight"))
     vocab = next(size[0] for name, size in sizes.items() if name.endswith(EMBEDDING if is_tied else HEAD))
-    has_norms = any(name.endswith("q_norm.weight") for name in sizes)
     tower = None
     if tower_blocks:
         vision = SimpleNamespace(**config["vision_config"])
@@ -75,7 +75,18 @@ def _shape(config: dict[str, Any], sizes: Sizes, number: int, is_trained: bool, 
         largest_stored=number * max(map(math.prod, sizes.values())),
         vocab=vocab,
         is_tied=is_tied,
-        text=_text_stack(text, keys, max(text_blocks.values()), has_norms, is_tiled),
+        text=Stack(
+            layers=layers,
+            hidden=text["hidden_size"],
+            intermediate=text["intermediate_size"],
+            heads=text["num_attention_heads"],
+            kv_heads=heads,
+            head_dim=keys // heads,
+            params=max(text_blocks.values()),
+            has_head_norms=any(name.endswith("q_norm.weight") for name in sizes),
+            is_tiled=is_tiled,
+            caches=(LayerCache(2 * layers * keys, heads),),
+        ),
         tower=tower,
     )
 
@@ -87,22 +98,6 @@ def _blocks(sizes: Sizes, pattern: re.Pattern[str]) -> dict[int, int]:
         if found := pattern.search(name):
             counts[int(found[1])] = counts.get(int(found[1]), 0) + math.prod(size)
     return counts
-
-
-def _text_stack(text: dict[str, Any], keys: int, params: int, has_head_norms: bool, is_tiled: bool) -> Stack:
-    kv_heads, layers = text["num_key_value_heads"], text["num_hidden_layers"]
-    return Stack(
-        layers=layers,
-        hidden=text["hidden_size"],
-        intermediate=text["intermediate_size"],
-        heads=text["num_attention_heads"],
-        kv_heads=kv_heads,
-        head_dim=keys // kv_heads,
-        params=params,
-        has_head_norms=has_head_norms,
-        is_tiled=is_tiled,
-        caches=(LayerCache(2 * layers * keys, kv_heads),),
-    )
 
 
 def tower_stack(config: Any, layers: int, params: int, *, is_tiled: bool) -> Stack:

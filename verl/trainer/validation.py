@@ -80,7 +80,7 @@ class Validator:
     ) -> ScoredResponses:
         """Wait for the scores of what `sample` sampled; keep these keys of the batch, or all."""
         with self.sampler.reward.awake():
-            values = Scoring([scoring.result for _, scoring in self._sampled]).result()
+            values = Scoring.concat([scoring for _, scoring in self._sampled]).result()
         model_scores = None
         if self.worker.reward_model.is_used:
             model_scores = torch.cat([self._model_scores(sequences) for sequences, _ in self._sampled])

@@ -10,7 +10,7 @@ from PIL import Image
 
 from tests.trainer.rollouts.test_rollout_log import MASK, make_batch
 from verl.protocol import objects
-from verl.trainer.rollouts.picture_log import PictureFiles, PictureLog
+from verl.trainer.rollouts.picture_log import PictureLog
 from verl.viewer.rollout_store import LONGEST_SIDE, TRAIN, VALIDATION, RolloutStore, step_files
 
 STEPS = torch.arange(3).expand(4, 3)
@@ -112,7 +112,7 @@ def test_a_video_with_odd_sides_is_extended_by_a_pixel(tmp_path):
 
 
 def test_tables_show_a_small_copy_of_a_large_picture(tmp_path):
-    row = PictureFiles(RolloutStore(tmp_path)).keep(np.zeros((3, 2 * LONGEST_SIDE, LONGEST_SIDE), np.uint8))
+    row = PictureLog(tmp_path, 1).keep_picture(np.zeros((3, 2 * LONGEST_SIDE, LONGEST_SIDE), np.uint8))
 
     with Image.open(tmp_path / "rollouts/media" / row["picture_start"]) as small:
         assert small.size == (LONGEST_SIDE // 2, LONGEST_SIDE)
@@ -124,7 +124,7 @@ def test_tables_show_a_small_copy_of_a_large_picture(tmp_path):
     [((3, 16, 24), "picture of 24 x 16 pixels"), ((2, 3, 16, 24), "video of 2 frames of 24 x 16")],
 )
 def test_the_line_for_people_ends_in_a_file_that_exists(tmp_path, shape, start):
-    line = PictureFiles(RolloutStore(tmp_path)).save(made(0, *shape))
+    line = PictureLog(tmp_path, 1).save_picture(made(0, *shape))
 
     described, file = line.split(", ")
     assert described.startswith(start)
@@ -133,10 +133,10 @@ def test_the_line_for_people_ends_in_a_file_that_exists(tmp_path, shape, start):
 
 def test_a_picture_that_finds_no_room_costs_the_file_and_not_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr("verl.viewer.rollout_store.write_whole", lambda *_, **__: False)
-    files = PictureFiles(RolloutStore(tmp_path))
+    log = PictureLog(tmp_path, 1)
 
-    row = files.keep(made(0, 3, 8, 8))
+    row = log.keep_picture(made(0, 3, 8, 8))
 
     assert row["picture"]["files"] == [] and row["picture"]["problem"] == "the disk is full"
     assert row["picture_start"] is None
-    assert files.save(made(0, 3, 8, 8)) == "picture of 8 x 8 pixels"
+    assert log.save_picture(made(0, 3, 8, 8)) == "picture of 8 x 8 pixels"

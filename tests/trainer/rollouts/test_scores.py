@@ -128,7 +128,7 @@ def test_parts_with_different_values_are_joined_row_by_row():
 
 
 def test_scores_follow_their_sequences_when_these_are_reordered_twice():
-    scoring = Scoring([lambda: {"overall": [0.0, 1.0]}, lambda: {"overall": [2.0]}])
+    scoring = Scoring.concat([Scoring(lambda: {"overall": [0.0, 1.0]}), Scoring(lambda: {"overall": [2.0]})])
 
     once = scoring.reorder([2, 0, 1])
 

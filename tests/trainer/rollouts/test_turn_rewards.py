@@ -133,7 +133,7 @@ def test_rewards_of_turns_stay_with_their_rows_when_these_are_reordered_and_stor
 
     groups.select(torch.tensor([1, 0])).save(tmp_path / "groups")
     loaded = ScoredGroups.load(tmp_path / "groups")
-    reordered = Scoring([lambda: loaded.values]).reorder([3, 2, 1, 0]).result()
+    reordered = Scoring(lambda: loaded.values).reorder([3, 2, 1, 0]).result()
     found = on_tokens(
         loaded.sequences[[3, 2, 1, 0]], torch.tensor(reordered["overall"], dtype=torch.float64), reordered
     )

@@ -28,7 +28,7 @@ from verl.trainer.kinds.text import TextRun
 from verl.trainer.model_checks import export_checkpoints
 from verl.trainer.reward_samples import Response, SampledRows
 from verl.trainer.rollouts.engines import Engines
-from verl.trainer.rollouts.picture_log import PictureFiles, PictureLog
+from verl.trainer.rollouts.picture_log import PictureLog
 from verl.trainer.rollouts.rollout_log import RolloutLog
 from verl.trainer.rollouts.sampler import SAMPLED_FROM, Sampler
 from verl.trainer.rollouts.scores import Scoring
@@ -57,27 +57,27 @@ class PictureRun(TextRun):
         on_progress = None if self.worker.rollout.disable_tqdm else tracker.progress
         steps = replace(self.data, max_response_length=self.worker.rollout.num_steps)
         arguments = steps, self.worker, engines, reward, readers.tokenizer, on_progress
-        return PictureSampler(rollout_log.files, self.worker.rollout, *arguments)
+        return PictureSampler(rollout_log, self.worker.rollout, *arguments)
 
 
 class PictureSampler(Sampler):
     """Samples pictures: the reward function sees them, and training their latents.
 
     Args:
-        files: Folder of the pictures that people see.
+        log: Saves the pictures that people see.
         rollout: Section of the config.
     """
 
     shown_columns = ("pixels",)
 
-    def __init__(self, files: PictureFiles, rollout: RolloutConfig, *arguments: Any) -> None:
+    def __init__(self, log: PictureLog, rollout: RolloutConfig, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.files, self.rollout = files, rollout
+        self.log, self.rollout = log, rollout
         self.columns = [*SAMPLED_FROM, "prompt_text"]
         self.validation_options = self.validation_options.override({"temperature": 0.0})  # without noise
 
     def shown_response(self, sequences: DataProto, row: int) -> str:
-        return self.files.save(sequences.non_tensor_batch["pixels"][row])
+        return self.log.save_picture(sequences.non_tensor_batch["pixels"][row])
 
     def _inputs(self, response: Any, columns: dict[str, Any]) -> dict[str, Any]:
         assert isinstance(response, FinishedPicture) and response.pixels is not None, "the engine makes them"

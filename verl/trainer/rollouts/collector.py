@@ -118,7 +118,7 @@ class RolloutCollector:
             sequences, scoring = self._sample(prompts)
             parts.append(sequences)
             scorings.append(scoring)
-        return Collected(DataProto.concat(parts), Scoring([one.result for one in scorings]), {})
+        return Collected(DataProto.concat(parts), Scoring.concat(scorings), {})
 
     def _collect_filtered(self, step: int, group_filter: GroupFilter) -> Collected:
         collected = CollectedGroups([] if self.carried is None else [self.carried])
@@ -154,7 +154,7 @@ class RolloutCollector:
         metrics |= self.filter_metrics(collected.sampled, trained)
         if self.early_stop is not None:
             metrics |= collected.stops.metrics(trained)
-        return Collected(trained.sequences, Scoring([lambda: trained.values]), metrics)
+        return Collected(trained.sequences, Scoring(lambda: trained.values), metrics)
 
     def _next_prompts(self, wanted: int) -> DataProto:
         limit = self.quota.prompts_per_call

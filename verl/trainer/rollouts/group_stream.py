@@ -271,7 +271,7 @@ class GroupStream(Schedule):
         }
         metrics |= version_metrics(groups.sequences, step) | self._filter_metrics(sampled, groups)
         batch = groups.sequences.merge({"row_ids": torch.arange(len(groups.sequences))})
-        return Collected(batch, Scoring([lambda: groups.values]), metrics)
+        return Collected(batch, Scoring(lambda: groups.values), metrics)
 
     def _is_ready(self) -> bool:
         if all(queue.plan.is_ready for queue in self.queues):

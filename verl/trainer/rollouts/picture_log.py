@@ -9,17 +9,19 @@ import numpy as np
 
 from verl.trainer.rollouts.rollout_log import RolloutLog, spread
 from verl.viewer.pictures import FPS
-from verl.viewer.rollout_store import RolloutStore
 
 
-class PictureFiles:
-    """Saves pictures (3, H, W) and videos (F, 3, H, W) with the kept rollouts of a run, each once."""
+class PictureLog(RolloutLog):
+    """A rollout log of pictures (3, H, W) and videos (F, 3, H, W).
 
-    def __init__(self, store: RolloutStore) -> None:
-        self.store = store
+    Reads `pixels` in addition, and its tokens are the numbers of steps.
+    """
 
-    def keep(self, pixels: np.ndarray) -> dict[str, Any]:
-        """Save one, a video also as frames; return its columns of the rollout store."""
+    def __init__(self, run_folder: Path, num_groups: int) -> None:
+        super().__init__(run_folder, num_groups, None, None, skip_special_tokens=True)
+
+    def keep_picture(self, pixels: np.ndarray) -> dict[str, Any]:
+        """Save one once, a video also as frames; return its columns of the rollout store."""
         is_video = pixels.ndim == 4
         frames = pixels if is_video else pixels[None]
         chosen = spread(len(frames))
@@ -35,22 +37,14 @@ class PictureFiles:
         }
         return {"picture": picture, "picture_start": self.store.add_thumbnail(frames[0])}
 
-    def save(self, pixels: np.ndarray) -> str:
-        """Save one and return a line for people: `picture of 16 x 16 pixels, FILE`."""
+    def save_picture(self, pixels: np.ndarray) -> str:
+        """Save one once and return a line for people: `picture of 16 x 16 pixels, FILE`."""
         add = self.store.add_video if pixels.ndim == 4 else self.store.add_picture
         name = add(pixels)
         return described(pixels) if name is None else f"{described(pixels)}, {self.store.path(name)}"
 
-
-class PictureLog(RolloutLog):
-    """A rollout log of pictures; reads `pixels` in addition, and its tokens are the numbers of steps."""
-
-    def __init__(self, run_folder: Path, num_groups: int) -> None:
-        super().__init__(run_folder, num_groups, None, None, skip_special_tokens=True)
-        self.files = PictureFiles(self.store)
-
     def _response(self, item: Mapping[str, Any], token_ids: list[int]) -> dict[str, Any]:
-        return {"response": described(item["pixels"]), **self.files.keep(item["pixels"])}
+        return {"response": described(item["pixels"]), **self.keep_picture(item["pixels"])}
 
     def _token_texts(self, token_ids: np.ndarray) -> dict[int, str]:
         return {number: f"step {number} " for number in np.unique(token_ids).tolist()}

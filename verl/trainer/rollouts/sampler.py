@@ -122,7 +122,7 @@ class Sampler:
         if self.counts_drafts:
             sequences = sequences.merge(draft_columns(responses))
         failed = [row for row, one in enumerate(responses) if one.trajectory and one.trajectory.is_masked]
-        return sequences, Scoring([partial(unscored, job.result, failed)])
+        return sequences, Scoring(partial(unscored, job.result, failed))
 
     def _width(self, responses: Sequence[FinishedResponse], max_tokens: int) -> int:
         """Return the number of columns of a batch of responses: more where validation may sample more."""

@@ -65,7 +65,7 @@ class InTurn(Schedule):
             return collected
         with timer("reward"), reward.awake():  # between sampling and training, for which its models sleep
             values = collected.scoring.result()
-        return collected._replace(scoring=Scoring([lambda: values]))
+        return collected._replace(scoring=Scoring(lambda: values))
 
     def load(self, folder: Path) -> None:
         super().load(folder)
@@ -101,7 +101,7 @@ class OneStepAhead(Schedule):
         metrics["async/idle_s_sampling"], self._idle_s = self._idle_s, 0.0
         groups = sampled.groups
         metrics |= sampled.metrics | staleness_metrics(groups.sequences, step)
-        return Collected(groups.sequences, Scoring([lambda: groups.values]), metrics)
+        return Collected(groups.sequences, Scoring(lambda: groups.values), metrics)
 
     @contextmanager
     def current(self, version: int, timer: StageTimer) -> Iterator[None]:

@@ -32,19 +32,20 @@ Values = dict[str, list[float]]  # of the reward function, by name; one number f
 
 @dataclass(frozen=True)
 class Scoring:
-    """The scores of a batch while they are computed; each part waits for those of some rows."""
+    """The scores of a batch while they are computed; `result` waits for them."""
 
-    parts: Sequence[Callable[[], Values]]
-    order: list[int] | None = None  # row numbers, if the sequences were reordered since
+    result: Callable[[], Values]
 
-    def reorder(self, order: list[int]) -> "Scoring":
-        return Scoring([self.result], order)
+    def reorder(self, order: Sequence[int]) -> "Scoring":
+        return Scoring(lambda: rows_of(self.result(), order))
 
-    def result(self) -> Values:
-        values = join_values([part() for part in self.parts])
-        if self.order is None:
-            return values
-        return {key: [column[row] for row in self.order] for key, column in values.items()}
+    @staticmethod
+    def concat(parts: Sequence["Scoring"]) -> "Scoring":
+        return Scoring(lambda: join_values([part.result() for part in parts]))
+
+
+def rows_of(values: Values, rows: Sequence[int]) -> Values:
+    return {key: [column[row] for row in rows] for key, column in values.items()}
 
 
 def join_values(parts: Sequence[Values]) -> Values:
@@ -245,9 +246,7 @@ class ScoredGroups:
     def select(self, groups: Tensor) -> "ScoredGroups":
         """Copy the groups with these numbers, (K,) int64."""
         rows = (groups.unsqueeze(-1) * self.group_size + torch.arange(self.group_size)).flatten()
-        numbers = rows.tolist()
-        values = {key: [column[row] for row in numbers] for key, column in self.values.items()}
-        return ScoredGroups(self.sequences[rows], values, self.group_size)
+        return ScoredGroups(self.sequences[rows], rows_of(self.values, rows.tolist()), self.group_size)
 
     @staticmethod
     def concat(parts: Sequence["ScoredGroups"]) -> "ScoredGroups":

@@ -49,19 +49,8 @@ def done_before(checkpoint: Path | None, rows_per_step: int) -> Done:
     """Return what a checkpoint's run had done; an older one did not record its rows, and counts as now."""
     if checkpoint is None:
         return NOTHING
-    state = json.loads((checkpoint / STATE_FILE).read_text())
-    return _done(checkpoint_step(checkpoint), state, rows_per_step)
-
-
-def _done(step: int, state: Mapping[str, Any], rows_per_step: int) -> Done:
+    state, step = json.loads((checkpoint / STATE_FILE).read_text()), checkpoint_step(checkpoint)
     return Done(step, state.get("rows", step * rows_per_step))
-
-
-class PendingCheckpoint(NamedTuple):
-    """A checkpoint that is being written."""
-
-    step: int
-    score: float | None
 
 
 class Validated(NamedTuple):
@@ -91,14 +80,14 @@ class RunState:
 
     def __post_init__(self) -> None:
         self.checkpoints = CheckpointTracker(self.config.checkpoint_folder, self.config.save_limit)
-        self._pending: PendingCheckpoint | None = None
+        self._pending: tuple[int, float | None] | None = None  # step and score of one being written
         self._score: float | None = None  # of the last validation, at this step or before
 
     @property
     def is_saved(self) -> bool:
         """Return whether a checkpoint of the current step is written, or begun."""
         if self._pending is not None:
-            return self._pending.step == self.step
+            return self._pending[0] == self.step
         return self.saved is not None and checkpoint_step(self.saved) == self.step
 
     @property
@@ -120,7 +109,7 @@ class RunState:
     def save(self) -> None:
         """Begin a checkpoint of the current step; with `trainer.async_save` training does not wait for it."""
         self._finish()  # one checkpoint is written at a time
-        self._pending = PendingCheckpoint(self.step, self._score)
+        self._pending = self.step, self._score
         try:
             folder = self.checkpoints.begin(self.step)
             self._write_own_files(folder)
@@ -159,7 +148,7 @@ class RunState:
             where = torch.load(folder / LOADER_FILE, weights_only=True)
             self.loader.load_state_dict(where, allow_changes=self.config.allow_changed_inputs)
         state = json.loads((folder / STATE_FILE).read_text())
-        self.before = _done(self.step, state, self.rows_per_step)
+        self.before = done_before(folder, self.rows_per_step)
         self._score = state.get("validation_score")
         best = state.get("best_validation")  # older checkpoints do not have it
         self.best = None if best is None else Validated(best["step"], best["score"])
@@ -202,7 +191,7 @@ class RunState:
         self.checkpoints.clear()
         logger.warning(
             "a checkpoint could not be written, the next step tries again: step=%d free_mib=%.0f cause=%s",
-            self._pending.step, free, error,
+            self._pending[0], free, error,
         )  # fmt: skip
         self._pending, self.save_error = None, error
 
