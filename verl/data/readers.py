@@ -111,15 +111,13 @@ def load_readers(
     register_family(model.family)
     arguments = (model.tokenizer_path, template, model.trust_remote_code)
     tokenizer, processor = load_tokenizer(*arguments), load_processor(*arguments)
-    if processor is None:
-        return Readers(tokenizer, None, None, None, tools)
-    model_config = load_config(model.model_path, trust_remote_code=model.trust_remote_code)
-    family = family_of(model_config)
-    if not isinstance(family, MediaFamily):
-        return Readers(tokenizer, None, None, None, tools)
-    media = MediaLoader(processor, options, cache, family)
-    positions = partial(family.positions, model_config)
-    return Readers(tokenizer, processor, media, positions, tools)
+    if processor is not None:
+        model_config = load_config(model.model_path, trust_remote_code=model.trust_remote_code)
+        family = family_of(model_config)
+        if isinstance(family, MediaFamily):
+            media = MediaLoader(processor, options, cache, family)
+            return Readers(tokenizer, processor, media, partial(family.positions, model_config), tools)
+    return Readers(tokenizer, None, None, None, tools)
 
 
 def media_options(data: RowsConfig, frames: RolloutConfig | SFTDataConfig) -> MediaOptions:

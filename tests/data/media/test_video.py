@@ -6,12 +6,23 @@ from bisect import bisect_right
 
 import av
 import av.error
+import numpy as np
 import pytest
+import torch
+from torchvision.transforms import InterpolationMode
+from torchvision.transforms.functional import resize
 
 from benchmarks.video import repeat, save_minute
 from tests.helpers.films import every_frame, save_film
-from verl.data.media import video as video_module
-from verl.data.media.video import VideoInfo, VideoOptions, choose_frames, frame_size, probe_video, read_video
+from verl.data.media.video import (
+    VideoInfo,
+    VideoOptions,
+    choose_frames,
+    frame_size,
+    probe_video,
+    read_video,
+    resize_frame,
+)
 from verl.data.media.video_seek import (
     PacketTimeline,
     SeekingReader,
@@ -177,14 +188,14 @@ def test_unneeded_frames_of_a_video_in_memory_are_skipped_too(tmp_path):
     assert (read_video(content, options).frames == read_video(path, options).frames).all()
 
 
-def test_resizing_frames_in_chunks_equals_resizing_them_together(tmp_path, monkeypatch):
-    path = save_film(tmp_path / "a.mp4", "mpeg4", 40, 12, size=(160, 96))
-    options = VideoOptions(1, 84 * 84, 28, num_frames=20)
-    together = read_video(path, options).frames
+def test_resizing_frames_one_by_one_equals_resizing_them_together():
+    frames = np.random.default_rng(0).integers(0, 256, (5, 96, 160, 3), dtype=np.uint8)
 
-    monkeypatch.setattr(video_module, "RESIZED_BYTES", 3 * 160 * 96 * 3)
+    together = resize(
+        torch.from_numpy(frames).permute(0, 3, 1, 2), [56, 84], InterpolationMode.BICUBIC, antialias=True
+    ).permute(0, 2, 3, 1)
 
-    assert (read_video(path, options).frames == together).all() and together.shape[0] == 20
+    assert (np.stack([resize_frame(frame, (56, 84)) for frame in frames]) == together.numpy()).all()
 
 
 # --- which frames

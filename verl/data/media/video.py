@@ -40,7 +40,6 @@ FORMATS = (
 GIF = "gif"  # whose packets have times, but which cannot be read from the middle
 RATE_ERROR = 0.02  # of the rate that a container names
 TURNING_FORMATS = ("mov", "matroska")  # may have a display matrix, which decoded frames tell
-RESIZED_BYTES = 64 << 20  # frames are resized in chunks of this size, to keep few original frames
 
 
 class VideoInfo(NamedTuple):
@@ -273,28 +272,24 @@ def _resized(
 ) -> np.ndarray:
     size = frame_size(count, info.height, info.width, options)
     resized = np.empty((count, *size, 3), dtype=np.uint8)  # (T, H, W, 3)
-    chunk: list[np.ndarray] = []
-    done, shape = 0, None
-    for frame in frames:
+    shape = None
+    for target, frame in zip(resized, frames, strict=True):
         pixels = shown_frame(frame)  # (H0, W0, 3)
         if pixels.shape != (shape := shape or pixels.shape):
             raise ValueError(f"frames have different sizes: {sorted({shape, pixels.shape})}")
-        chunk.append(pixels)
-        if len(chunk) * pixels.nbytes >= RESIZED_BYTES or done + len(chunk) == count:
-            resized[done : done + len(chunk)] = _resize(np.stack(chunk), size)
-            done, chunk = done + len(chunk), []
-    assert done == count, "every chosen frame is decoded"
+        target[:] = resize_frame(pixels, size)
     return resized
 
 
-def _resize(frames: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+def resize_frame(pixels: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+    """Resize a frame (H0, W0, 3) to a height and width, as qwen-vl-utils does."""
     import torch  # noqa: PLC0415 - torchvision takes seconds to import; only videos need it
     from torchvision.transforms import InterpolationMode  # noqa: PLC0415
     from torchvision.transforms.functional import resize  # noqa: PLC0415
 
-    video = torch.from_numpy(frames).permute(0, 3, 1, 2)  # (T, 3, H, W)
-    video = resize(video, list(size), interpolation=InterpolationMode.BICUBIC, antialias=True)
-    return video.permute(0, 2, 3, 1).contiguous().numpy()
+    frame = torch.from_numpy(pixels).permute(2, 0, 1)  # (3, H0, W0)
+    frame = resize(frame, list(size), interpolation=InterpolationMode.BICUBIC, antialias=True)
+    return frame.permute(1, 2, 0).numpy()
 
 
 @contextmanager
