@@ -72,7 +72,8 @@ class ObservationRenderer:
         special = added | set(tokenizer.all_special_tokens)
         self._special_ids = set(tokenizer.convert_tokens_to_ids(sorted(special)))
         self._special = _any_of(special)
-        self._reserved = _any_of(special | set(tokenizer.convert_ids_to_tokens(list(placeholders))))
+        # what is plain text spells none of these
+        self.reserved = _any_of(special | set(tokenizer.convert_ids_to_tokens(list(placeholders))))
         self.style = self._find_style(bool(TOOL_ROLE.search(source)))
         # Some templates refuse a turn of several calls, whose answers then become one message.
         self._has_parallel_calls = self._problem_of(self.style, num_calls=2) is None
@@ -84,7 +85,7 @@ class ObservationRenderer:
     def plain(self, text: str) -> str:
         """Return a text in which no special token is read: a space follows its first character."""
         text = text.encode(errors="replace").decode()  # a lone surrogate has no bytes
-        return self._reserved.sub(lambda match: f"{match[0][0]} {match[0][1:]}", text)
+        return self.reserved.sub(lambda match: f"{match[0][0]} {match[0][1:]}", text)
 
     def plain_values(self, value: Any) -> Any:
         """Return a message, or a part of one, in whose texts and keys no special token is read."""

@@ -16,8 +16,9 @@ from verl.agents.tools.loading import load_tools
 from verl.config.data import DataConfig
 from verl.config.multi_turn import MultiTurnConfig
 from verl.data.chat_template import ChatTemplate
-from verl.data.media.loader import MediaLoader
-from verl.data.readers import PositionIds, Readers
+from verl.data.readers import Readers
+
+SECTION = "worker.rollout.multi_turn"
 
 
 def schemas_of(options: MultiTurnConfig) -> list[dict[str, Any]]:
@@ -90,7 +91,22 @@ def check_conversations(readers: Readers, data: DataConfig, options: MultiTurnCo
         if rules.reads_calls:
             rules.renderer.check(options.max_parallel_calls)
     except ValueError as error:
-        raise ValueError(f"`worker.rollout.multi_turn.enable=true`: {error}") from error
+        raise ValueError(f"`{SECTION}.enable=true`: {error}") from error
+    _check_schemas(rules)
+def _check_schemas(rules: ConversationRules) -> None:
+    """Refuse special tokens in the schemas of a run's own tools, which its prompts show as they are."""
+    given = {"tools": ", ".join(rules.options.tools), "tool_config_path": rules.options.tool_config_path}
+    given["environment"] = rules.options.environment
+    options = ", ".join(f"`{SECTION}.{name}={value}`" for name, value in given.items() if value)
+    for schema in rules.schemas:
+        if found := rules.renderer.reserved.search(str(schema)):
+            raise ValueError(
+                f"{options}: the names, descriptions and values of the tool `{schema['function']['name']}`"
+                f" must hold no special token of the model, got {found[0]!r}: write it otherwise, such as"
+                f" {rules.renderer.plain(found[0])!r}"
+            )
+
+
     answer = rules.renderer.after_turn(rules.tokenizer.eos_token_id, (), [user_message(Observation())])
     for problem in options.length_problems(data.max_response_length, len(answer)):
         raise ValueError(problem)
