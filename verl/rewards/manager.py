@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain, groupby, pairwise
 from pathlib import Path
-from queue import Empty
 from types import MappingProxyType
 from typing import Any
 
@@ -23,6 +22,7 @@ from verl.rewards.function import OPTION, SHOWN_COLUMNS, Scores
 from verl.rewards.pool import HOPELESS, Batch, Call, RewardPool
 from verl.rewards.servers import Specs
 from verl.rewards.worker_process import Failure
+from verl.utils.processes.serving import taken
 from verl.utils.rank_logger import get_logger
 
 Awake = Callable[[], AbstractContextManager[Any]]
@@ -177,11 +177,8 @@ class RewardJob:
         self._pool.submit(calls)
 
     def _collect(self) -> None:
-        try:
-            while True:
-                self._take(self._finished.get_nowait())
-        except Empty:
-            return
+        for call in taken(self._finished, 0.0):
+            self._take(call)
 
     def _take(self, call: Call) -> None:
         self._failed.count(call)

@@ -25,8 +25,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any
 
 from verl.agents.interface import Observation, ToolCall
@@ -34,7 +33,7 @@ from verl.agents.tools.host import HOST_NAME, ToolFacts, ToolHost, ToolProcess
 from verl.agents.tools.tool_server import Answer
 from verl.config.multi_turn import MultiTurnConfig
 from verl.utils.processes.child_process import ChildEndedError
-from verl.utils.processes.serving import PoolBrokenError, ProcessEndedError, ServingThread
+from verl.utils.processes.serving import PoolBrokenError, ProcessEndedError, ServingThread, taken
 from verl.utils.rank_logger import get_logger
 
 CLOSE_LIMIT_S = 10.0  # for a tool to release the state of a conversation
@@ -125,14 +124,13 @@ class ToolPool(AbstractContextManager["ToolPool"]):
         Raises:
             RuntimeError: The pool has ended.
         """
-        found: list[Finished] = []
-        with suppress(Empty):
-            item = self._finished.get(timeout=timeout_s) if timeout_s > 0 else self._finished.get_nowait()
-            while item is not None:
-                conversation, finished = item
-                if self._conversations.get(finished[0]) is conversation:  # else it was ended meanwhile
-                    found.append(finished)
-                item = self._finished.get_nowait()
+        items = taken(self._finished, timeout_s)
+        found = [
+            finished
+            for conversation, finished in filter(None, items)
+            if self._conversations.get(finished[0]) is conversation  # else it was ended meanwhile
+        ]
+        if None in items:
             self._finished.put(None)
             if not found:
                 raise RuntimeError(str(self._thread.ended))
