@@ -203,8 +203,6 @@ class RewardFunction:
         return turns.values_of(checked)
 
     def _as_float(self, key: str, value: Any, where: str) -> float:
-        if getattr(value, "ndim", None) == 0:  # a scalar of numpy or torch
-            value = value.item()
         number = turns.nearest_float(value)
         if not abs(number) <= turns.MAX_FLOAT32:
             bound = f" of at most {turns.MAX_FLOAT32:.4g}, as in float32" if math.isfinite(number) else ""
