@@ -99,26 +99,24 @@ class ObservationRenderer:
         """Return the messages of the observations to a turn's calls."""
         return _messages(self.style, *self._shown(calls, observations))
 
-    def tokens(
-        self, last_token: int, calls: Sequence[ToolCall], observations: Sequence[Observation]
-    ) -> list[int]:
-        """Return the tokens after a turn that ended with `last_token`, up to where the next turn starts.
-
-        Texts must be `plain`. Each image and video is one placeholder.
-        """
-        calls, observations = self._shown(calls, observations)
-        return self._tokens(last_token, calls, _messages(self.style, calls, observations))
-
     def after_turn(
         self, last_token: int, calls: Sequence[ToolCall], messages: Sequence[Message]
     ) -> list[int]:
-        """Return the tokens of any messages after a turn that ended with `last_token`, as `tokens` does.
+        """Return the tokens after a turn that ended with `last_token`, up to where the next turn starts.
+
+        Each image and video is one placeholder.
 
         Args:
             messages: Their content is a text or a list of parts. Those of the role `tool` at the start answer
                 `calls`, in their order.
         """
-        return self._tokens(last_token, *self.following(calls, messages))
+        following = self._after(self.style, *self.following(calls, messages))
+        tokens = self._encode(following.text)
+        leading = list(takewhile(self.is_end, tokens))
+        if last_token in leading:
+            return tokens[leading.index(last_token) + 1 :]
+        # The policy ended its turn with another special token, or a stop text ended it.
+        return tokens[int(following.is_closed and self.is_end(last_token)) :]
 
     def following(
         self, calls: Sequence[ToolCall], messages: Sequence[Message]
@@ -131,15 +129,6 @@ class ObservationRenderer:
         calls, answers = self._shown(calls, answers)
         shown = _messages(self.style, calls, answers) if answers else []
         return calls, [*shown, *others]
-
-    def _tokens(self, last_token: int, calls: Sequence[ToolCall], messages: Sequence[Message]) -> list[int]:
-        following = self._after(self.style, calls, messages)
-        tokens = self._encode(following.text)
-        leading = list(takewhile(self.is_end, tokens))
-        if last_token in leading:
-            return tokens[leading.index(last_token) + 1 :]
-        # The policy ended its turn with another special token, or a stop text ended it.
-        return tokens[int(following.is_closed and self.is_end(last_token)) :]
 
     def _shown(
         self, calls: Sequence[ToolCall], observations: Sequence[Observation]

@@ -38,7 +38,6 @@ MAX_BODY = 256 << 20  # bytes; images are base64
 MAX_BODY_DEPTH = 2 * MAX_DEPTH  # calls and schemas lie within messages and tools
 BACKLOG = 4096
 KEEP_ALIVE_S = 60
-START_LIMIT_S = 30.0
 SHUTDOWN_S = 2
 MODEL = "policy"  # the name of the only model; calls may use any
 
