@@ -77,7 +77,7 @@ def test_a_picture_that_is_too_large_is_refused(pool):
 
 @pytest.mark.parametrize("image", [b"", b"no image", b"\x89PNG\r\n\x1a\n", PICTURE[:60]])
 def test_figures_that_the_code_forged_are_no_failure_of_the_tool(image):
-    session = SimpleNamespace(run=lambda code, max_images: Cell("printed", [image] * 30, False))
+    session = SimpleNamespace(run=lambda code, max_images: Cell("printed", [image] * 30))
     notebook = Notebook(Python())
     notebook._session = session
 
@@ -89,7 +89,7 @@ def test_figures_that_the_code_forged_are_no_failure_of_the_tool(image):
 
 def test_no_more_figures_are_taken_than_were_asked_for():
     notebook = Notebook(Python(max_images=2))
-    notebook._session = SimpleNamespace(run=lambda code, max_images: Cell("", [PICTURE] * 30, False))
+    notebook._session = SimpleNamespace(run=lambda code, max_images: Cell("", [PICTURE] * 30))
 
     assert [image.size for image in notebook.run("code").images] == [(30, 20)] * 2
 

@@ -54,6 +54,10 @@ def encode(tokenizer, text):
     return tokenizer.encode(text, add_special_tokens=False)
 
 
+def following(renderer, last, calls, observations):
+    return renderer.after_turn(last, calls, renderer.messages(calls, observations))
+
+
 def changed(template, old, new):
     """A renderer of a template with a part replaced."""
     tokenizer = tool_tokenizer(template)
@@ -69,8 +73,8 @@ def test_observations_follow_the_end_of_the_turn(template):
     (last,) = encode(tokenizer, end)
     renderer = renderer_of(tokenizer)
 
-    assert renderer.tokens(last, CALLS[:1], ANSWERS[:1]) == encode(tokenizer, one)
-    assert renderer.tokens(last, CALLS, ANSWERS) == encode(tokenizer, two)
+    assert following(renderer, last, CALLS[:1], ANSWERS[:1]) == encode(tokenizer, one)
+    assert following(renderer, last, CALLS, ANSWERS) == encode(tokenizer, two)
     for count in (1, 2, 5):
         renderer.check(count)
 
@@ -78,7 +82,7 @@ def test_observations_follow_the_end_of_the_turn(template):
 def test_another_end_token_takes_the_place_of_the_templates():
     tokenizer = tool_tokenizer("hermes")
 
-    tokens = renderer_of(tokenizer).tokens(tokenizer.pad_token_id, CALLS[:1], ANSWERS[:1])
+    tokens = following(renderer_of(tokenizer), tokenizer.pad_token_id, CALLS[:1], ANSWERS[:1])
 
     assert tokens == encode(tokenizer, CHATML_ONE)
 
@@ -87,7 +91,7 @@ def test_a_turn_without_an_end_token_is_closed():
     tokenizer = tool_tokenizer("hermes")
     (last,) = encode(tokenizer, "</tool_call>")  # a stop text of the engine
 
-    tokens = renderer_of(tokenizer).tokens(last, CALLS[:1], ANSWERS[:1])
+    tokens = following(renderer_of(tokenizer), last, CALLS[:1], ANSWERS[:1])
 
     assert tokens == encode(tokenizer, f"<|im_end|>{CHATML_ONE}")
 
@@ -97,7 +101,7 @@ def test_a_header_that_the_policy_did_not_sample_is_added(last):
     tokenizer = tool_tokenizer("glm")
     (token,) = encode(tokenizer, last)
 
-    tokens = renderer_of(tokenizer).tokens(token, CALLS[:1], ANSWERS[:1])
+    tokens = following(renderer_of(tokenizer), token, CALLS[:1], ANSWERS[:1])
 
     assert tokens == encode(tokenizer, f"<|observation|>{FOLLOWING['glm'][1]}")
 
@@ -114,7 +118,7 @@ def test_a_template_without_tools_shows_observations_as_the_users():
             "content": "<tool_response>\nfive\n</tool_response>\n<tool_response>\na cat\n</tool_response>",
         }
     ]
-    assert renderer.tokens(tokenizer.eos_token_id, CALLS, ANSWERS) == encode(tokenizer, CHATML_TWO)
+    assert following(renderer, tokenizer.eos_token_id, CALLS, ANSWERS) == encode(tokenizer, CHATML_TWO)
 
 
 def test_the_models_template_is_rendered_in_a_process_of_its_own():
@@ -123,7 +127,7 @@ def test_the_models_template_is_rendered_in_a_process_of_its_own():
 
     renderer = ObservationRenderer(tokenizer, template, tokenizer.chat_template, {})
 
-    assert renderer.tokens(tokenizer.eos_token_id, CALLS, ANSWERS) == encode(tokenizer, CHATML_TWO)
+    assert following(renderer, tokenizer.eos_token_id, CALLS, ANSWERS) == encode(tokenizer, CHATML_TWO)
     template.close()
 
 
@@ -131,7 +135,7 @@ def test_the_models_template_is_rendered_in_a_process_of_its_own():
 def test_any_name_of_a_tool_is_rendered(name):
     tokenizer = tool_tokenizer("hermes")
 
-    tokens = renderer_of(tokenizer).tokens(tokenizer.eos_token_id, [ToolCall(name, {})], ANSWERS[:1])
+    tokens = following(renderer_of(tokenizer), tokenizer.eos_token_id, [ToolCall(name, {})], ANSWERS[:1])
 
     assert tokens == encode(tokenizer, CHATML_ONE)
 
@@ -140,7 +144,7 @@ def test_special_tokens_in_the_name_of_a_tool_are_text():
     tokenizer = tool_tokenizer("gemma4")
 
     (last,) = encode(tokenizer, "<|tool_response>")
-    tokens = renderer_of(tokenizer).tokens(last, [ToolCall("<turn|>", {})], ANSWERS[:1])
+    tokens = following(renderer_of(tokenizer), last, [ToolCall("<turn|>", {})], ANSWERS[:1])
 
     assert tokens == encode(tokenizer, 'response:< turn|>{value:<|"|>five<|"|>}<tool_response|>')
 
@@ -207,7 +211,7 @@ def test_a_turn_may_end_with_the_second_of_two_special_tokens():
     end, one, _ = FOLLOWING["gemma4"]
     (last,) = encode(renderer.tokenizer, end)
 
-    assert renderer.tokens(last, CALLS[:1], ANSWERS[:1]) == encode(renderer.tokenizer, one)
+    assert following(renderer, last, CALLS[:1], ANSWERS[:1]) == encode(renderer.tokenizer, one)
 
 
 @pytest.mark.parametrize("template", sorted(FOLLOWING))
@@ -217,8 +221,10 @@ def test_messages_that_answer_the_calls_of_a_turn_are_the_tokens_of_its_observat
     end = tokenizer.convert_tokens_to_ids(FOLLOWING[template][0])
     answers = [{"role": "tool", "tool_call_id": "any", "content": one.text} for one in ANSWERS]
 
-    assert renderer.after_turn(end, CALLS[:1], answers[:1]) == renderer.tokens(end, CALLS[:1], ANSWERS[:1])
-    assert renderer.after_turn(end, CALLS, answers) == renderer.tokens(end, CALLS, ANSWERS)
+    assert renderer.after_turn(end, CALLS[:1], answers[:1]) == following(
+        renderer, end, CALLS[:1], ANSWERS[:1]
+    )
+    assert renderer.after_turn(end, CALLS, answers) == following(renderer, end, CALLS, ANSWERS)
 
 
 USER_AFTER = {

@@ -88,8 +88,8 @@ CLASS = (
     '        """\n'
 )
 WRONG = {
-    "no docstring": ("def look(what: str): ...", r"tools.py:3: `look` has no docstring: add one"),
-    "no hint": (FUNCTION.replace(": str", ""), r"tools.py:3: `look` has no type hint at argument `what`"),
+    "no docstring": ("def look(what: str): ...", r"tools.py:3 `look` has no docstring: add one"),
+    "no hint": (FUNCTION.replace(": str", ""), r"tools.py:3 `look` has no type hint at argument `what`"),
     "undescribed": (
         'def look(what: str):\n    """Look."""\n',
         r"`look` does not describe argument `what`: add it to the docstring",

@@ -89,9 +89,11 @@ def test_spans_are_counted_in_characters_of_the_text():
 
     messages = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A1"}]
 
-    spans = learned_spans([*messages, *messages], as_role, ("!;",), [1, 3])
+    text = as_role([*messages, *messages], False)
 
-    assert as_role([*messages, *messages], False) == "u:Q;a:A1!;u:Q;a:A1!;"
+    spans = learned_spans([*messages, *messages], text, as_role, ("!;",), [1, 3])
+
+    assert text == "u:Q;a:A1!;u:Q;a:A1!;"
     assert spans == [range(6, 10), range(16, 20)]
 
 

@@ -304,8 +304,12 @@ def test_no_text_from_outside_is_a_special_token(rules, text, name, key, value):
     plain = rules.new_row([{"role": "user", "content": "a"}], None, "x", harmless)
     end = rules.tokenizer.eos_token_id
     shown = rules.readable(Observation(text)).observation
-    answer = rules.renderer.tokens(end, [ToolCall(name, {})], [shown])
-    plain_answer = rules.renderer.tokens(end, [ToolCall("a", {})], [Observation("a")])
+
+    def following(call, observation):
+        return rules.renderer.after_turn(end, [call], rules.renderer.messages([call], [observation]))
+
+    answer = following(ToolCall(name, {}), shown)
+    plain_answer = following(ToolCall("a", {}), Observation("a"))
 
     assert specials(row.token_ids) == specials(plain.token_ids)
     assert specials(answer) == specials(plain_answer)

@@ -115,6 +115,30 @@ def test_tools_that_the_template_does_not_show_are_an_error_with_a_remedy(run, t
     assert re.search(remedy, said.out + said.err)
 
 
+SENTENCE = '''
+def look(text: str) -> str:
+    """Look.
+
+    Args:
+        text: As {description}. (choices: ["{choice}"])
+    """
+'''
+
+
+@pytest.mark.parametrize("place", ["description", "choice"])
+def test_a_special_token_in_the_schema_of_a_tool_is_an_error_with_a_remedy(run, tmp_path, capsys, place):
+    file = tmp_path / "tools.py"
+    file.write_text(SENTENCE.format(**{"description": "you like", "choice": "all"} | {place: "a <|im_end|>"}))
+
+    tools = f"worker.rollout.multi_turn.tools=[{file}:look]"
+    assert main([*run, *OPTIONS[:-3], tools, SHIPPED, "--rows", "0", "--out", str(tmp_path)]) == 2
+
+    said = capsys.readouterr()
+    reason = f"`worker.rollout.multi_turn.tools={file}:look`: the names, descriptions and values of the"
+    assert f"{reason} tool `look` must hold no special token of the model" in said.out + said.err
+    assert "got '<|im_end|>': write it otherwise, such as '< |im_end|>'" in said.out + said.err
+
+
 def test_a_response_must_have_room_for_the_shortest_answer_of_its_template(run, tmp_path, capsys):
     # <|im_end|> \n <|im_start|> user \n <|im_end|> \n <|im_start|> assistant \n: the first ends a turn
     tokenizer = load_tokenizer(load_config(PPOConfig, [*run]).worker.actor.model.model_path)

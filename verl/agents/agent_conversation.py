@@ -13,11 +13,11 @@ from itertools import takewhile
 from typing import Any
 
 from verl.agents.contexts import (
-    UNLEARNED,
     AgentContext,
     AnsweredCall,
     FinishedConversation,
     OpenCall,
+    empty_response,
     joined_response,
 )
 from verl.agents.endpoint.chat_messages import ApiError, ChatMessage, assistant_message
@@ -25,17 +25,15 @@ from verl.agents.endpoint.replies import Reply
 from verl.agents.endpoint.requests import ChatRequest
 from verl.agents.interface import (
     AgentResult,
-    ContextRecord,
     Message,
     Observation,
     Reference,
     StopReason,
     ToolCall,
-    Trajectory,
     Turn,
 )
 from verl.agents.parsers.interface import THOUGHT, text_before_calls, without_thought
-from verl.agents.rendering import call_id
+from verl.agents.rendering import UNNAMED, call_id
 from verl.agents.row import SampledTurn
 from verl.agents.rules import ConversationRules
 from verl.data.media.references import MediaData
@@ -146,7 +144,8 @@ class AgentConversation:
         short = [one for one in contexts if len(one.row.expanded_prompt) <= self.rules.max_prompt_tokens]
         first = min(short, key=lambda one: not one.is_first, default=None)
         if first is None:
-            return self._empty(result, reason)
+            messages = tuple(self._messages)
+            return empty_response(self.rules.tokenizer, messages, reason, _failures(result))
         self._give_rewards(contexts, result)
         contexts.sort(key=lambda context: context is not first)
         latest = max(contexts, key=lambda context: context.calls[-1].number)
@@ -286,23 +285,6 @@ class AgentConversation:
             last = replace(last, reward=result.reward + (last.reward or 0.0))
         context.turns[place] = replace(last, observations=(*last.observations, *_failures(result)))
 
-    # --- the row
-
-    def _empty(self, result: AgentResult, reason: StopReason) -> FinishedConversation:
-        """Return the response of an agent without a turn of the policy: a token that does not count.
-
-        It takes the place of the turn, which what failed follows.
-        """
-        tokenizer = self.rules.tokenizer
-        token = tokenizer.pad_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
-        turn = Turn(0, 1, observations=_failures(result))
-        given = tuple(self._messages)
-        context = ContextRecord((*given, {"role": "assistant", "content": ""} | UNLEARNED), len(given), 1)
-        trajectory = Trajectory(
-            [False], (turn,), given, is_masked=True, stop_reason=reason, contexts=(context,)
-        )
-        return FinishedConversation([token], [0.0], reason.finish_reason, trajectory, [0])
-
 
 def _context_full(message: str) -> ApiError:
     return ApiError(message, code="context_length_exceeded", param="messages")
@@ -315,10 +297,8 @@ def _called(context: AgentContext, new: Sequence[ChatMessage]) -> list[ToolCall]
     if not answers:
         return list(made)
     by_id = dict(zip(context.calls[-1].tool_call_ids, made, strict=True))
-    found = [by_id.get(one.answers or "") for one in answers]
-    in_order = [*made, *[None] * len(answers)]
-    calls = [call or other for call, other in zip(found, in_order, strict=False)]
-    return [call or ToolCall("unknown", {}) for call in calls]
+    in_order = [*made, *[UNNAMED] * len(answers)]
+    return [by_id.get(one.answers or "", call) for one, call in zip(answers, in_order, strict=False)]
 
 
 def _by_kind(media: Sequence[tuple[Kind, Reference]]) -> tuple[list[Reference], list[Reference]]:

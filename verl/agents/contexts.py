@@ -5,7 +5,7 @@ A context is all that the policy reads from its first message on. Later contexts
 row, each as a whole: an environment replaces what the policy has read, or an agent does.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import Any, NamedTuple
@@ -14,10 +14,11 @@ import torch
 
 from verl.agents.endpoint.chat_messages import ChatMessage
 from verl.agents.endpoint.requests import ChatRequest
-from verl.agents.interface import ContextRecord, Message, StopReason, Trajectory, Turn
+from verl.agents.interface import ContextRecord, Message, Observation, StopReason, Trajectory, Turn
 from verl.agents.media import as_lists, join_media
 from verl.agents.row import Piece, Row
 from verl.data.media.references import MediaData
+from verl.models.mixture.routes import extend_routes
 
 UNLEARNED = {"weight": 0}
 
@@ -150,11 +151,11 @@ def joined_response(
         for turn in context.turns
     ]
     trajectory = Trajectory(
-        is_sampled=_joined(row.is_sampled, parts, lambda part: part.is_sampled, False),
+        is_sampled=_joined(parts, lambda part: part.is_sampled, False),
         turns=(*first.turns, *later),
         messages=messages,
         media=as_lists(reduce(join_media, (part.media for part in parts[1:]), row.added)),
-        position_ids=_positions(parts) if others else row.positions(),
+        position_ids=None if row.added is None and not others else _positions(parts),
         is_masked=is_masked,
         stop_reason=stop_reason,
         prompt=row.own_prompt(),
@@ -162,22 +163,39 @@ def joined_response(
         contexts=tuple(context.record() for context in contexts),
     )
     return FinishedConversation(
-        _joined(row.response, parts, lambda part: part.response, None),
-        _joined(row.log_probs, parts, lambda part: part.log_probs, 0.0),
+        _joined(parts, lambda part: part.response, None),
+        _joined(parts, lambda part: part.log_probs, 0.0),
         finish_reason,
         trajectory,
-        _joined(row.versions, parts, lambda part: part.versions, 0),
+        _joined(parts, lambda part: part.versions, 0),
         _routes(parts),
     )
+
+
+def empty_response(
+    tokenizer: Any, messages: tuple[Message, ...], reason: StopReason, failures: tuple[Observation, ...]
+) -> FinishedConversation:
+    """Return the response of a conversation without a turn of the policy: a token that does not count.
+
+    It takes the place of the turn, which what failed follows.
+    """
+    token = tokenizer.pad_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
+    turn = Turn(0, 1, observations=failures)
+    answer = {"role": "assistant", "content": ""} | UNLEARNED
+    context = ContextRecord((*messages, answer), len(messages), 1)
+    trajectory = Trajectory(
+        [False], (turn,), messages, is_masked=True, stop_reason=reason, contexts=(context,)
+    )
+    return FinishedConversation([token], [0.0], reason.finish_reason, trajectory, [0])
 
 
 def _moved(turn: Turn, offset: int) -> Turn:
     return replace(turn, start=turn.start + offset, stop=turn.stop + offset)
 
 
-def _joined(first: Sequence[Any], parts: Sequence[Row], values: Any, filler: Any) -> list[Any]:
+def _joined(parts: Sequence[Row], values: Callable[[Row], list[Any]], filler: Any) -> list[Any]:
     """Join the values of each token; the prompts of further contexts have `filler`, None: their tokens."""
-    joined = list(first)
+    joined = list(values(parts[0]))
     for part in parts[1:]:
         prompt = part.expanded_prompt
         joined += [*(prompt if filler is None else [filler] * len(prompt)), *values(part)]
@@ -185,8 +203,11 @@ def _joined(first: Sequence[Any], parts: Sequence[Row], values: Any, filler: Any
 
 
 def _routes(parts: Sequence[Row]) -> torch.Tensor | None:
-    found = [part.all_routes() for part in parts]
-    known = [routes for routes in found if routes is not None]
+    known = [
+        extend_routes(part.routes, len(part.expanded_prompt) + len(part.response))
+        for part in parts
+        if part.routes is not None
+    ]
     return torch.cat(known) if len(known) == len(parts) else None
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import reduce
 from typing import NamedTuple
 
-from verl.agents.contexts import Context, FinishedConversation, joined_response
+from verl.agents.contexts import Context, FinishedConversation, empty_response, joined_response
 from verl.agents.interface import Message, Observation, StopReason, ToolCall, Turn
 from verl.agents.media import join_media, join_shapes
 from verl.agents.parsers.interface import THOUGHT, without_thought
@@ -41,7 +41,7 @@ class Conversation:
         self.stop_reason: StopReason | None = None
         self.is_waiting = False  # for observations
         self._is_masked = False
-        self._failure: Observation | None = None  # of an environment that could not begin
+        self._failures: tuple[Observation, ...] = ()  # before the first turn
         self._turn_ended_at = 0.0
         self._refusals: list[Observation | None] = []  # of the last turn's calls; None for one that is made
 
@@ -59,8 +59,6 @@ class Conversation:
         assert not self.is_done, "a conversation that has ended has no further turn"
         limit = self.rules.options.max_tokens_per_turn
         tokens = self._room if limit is None else min(self._room, limit)
-        if self._failure is not None:
-            tokens = 1
         return TurnRequest(list(self._row.token_ids), self._row.media, tokens, self._num_turns)
 
     def add_turn(self, turn: SampledTurn, at: float = 0.0) -> list[ToolCall]:
@@ -79,10 +77,6 @@ class Conversation:
         said = without_thought(THOUGHT * is_thinking + text)
         calls = self.rules.format.parse(said, self.rules.schemas) if is_whole else []
         self._turns[-1] = replace(self._turns[-1], calls=tuple(calls))
-        if self._failure is not None:
-            self._turns[-1] = replace(self._turns[-1], calls=(), observations=(self._failure,))
-            self.end(StopReason.FAILED, is_masked=True)
-            return []
         reason = self._end_after_turn(is_whole, bool(calls), at)
         if reason is not None:
             self.end(reason)
@@ -116,14 +110,13 @@ class Conversation:
             self.end(reason)
         return shown
 
-    def fail(self, failure: Observation) -> None:
-        """Have the conversation end after one token, masked: its environment could not begin."""
-        self._failure = failure
-
     def break_off(self, failure: Observation) -> None:
-        """End after the last turn, masked: something failed that no rule foresees."""
-        turns = next(context.turns for context in reversed(self._contexts) if context.turns)
-        turns[-1] = replace(turns[-1], observations=(failure,))
+        """End after the last turn, masked: something failed that no rule foresees, or nothing could begin."""
+        turns = next((context.turns for context in reversed(self._contexts) if context.turns), None)
+        if turns is None:
+            self._failures = (failure,)
+        else:
+            turns[-1] = replace(turns[-1], observations=(failure,))
         self.is_waiting = False
         self.end(StopReason.FAILED, is_masked=True)
 
@@ -136,8 +129,9 @@ class Conversation:
         assert self.stop_reason is not None, "the conversation has ended"
         first, *others = self._contexts
         contexts = [first, *(context for context in others if context.turns)]
-        messages = tuple(contexts[-1].messages)
-        reason = self.stop_reason
+        messages, reason = tuple(contexts[-1].messages), self.stop_reason
+        if not first.turns:
+            return empty_response(self.rules.tokenizer, messages, reason, self._failures)
         return joined_response(contexts, messages, reason, reason.finish_reason, is_masked=self._is_masked)
 
     # --- turns
@@ -218,11 +212,12 @@ class Conversation:
             if reason is None:
                 self._contexts.append(_begun(row))
             return reason
-        piece = self._piece(answers)
+        messages = self._messages([answer.observation for answer in answers])
+        piece = self._piece(answers, messages)
         reason = self._end_before(piece.expanded, piece.media)
         if reason is None:
             self._row.add_piece(piece)
-            self._context.messages += self._messages([answer.observation for answer in answers])
+            self._context.messages += messages
         return reason
 
     def _in_order(self, observations: Sequence[Observation]) -> list[Observation]:
@@ -234,14 +229,10 @@ class Conversation:
         assert next(given, None) is None, "each call has one observation"
         return answers
 
-    def _piece(self, answers: Sequence[Readable]) -> Piece:
+    def _piece(self, answers: Sequence[Readable], messages: Sequence[Message]) -> Piece:
         """Return the tokens that the policy reads after its turn."""
-        observations = [answer.observation for answer in answers]
-        renderer, last_token, calls = self.rules.renderer, self._row.token_ids[-1], self._turns[-1].calls
-        if self.rules.has_environment:
-            tokens = renderer.after_turn(last_token, calls[:1], self._messages(observations))
-        else:
-            tokens = renderer.tokens(last_token, calls, observations)
+        calls, last_token = self._turns[-1].calls, self._row.token_ids[-1]
+        tokens = self.rules.renderer.after_turn(last_token, calls, messages)
         media = reduce(join_media, (answer.media for answer in answers), None)
         return self._row.piece(tokens, media, join_shapes(*(answer.shape for answer in answers)))
 

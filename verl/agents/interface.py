@@ -148,8 +148,7 @@ class Trajectory:
         ends = {*self.context_starts, len(self.is_sampled)}
         return [
             {
-                "start": turn.start,
-                "stop": turn.stop,
+                **vars(turn),
                 "calls": [{"name": call.name, "arguments": call.arguments} for call in turn.calls],
                 "observations": [
                     {
@@ -162,8 +161,6 @@ class Trajectory:
                     for one in turn.observations
                 ],
                 "is_shown": turn.stop not in ends,
-                "seconds": turn.seconds,
-                "reward": turn.reward,
             }
             for turn in self.turns
         ]

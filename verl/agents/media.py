@@ -4,9 +4,6 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from verl.agents.interface import Observation
 from verl.data.media.loader import MediaLoader, kinds_in_order
 from verl.data.media.references import MediaData, Reference, payload, read_file, reading, sound_of
@@ -25,7 +22,7 @@ class ConversationMedia:
     """
 
     def __init__(self, loader: MediaLoader, position_ids: PositionIds) -> None:
-        self.loader, self._position_ids = loader, position_ids
+        self.loader, self.position_ids = loader, position_ids
         self.placeholders = loader.family.placeholders(loader.processor)
         # If kinds share a token, features replace it in the order of the prompt.
         kinds = loader.family.kinds
@@ -73,11 +70,6 @@ class ConversationMedia:
         earlier = [*(token_of[kind] for kind in order), last_token]
         length = len(self.loader.expand(earlier, before))
         return self.loader.expand(earlier + piece, join_shapes(before, shape))[length:]
-
-    def positions(self, token_ids: Sequence[int], shape: MediaShape, start: int) -> Tensor | None:
-        """Return the positions (R,) or (4, R) of a row's tokens from `start`; None counts on."""
-        positions = self._position_ids(torch.tensor(token_ids, dtype=torch.int64), shape)
-        return None if positions is None else positions[..., start:]
 
 
 def join_media(first: MediaData, second: MediaData) -> MediaData:

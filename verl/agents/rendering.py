@@ -72,7 +72,8 @@ class ObservationRenderer:
         special = added | set(tokenizer.all_special_tokens)
         self._special_ids = set(tokenizer.convert_tokens_to_ids(sorted(special)))
         self._special = _any_of(special)
-        self._reserved = _any_of(special | set(tokenizer.convert_ids_to_tokens(list(placeholders))))
+        # what is plain text spells none of these
+        self.reserved = _any_of(special | set(tokenizer.convert_ids_to_tokens(list(placeholders))))
         self.style = self._find_style(bool(TOOL_ROLE.search(source)))
         # Some templates refuse a turn of several calls, whose answers then become one message.
         self._has_parallel_calls = self._problem_of(self.style, num_calls=2) is None
@@ -84,7 +85,7 @@ class ObservationRenderer:
     def plain(self, text: str) -> str:
         """Return a text in which no special token is read: a space follows its first character."""
         text = text.encode(errors="replace").decode()  # a lone surrogate has no bytes
-        return self._reserved.sub(lambda match: f"{match[0][0]} {match[0][1:]}", text)
+        return self.reserved.sub(lambda match: f"{match[0][0]} {match[0][1:]}", text)
 
     def plain_values(self, value: Any) -> Any:
         """Return a message, or a part of one, in whose texts and keys no special token is read."""
@@ -98,26 +99,24 @@ class ObservationRenderer:
         """Return the messages of the observations to a turn's calls."""
         return _messages(self.style, *self._shown(calls, observations))
 
-    def tokens(
-        self, last_token: int, calls: Sequence[ToolCall], observations: Sequence[Observation]
-    ) -> list[int]:
-        """Return the tokens after a turn that ended with `last_token`, up to where the next turn starts.
-
-        Texts must be `plain`. Each image and video is one placeholder.
-        """
-        calls, observations = self._shown(calls, observations)
-        return self._tokens(last_token, calls, _messages(self.style, calls, observations))
-
     def after_turn(
         self, last_token: int, calls: Sequence[ToolCall], messages: Sequence[Message]
     ) -> list[int]:
-        """Return the tokens of any messages after a turn that ended with `last_token`, as `tokens` does.
+        """Return the tokens after a turn that ended with `last_token`, up to where the next turn starts.
+
+        Each image and video is one placeholder.
 
         Args:
             messages: Their content is a text or a list of parts. Those of the role `tool` at the start answer
                 `calls`, in their order.
         """
-        return self._tokens(last_token, *self.following(calls, messages))
+        following = self._after(self.style, *self.following(calls, messages))
+        tokens = self._encode(following.text)
+        leading = list(takewhile(self.is_end, tokens))
+        if last_token in leading:
+            return tokens[leading.index(last_token) + 1 :]
+        # The policy ended its turn with another special token, or a stop text ended it.
+        return tokens[int(following.is_closed and self.is_end(last_token)) :]
 
     def following(
         self, calls: Sequence[ToolCall], messages: Sequence[Message]
@@ -130,15 +129,6 @@ class ObservationRenderer:
         calls, answers = self._shown(calls, answers)
         shown = _messages(self.style, calls, answers) if answers else []
         return calls, [*shown, *others]
-
-    def _tokens(self, last_token: int, calls: Sequence[ToolCall], messages: Sequence[Message]) -> list[int]:
-        following = self._after(self.style, calls, messages)
-        tokens = self._encode(following.text)
-        leading = list(takewhile(self.is_end, tokens))
-        if last_token in leading:
-            return tokens[leading.index(last_token) + 1 :]
-        # The policy ended its turn with another special token, or a stop text ended it.
-        return tokens[int(following.is_closed and self.is_end(last_token)) :]
 
     def _shown(
         self, calls: Sequence[ToolCall], observations: Sequence[Observation]

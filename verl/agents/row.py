@@ -6,7 +6,7 @@ The engine takes one placeholder for each image or video, training the tokens of
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from verl.agents.media import ConversationMedia, as_lists, join_media, join_shap
 from verl.data.media.loader import kinds_in_order
 from verl.data.media.references import MediaData
 from verl.models.families.interface import MediaShape
-from verl.models.mixture.routes import extend_routes, join_routes
+from verl.models.mixture.routes import join_routes
 
 
 class Prompt(NamedTuple):
@@ -96,17 +96,10 @@ class Row:
         positions = self.all_positions()[..., : len(tokens)]
         return OwnPrompt(tokens, positions, messages, self.prompt.text, as_lists(self.prompt.media))
 
-    def positions(self) -> Any:
-        """Return the positions of the response; None continues from the prompt's last one."""
-        if self._reader is None or self.added is None:
-            return None
-        prompt = self.expanded_prompt
-        return self._reader.positions([*prompt, *self.response], self._shape, len(prompt))
-
     def all_positions(self) -> Tensor:
         """Return the positions (P + R,) or (4, P + R) of prompt and response."""
-        tokens = [*self.expanded_prompt, *self.response]
-        positions = None if self._reader is None else self._reader.positions(tokens, self._shape, 0)
+        tokens = torch.tensor([*self.expanded_prompt, *self.response], dtype=torch.int64)
+        positions = None if self._reader is None else self._reader.position_ids(tokens, self._shape)
         return torch.arange(len(tokens)) if positions is None else positions
 
     @cached_property
@@ -115,11 +108,6 @@ class Row:
         if self._reader is None:
             return list(self.prompt.token_ids)
         return self._reader.loader.expand(list(self.prompt.token_ids), self._prompt_shape)
-
-    def all_routes(self) -> Tensor | None:
-        """(P + R, L, k): experts of prompt and response; None if the engine has none."""
-        tokens = len(self.expanded_prompt) + len(self.response)
-        return None if self.routes is None else extend_routes(self.routes, tokens)
 
     @property
     def _shape(self) -> MediaShape:

@@ -8,7 +8,7 @@ from verl.agents.endpoint.server import Endpoint
 from verl.agents.environments.loading import load_environments
 from verl.agents.interface import Observation
 from verl.agents.media import ConversationMedia
-from verl.agents.parsers.interface import NO_CALLS, Schemas
+from verl.agents.parsers.interface import NO_CALLS
 from verl.agents.parsers.registry import call_format
 from verl.agents.rendering import ObservationRenderer, user_message
 from verl.agents.rules import ConversationRules
@@ -16,8 +16,9 @@ from verl.agents.tools.loading import load_tools
 from verl.config.data import DataConfig
 from verl.config.multi_turn import MultiTurnConfig
 from verl.data.chat_template import ChatTemplate
-from verl.data.media.loader import MediaLoader
-from verl.data.readers import PositionIds, Readers
+from verl.data.readers import Readers
+
+SECTION = "worker.rollout.multi_turn"
 
 
 def schemas_of(options: MultiTurnConfig) -> list[dict[str, Any]]:
@@ -29,11 +30,8 @@ def schemas_of(options: MultiTurnConfig) -> list[dict[str, Any]]:
 
 
 def conversation_rules(
-    tokenizer: Any,
-    media: MediaLoader | None,  # None for a text model
-    position_ids: PositionIds | None,
+    readers: Readers,
     options: MultiTurnConfig,
-    schemas: Schemas,  # of the tools
     *,
     max_tokens: int,
     max_prompt_tokens: int,
@@ -46,20 +44,20 @@ def conversation_rules(
     Raises:
         ValueError: The template writes no calls, or cannot show observations.
     """
-    template = None if media is None else media.processor.chat_template
-    reader = None
-    if media is not None and position_ids is not None:
-        reader = ConversationMedia(media, position_ids)
+    tokenizer, schemas, template, media = readers.tokenizer, readers.tools, None, None
+    if readers.media is not None and readers.position_ids is not None:
+        template = readers.media.processor.chat_template
+        media = ConversationMedia(readers.media, readers.position_ids)
     source = template or tokenizer.chat_template
     chat_template = ChatTemplate(
         tokenizer, template, template_variables, override_chat_template, tools=schemas
     )
-    placeholders = {} if reader is None else reader.placeholders
+    placeholders = {} if media is None else media.placeholders
     renderer = ObservationRenderer(tokenizer, chat_template, source, placeholders)
     has_calls = schemas or ("tools" in source if options.agent is not None else options.environment is None)
     form = call_format(options.format, source) if has_calls else NO_CALLS
     return ConversationRules(
-        tokenizer, renderer, form, schemas, options, max_tokens, max_prompt_tokens, reader, max_prompt_images
+        tokenizer, renderer, form, schemas, options, max_tokens, max_prompt_tokens, media, max_prompt_images
     )
 
 
@@ -75,11 +73,8 @@ def check_conversations(readers: Readers, data: DataConfig, options: MultiTurnCo
     """
     try:
         rules = conversation_rules(
-            readers.tokenizer,
-            readers.media,
-            readers.position_ids,
+            readers,
             options,
-            readers.tools,
             max_tokens=data.max_response_length,
             max_prompt_tokens=data.max_prompt_length,
             template_variables=data.apply_chat_template_kwargs,
@@ -90,11 +85,26 @@ def check_conversations(readers: Readers, data: DataConfig, options: MultiTurnCo
         if rules.reads_calls:
             rules.renderer.check(options.max_parallel_calls)
     except ValueError as error:
-        raise ValueError(f"`worker.rollout.multi_turn.enable=true`: {error}") from error
+        raise ValueError(f"`{SECTION}.enable=true`: {error}") from error
+    _check_schemas(rules)
     answer = rules.renderer.after_turn(rules.tokenizer.eos_token_id, (), [user_message(Observation())])
     for problem in options.length_problems(data.max_response_length, len(answer)):
         raise ValueError(problem)
     return rules
+
+
+def _check_schemas(rules: ConversationRules) -> None:
+    """Refuse special tokens in the schemas of a run's own tools, which its prompts show as they are."""
+    given = {"tools": ", ".join(rules.options.tools), "tool_config_path": rules.options.tool_config_path}
+    given["environment"] = rules.options.environment
+    options = ", ".join(f"`{SECTION}.{name}={value}`" for name, value in given.items() if value)
+    for schema in rules.schemas:
+        if found := rules.renderer.reserved.search(str(schema)):
+            raise ValueError(
+                f"{options}: the names, descriptions and values of the tool `{schema['function']['name']}`"
+                f" must hold no special token of the model, got {found[0]!r}: write it otherwise, such as"
+                f" {rules.renderer.plain(found[0])!r}"
+            )
 
 
 def endpoint_of(rules: ConversationRules, on_call: Callable[[Hashable], None]) -> Endpoint:

@@ -135,7 +135,7 @@ class ConversationTokenizer:
         render = partial(self._render, tools)
         text = render(messages, False)
         learned = learned_turns(messages, self.turns)
-        spans = learned_spans(messages, render, self._special, learned)
+        spans = learned_spans(messages, text, render, self._special, learned)
         check_shown(messages, text, partial(render, add_generation_prompt=False), learned)
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         return text, encoded["input_ids"], tokens_inside(encoded["offset_mapping"], spans)
@@ -156,13 +156,16 @@ def learned_turns(messages: Sequence[Message], turns: str) -> list[int]:
 
 
 def learned_spans(
-    messages: Sequence[Message], render: Render, special_tokens: tuple[str, ...], learned: Sequence[int]
+    messages: Sequence[Message],
+    text: str,
+    render: Render,
+    special_tokens: tuple[str, ...],
+    learned: Sequence[int],
 ) -> list[range]:
-    """Find the characters of the assistant turns to train on in the rendered conversation.
+    """Find the characters of the assistant turns to train on in `text`, the rendered conversation.
 
     The text must show what a model would sample for a turn, else a BadRowError is raised.
     """
-    text = render(messages, False)
     spans = []
     for index in learned:
         asked, answered = render(messages[:index], True), render(messages[: index + 1], False).rstrip()

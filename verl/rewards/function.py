@@ -16,7 +16,6 @@ a process starts in a tenth of a second.
 """
 
 import asyncio
-import difflib
 import inspect
 import math
 from collections.abc import Callable, Hashable, Sequence
@@ -26,14 +25,14 @@ from functools import partial
 from itertools import groupby
 from numbers import Real
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 from verl.rewards import turns
 from verl.rewards.conventions import ARGUMENTS, REWARD_TYPES, convention_of
 from verl.rewards.servers import SECTION, Specs, connect
 from verl.utils import user_file
-from verl.utils.user_file import import_file, shorten
+from verl.utils.user_file import find_function, import_file, shorten
 
 OPTION = "worker.reward.reward_function"
 KWARGS_OPTION = "worker.reward.reward_function_kwargs"
@@ -204,8 +203,6 @@ class RewardFunction:
         return turns.values_of(checked)
 
     def _as_float(self, key: str, value: Any, where: str) -> float:
-        if getattr(value, "ndim", None) == 0:  # a scalar of numpy or torch
-            value = value.item()
         number = turns.nearest_float(value)
         if not abs(number) <= turns.MAX_FLOAT32:
             bound = f" of at most {turns.MAX_FLOAT32:.4g}, as in float32" if math.isfinite(number) else ""
@@ -234,7 +231,7 @@ def load_reward_function(
     kwargs = dict(kwargs or {})
     path, function_name = split_spec(spec)
     module = import_file(path, OPTION, "reward_file", TRACEBACK_HEADING)
-    function = _find_function(module, path, function_name)
+    function = find_function(module, path, function_name, OPTION)
     code = getattr(inspect.unwrap(function), "__code__", None)
     where = f"{path}:{code.co_firstlineno if code else 0}"
     called, reward_type, note = convention_of(function, module, default_type, f"{where} `{function_name}`")
@@ -277,19 +274,6 @@ def split_spec(spec: str) -> tuple[Path, str]:
     if not Path(path).is_file():
         raise FileNotFoundError(f"`{OPTION}`: no file {Path(path).absolute()}")
     return Path(path).absolute(), function_name
-
-
-def _find_function(module: ModuleType, path: Path, function_name: str) -> Callable[..., Any]:
-    function = getattr(module, function_name, None)
-    if callable(function):
-        return function
-    own = {name: value for name, value in vars(module).items() if inspect.isfunction(value)}
-    public = [name for name, value in own.items() if value.__module__ == module.__name__ and name[0] != "_"]
-    close = difflib.get_close_matches(function_name, public, n=1)
-    suggestion = "compute_score" if "compute_score" in public else close[0] if close else None
-    remedy = f": write {path}:{suggestion}" if suggestion else f"; it defines {public or 'no function'}"
-    what = "is not a function" if function is not None else "is missing"
-    raise ValueError(f"`{OPTION}`: `{function_name}` {what} in {path}{remedy}")
 
 
 def _models_for(function: Callable[..., Any], servers: Specs, where: str, name: str) -> dict[str, Any]:

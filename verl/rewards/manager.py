@@ -13,16 +13,16 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain, groupby, pairwise
 from pathlib import Path
-from queue import Empty
 from types import MappingProxyType
 from typing import Any
 
 from verl.config.worker import RewardConfig
 from verl.rewards import turns
-from verl.rewards.function import OPTION, SHOWN_COLUMNS, Scores
+from verl.rewards.function import SHOWN_COLUMNS, Scores
 from verl.rewards.pool import HOPELESS, Batch, Call, RewardPool
 from verl.rewards.servers import Specs
 from verl.rewards.worker_process import Failure
+from verl.utils.processes.serving import taken
 from verl.utils.rank_logger import get_logger
 
 Awake = Callable[[], AbstractContextManager[Any]]
@@ -62,54 +62,37 @@ class RewardManager(AbstractContextManager["RewardManager"]):
         servers: Specs = MappingProxyType({}),
         awake: Awake | None = None,
     ) -> None:
-        if not config.reward_function:
-            raise ValueError(f"`{OPTION}` must be path.py:function, got {config.reward_function!r}")
-        self._pool = RewardPool(config.reward_function, config, servers)
+        self.pool = RewardPool(config, servers)
         try:
-            ready = self._pool.wait_until_loaded()
+            ready = self.pool.wait_until_loaded()
         except BaseException:
-            self._pool.close()
+            self.pool.close()
             raise
         self.name = ready.name
         self.reward_type = ready.reward_type
-        self._config = config
-        self._failure_log = failure_log
+        self.config, self.failure_log = config, failure_log
         self.waits = awake is not None  # for `result` before any response is scored
         self.awake: Awake = awake or nullcontext
 
     def start(self) -> "RewardJob":
         """Start scoring a batch. Several may run at the same time."""
-        held_until = self.awake if self.waits else None
-        return RewardJob(self._pool, self.reward_type, self._config, self._failure_log, held_until)
-
-    def pids(self) -> list[int]:
-        return self._pool.pids()
+        return RewardJob(self)
 
     def close(self) -> None:
         """Kill the processes. Safe to call twice."""
-        self._pool.close()
+        self.pool.close()
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
 
 class RewardJob:
-    """Scores the responses of one batch.
+    """Scores the responses of one batch."""
 
-    Args:
-        awake: If given, nothing is scored before `result`, and then inside of this block.
-    """
-
-    def __init__(
-        self,
-        pool: RewardPool,
-        reward_type: str,
-        config: RewardConfig,
-        failure_log: Path | None,
-        awake: Awake | None = None,
-    ) -> None:
-        self._pool, self._reward_type, self._config = pool, reward_type, config
-        self._failed, self._awake = FailedCalls(config, failure_log), awake
+    def __init__(self, manager: RewardManager) -> None:
+        self._manager, self._pool, self._config = manager, manager.pool, manager.config
+        self._reward_type = manager.reward_type
+        self._failed = FailedCalls(manager.config, manager.failure_log)
         self._held: list[Row] = []  # not yet handed to the pool
         self._submitted: set[int] = set()
         self._scores: dict[int, Scores] = {}
@@ -129,7 +112,7 @@ class RewardJob:
         assert self._submitted.isdisjoint(index), f"these responses were submitted before: {index}"
         self._submitted.update(index)
         self._held.extend(zip(index, inputs, strict=True))
-        if self._reward_type == "dataproto" or self._awake is not None:  # called by `result`
+        if self._reward_type == "dataproto" or self._manager.waits:  # called by `result`
             return
         size = self._size_of_call
         num_ready = len(self._held) - (len(self._held) % size if size else 0)
@@ -148,7 +131,7 @@ class RewardJob:
             TimeoutError: With `on_failure=error`, a call took longer than `worker.reward.timeout_s`.
             RuntimeError: With `on_failure=error`, a process died; or calls failed for too many responses.
         """
-        with self._awake() if self._awake is not None and self._held else nullcontext():
+        with self._manager.awake() if self._held else nullcontext():
             held, self._held = sorted(self._held, key=lambda row: row[0]), []
             self._call([held] if self._reward_type == "dataproto" and held else self._divided(held))
             self._collect()
@@ -177,11 +160,8 @@ class RewardJob:
         self._pool.submit(calls)
 
     def _collect(self) -> None:
-        try:
-            while True:
-                self._take(self._finished.get_nowait())
-        except Empty:
-            return
+        for call in taken(self._finished, 0.0):
+            self._take(call)
 
     def _take(self, call: Call) -> None:
         self._failed.count(call)
@@ -190,7 +170,8 @@ class RewardJob:
         elif call.is_broken:
             self._end_run(call.failures[-1])
         elif self._config.on_failure == "error":
-            self._end_run(call.failures[-1]._replace(message=self._failed.only(call)))
+            message = f"{reason(call)}\n1 of {self._failed.num_calls} finished calls failed"
+            self._end_run(call.failures[-1]._replace(message=message))
         else:
             self._failed.add(call)
 
@@ -211,7 +192,8 @@ class RewardJob:
 
     def _columns(self) -> dict[str, list[float]]:
         failed, retries = self._failed.rows, self._failed.retries
-        by_row = self._scores | dict.fromkeys(failed, self._failed.scores())
+        overall = math.nan if self._config.on_failure == "mask" else self._config.failure_score
+        by_row = self._scores | {row: {"overall": overall} for row in failed}
         ordered = [by_row[row] for row in sorted(by_row)]
         columns = columns_of(ordered)
         own = sorted({FAILURES, RETRIES} & set(columns))
@@ -236,7 +218,7 @@ class FailedCalls:
         self.retries: dict[int, int] = {}  # for each response whose call was repeated
         self._config = config
         self._log = log
-        self._num_calls = 0  # that have scores or failed
+        self.num_calls = 0  # that have scores or failed
         self._num_reported = 0
 
     def add(self, call: Call) -> None:
@@ -244,14 +226,10 @@ class FailedCalls:
         self.rows.update(call.rows)
 
     def count(self, call: Call) -> None:
-        self._num_calls += 1
+        self.num_calls += 1
         repeated = min(len(call.failures), self._config.max_retries)
         if repeated:
             self.retries |= dict.fromkeys(call.rows, repeated)
-
-    def scores(self) -> Scores:
-        """Scores of a response whose call failed; nan masks it."""
-        return {"overall": math.nan if self._config.on_failure == "mask" else self._config.failure_score}
 
     def reason_to_stop(self, num_responses: int) -> Failure | None:
         """Return the error of a batch of `num_responses` if calls failed for too many of them, or for all."""
@@ -264,13 +242,9 @@ class FailedCalls:
         message = (
             f"the reward function failed for {failed} of {num_responses} responses,"
             f" {'which leaves none to learn from' if is_everywhere else rule}; {len(self.calls)} of"
-            f" {self._num_calls} finished calls failed. The first reasons:\n\n{reasons}"
+            f" {self.num_calls} finished calls failed. The first reasons:\n\n{reasons}"
         )
         return Failure(RuntimeError, message)
-
-    def only(self, call: Call) -> str:
-        """Describe the call that ends the run with `on_failure=error`."""
-        return f"{reason(call)}\n1 of {self._num_calls} finished calls failed"
 
     def report(self) -> None:
         new = self.calls[self._num_reported :]

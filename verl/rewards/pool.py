@@ -68,8 +68,8 @@ class RewardPool:
     at a time, so that only the one that ends its process fails.
     """
 
-    def __init__(self, spec: str, config: RewardConfig, servers: Specs = MappingProxyType({})) -> None:
-        path, function_name = split_spec(spec)
+    def __init__(self, config: RewardConfig, servers: Specs = MappingProxyType({})) -> None:
+        path, function_name = split_spec(config.reward_function or "")
         self.function, self.path = f"{path}:{function_name}", str(path)
         self.config = config
         kwargs = dict(config.reward_function_kwargs)
@@ -97,9 +97,6 @@ class RewardPool:
     def submit(self, calls: list[Call]) -> None:
         self._open.update(calls)
         self._thread.call(self._enqueue, calls)
-
-    def pids(self) -> list[int]:
-        return [process.pid for process in list(self._processes)]
 
     def close(self) -> None:
         """Kill every process and fail the open calls. Safe to call twice."""

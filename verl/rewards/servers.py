@@ -16,42 +16,32 @@ if TYPE_CHECKING:  # a scoring process starts without the packages that read con
     from verl.config.reward_servers import RewardServerConfig
 
 SECTION = "reward_servers"
-CHAT_DEFAULTS = {"temperature": 0.0, "max_tokens": 512}
 
 
 @dataclass(frozen=True)
 class AddressFile:
-    """A file with the addresses of a model's replicas; it implements `Addresses`."""
+    """A file with the addresses of a model's replicas."""
 
-    path: Path
-    key: str
-    identity: str
-    patience_s: float
+    path: Path | None  # None before the run starts the model
+    key: str  # that the replicas ask for
+    identity: str  # the model, for the names of cached answers
+    patience_s: float  # that a request waits for a replica
 
     def publish(self, urls: Sequence[str], lost: str | None = None) -> None:
         """Write the addresses of the living replicas; `lost` says why there will be none."""
+        assert self.path is not None, "the model is served"
         new = self.path.with_suffix(".new")
         new.write_text(json.dumps({"urls": list(urls), "lost": lost}))
         os.replace(new, self.path)  # a reader sees the whole of one version
 
     def living(self) -> list[str]:
+        """Return the URLs of replicas that answer; raise a ConnectionError if there will be none."""
+        if self.path is None:
+            raise ConnectionError(f"`{self.identity}` is not served yet: only a run starts it")
         state = json.loads(self.path.read_text())
         if state["lost"] is not None:
             raise ConnectionError(state["lost"])
         return state["urls"]
-
-
-@dataclass(frozen=True)
-class Unstarted:
-    """The place of the addresses of a model before the run starts it."""
-
-    name: str
-    key: str = "none"
-    identity: str = ""
-    patience_s: float = 0.0
-
-    def living(self) -> list[str]:
-        raise ConnectionError(f"`{SECTION}.{self.name}` is not served yet: only a run starts it")
 
 
 @dataclass(frozen=True)
@@ -92,20 +82,19 @@ def _connected(spec: ServerSpec) -> Any:
     from verl.rewards.graders.llm_judge import Judge  # noqa: PLC0415
     from verl.rewards.graders.scorers import Classifier, Embedder, Scorer  # noqa: PLC0415
 
-    config, own = spec.config, {}
+    config = spec.config
     if config.kind == "chat":
-        fields = CHAT_DEFAULTS | config.sampling
-        own = {name: fields.pop(name) for name in CHAT_DEFAULTS} | {"options": fields}
-    kind = {"chat": Judge, "score": Scorer, "classify": Classifier, "embed": Embedder}[config.kind]
-    return kind(**endpoint_arguments(spec), **own)
+        return Judge(**endpoint_arguments(spec), options=config.sampling)
+    kind = {"score": Scorer, "classify": Classifier, "embed": Embedder}[config.kind]
+    return kind(**endpoint_arguments(spec))
 
 
 def endpoint_arguments(spec: ServerSpec) -> dict[str, Any]:
     """Return the arguments of a model's `Endpoint`."""
-    config = spec.config
+    config, place = spec.config, f"{SECTION}.{spec.name}"
     same = ("api_key_env", "max_concurrency", "max_retries", "timeout_s", "cache_dir")
     return {name: getattr(config, name) for name in same} | {
-        "base_url": config.url or f"{SECTION}.{spec.name}",
+        "base_url": config.url or place,
         "model": spec.name if config.is_served else config.served_model or spec.name,
-        "addresses": spec.addresses or Unstarted(spec.name) if config.is_served else None,
+        "addresses": spec.addresses or AddressFile(None, "none", place, 0.0) if config.is_served else None,
     }

@@ -30,6 +30,8 @@ def values_of(rewards: Sequence[float]) -> dict[str, float]:
 
 def nearest_float(value: Any) -> float:
     """Return a number, or a truth value of a library such as SymPy, as a float; NaN for anything else."""
+    if getattr(value, "ndim", None) == 0:  # a scalar of numpy or torch
+        value = value.item()
     try:
         if isinstance(value, Real | Decimal):
             return float(value)

@@ -5,7 +5,7 @@ It is not imported: `session.py` runs its text inside the sandbox. Messages on f
 after 4 bytes with its size:
 
     in    {"code": text, "limit_s": seconds, "max_characters": number, "max_images": number}
-    out   {"text": what it printed, "images": [PNG in base 64], "failed": it raised}
+    out   {"text": what it printed, "images": [PNG in base 64]}
 """
 
 import ast
@@ -62,12 +62,10 @@ class Cells:
         output = Output(max_characters)
         sys.stdout = sys.stderr = output
         self.images, self.number = [], self.number + 1
-        failed = True
         try:
             signal.signal(signal.SIGALRM, lambda *_: self._stop(limit_s))
             signal.setitimer(signal.ITIMER_REAL, limit_s)
             self._execute(code)
-            failed = False
         except SystemExit as error:
             output.write(f"SystemExit: {error.code}")
         except BaseException as error:  # noqa: BLE001 (code raises anything)
@@ -81,7 +79,7 @@ class Cells:
             output.write(f"a figure cannot be drawn: {error}")
         images = [base64.b64encode(image).decode() for image in self.images[:max_images]]
         text = output.text().encode(errors="replace").decode()
-        return {"text": text, "images": images, "failed": failed}
+        return {"text": text, "images": images}
 
     def _execute(self, code: str) -> None:
         name = f"<cell {self.number}>"

@@ -27,6 +27,7 @@ GRACE_S = 2.0  # for a cell that was interrupted to end
 EXIT_WAIT_S = 2.0
 KEPT_BYTES = 1 << 16  # of what is written past `sys.stdout`, which only an error shows
 MAX_ANSWER = 32 << 20  # bytes
+MAX_CHARACTERS = 1 << 14  # of the text; the middle of a longer one is cut out
 SIZE = struct.Struct("!I")
 MAX_MESSAGE = SIZE.size + MAX_ANSWER
 ENDINGS = {
@@ -41,7 +42,6 @@ class Cell(NamedTuple):
 
     text: str  # what it printed, the value of its last line, and its traceback
     images: list[bytes]  # PNG, written by the program and not to be trusted
-    failed: bool
 
 
 class SessionEndedError(RuntimeError):
@@ -80,23 +80,17 @@ class Session(AbstractContextManager["Session"]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def run(
-        self, code: str, limit_s: float | None = None, max_characters: int = 1 << 14, max_images: int = 4
-    ) -> Cell:
+    def run(self, code: str, max_images: int = 4) -> Cell:
         """Run code and wait for its result.
-
-        Args:
-            limit_s: Seconds after which it is interrupted; None is `limits.wall_s`.
-            max_characters: Characters of the text; the middle of a longer one is cut out.
 
         Raises:
             SessionEndedError: The program has ended.
         """
         if self._is_closed:
             raise SessionEndedError("it has ended already")
-        limit_s = limit_s or self.limits.wall_s
+        limit_s = self.limits.wall_s
         request = {
-            "code": code, "limit_s": limit_s, "max_characters": max_characters, "max_images": max_images,
+            "code": code, "limit_s": limit_s, "max_characters": MAX_CHARACTERS, "max_images": max_images,
         }  # fmt: skip
         message = json.dumps(request).encode()
         end = time.monotonic() + limit_s + GRACE_S
@@ -136,8 +130,7 @@ class Session(AbstractContextManager["Session"]):
             return None
         try:
             answer = json.loads(content[SIZE.size :])
-            images = [base64.b64decode(image) for image in answer["images"]]
-            return Cell(str(answer["text"]), images, bool(answer["failed"]))
+            return Cell(str(answer["text"]), [base64.b64decode(image) for image in answer["images"]])
         # the code wrote to the connection
         except (ValueError, LookupError, TypeError, RecursionError) as error:
             raise EOFError from error

@@ -9,7 +9,6 @@ import json
 import math
 import re
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal, InvalidOperation
 from enum import StrEnum
@@ -64,7 +63,7 @@ def judge(
 ) -> list[Verdict]:
     """Run tests one after another, each in a new sandbox, so that none can prepare the next.
 
-    `tests` are those of a row in any format of `cases.py`, or a list of cases. No test starts after
+    `tests` are those of a row in any format of `cases.py`. No test starts after
     `max_failures` tests have failed or `budget_s` seconds have passed; a test that runs then times out.
     `limits` apply to each test.
 
@@ -72,11 +71,9 @@ def judge(
         ValueError: The tests cannot be read.
         SandboxError: The sandbox failed, or no isolation works on this machine (`SandboxRefusedError`).
     """
-    is_read = isinstance(tests, Sequence) and tests and isinstance(tests[0], Case)
-    cases = tests if is_read else read_cases(tests)
     verdicts: list[Verdict] = []
     limits, failures, begin = limits or Limits(), 0, time.monotonic()
-    for case in cases:
+    for case in read_cases(tests):
         left_s = math.inf if budget_s is None else begin + budget_s - time.monotonic()
         if left_s <= 0 or (max_failures is not None and failures >= max_failures):
             verdicts.append(Verdict(VerdictKind.NOT_RUN))
@@ -103,7 +100,10 @@ def _judge(source: str, case: Case, limits: Limits, allow_unsafe: bool) -> Verdi
     kinds = {Status.REJECTED: VerdictKind.WRONG, Status.TIMED_OUT: VerdictKind.TIMED_OUT}
     kind = kinds.get(outcome.status, VerdictKind.CRASHED)
     if outcome.status is Status.OK:
-        kind = VerdictKind.PASSED if _is_right(case, outcome, expected) else VerdictKind.WRONG
+        is_right = outcome.value == expected
+        if call is None:
+            is_right = not outcome.is_stdout_cut and same_output(outcome.stdout, expected)
+        kind = VerdictKind.PASSED if is_right else VerdictKind.WRONG
     return Verdict(kind, _for_report(outcome))
 
 
@@ -114,12 +114,6 @@ def _asked(case: Case) -> tuple[Call | None, str]:
     if isinstance(case, CallCase):
         return Call(case.function, json.dumps(case.arguments)), to_text(case.expected, as_json=True)
     return Call(case.expression, None, case.before), to_text(case.expected)
-
-
-def _is_right(case: Case, outcome: Outcome, expected: str) -> bool:
-    if isinstance(case, StdinCase):
-        return not outcome.is_stdout_cut and same_output(outcome.stdout, expected)
-    return outcome.value == expected
 
 
 def _for_report(outcome: Outcome) -> Outcome:

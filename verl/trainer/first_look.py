@@ -190,8 +190,7 @@ def check_scores(calls: Sequence[Call], samples: Sequence[Response], on_failure:
 
 
 def _open_pool(options: RewardConfig, servers: Specs) -> RewardPool:
-    assert options.reward_function is not None, "its caller has one"
-    return RewardPool(options.reward_function, replace(options, num_cpus=1, on_failure="mask"), servers)
+    return RewardPool(replace(options, num_cpus=1, on_failure="mask"), servers)
 
 
 def _are_ready(servers: Specs) -> bool:

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Python files of a user: their imports, and errors that point into them."""
 
+import difflib
 import hashlib
+import inspect
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -56,6 +59,24 @@ def import_file(path: Path, option: str, prefix: str, heading: str) -> ModuleTyp
         what = describe_error(error, path, heading)
         raise ValueError(f"`{option}`: importing {path} failed: {what}{_remedy_of(error)}") from error
     return module
+
+
+def find_function(module: ModuleType, path: Path, name: str, option: str) -> Callable[..., Any]:
+    """Return a function or class of a user's file, or raise a ValueError that says which ones there are."""
+    found = getattr(module, name, None)
+    if callable(found):
+        return found
+    own = [
+        key
+        for key, value in vars(module).items()
+        if (inspect.isclass(value) or inspect.isroutine(value))
+        and getattr(value, "__module__", None) == module.__name__
+        and key[0] != "_"
+    ]
+    close = [key for key in own if key == "compute_score"] or difflib.get_close_matches(name, own, n=1)
+    remedy = f": write {path}:{close[0]}" if close else f"; it defines {own or 'no function'}"
+    what = "is missing" if found is None else f"is a {type(found).__name__}, not a function or class"
+    raise ValueError(f"`{option}`: `{name}` {what} in {path}{remedy}")
 
 
 def _remedy_of(error: BaseException) -> str:

@@ -12,6 +12,7 @@ from verl.config.worker import WorkerConfig
 from verl.data.media.decoded import DecodedMedia
 from verl.data.media.loader import MediaLoader
 from verl.data.media.references import MediaData
+from verl.data.readers import Readers
 from verl.distributed.device import is_gpu
 from verl.models.families.registry import is_named, media_family_of
 from verl.models.hub_names import meta_model
@@ -172,11 +173,8 @@ class EngineHost:
             positions = partial(media_family_of(config).positions, config)
         options = self.options
         rules = conversation_rules(
-            self.tokenizer,
-            self.media,
-            positions,
+            Readers(self.tokenizer, None, self.media, positions, options.tools),
             multi_turn,
-            options.tools,
             max_tokens=options.max_response_length,
             max_prompt_tokens=options.max_prompt_length,
             max_prompt_images=self.config.rollout.limit_images,

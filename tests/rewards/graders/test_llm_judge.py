@@ -5,6 +5,7 @@ import asyncio
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -24,6 +25,12 @@ def ask_all(judge, conversations):
         return await asyncio.gather(*(judge.ask(messages) for messages in conversations))
 
     return asyncio.run(gather())
+
+
+def key(judge, messages):
+    """The name of an answer in the cache, whose answers here are their names."""
+    judge._cache = SimpleNamespace(get=lambda name: name)
+    return ask(judge, messages)
 
 
 def say(text):
@@ -312,7 +319,7 @@ def test_whoever_waits_for_an_equal_question_asks_itself_if_the_first_one_is_can
 def test_everything_that_decides_an_answer_is_in_its_key(other):
     default = {"base_url": "http://host/v1", "model": "m"}
 
-    assert Judge(**default).key(HELLO) != Judge(**default | other).key(HELLO)
+    assert key(Judge(**default), HELLO) != key(Judge(**default | other), HELLO)
 
 
 def test_the_conversation_is_in_the_key_and_nothing_else_is(monkeypatch):
@@ -324,8 +331,8 @@ def test_the_conversation_is_in_the_key_and_nothing_else_is(monkeypatch):
     )  # fmt: skip
     system = [{"role": "system", "content": "Is 7 prime?"}]
 
-    assert judge.key(HELLO) == same.key([dict(reversed(HELLO[0].items()))])
-    assert len({judge.key(one) for one in (HELLO, HELLO * 2, system, say("Is 7 prime? "))}) == 4
+    assert key(judge, HELLO) == key(same, [dict(reversed(HELLO[0].items()))])
+    assert len({key(judge, one) for one in (HELLO, HELLO * 2, system, say("Is 7 prime? "))}) == 4
 
 
 def test_without_a_directory_every_question_is_asked():

@@ -17,7 +17,7 @@ import socket
 import threading
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager, suppress
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any
 
 import uvicorn
@@ -31,13 +31,13 @@ from verl.agents.endpoint.chat_messages import ApiError, ReadUrl
 from verl.agents.endpoint.replies import Reply, completion, events
 from verl.agents.endpoint.requests import ChatRequest, read_request
 from verl.agents.interface import MAX_DEPTH, unfit_part
+from verl.utils.processes.serving import taken
 from verl.utils.rank_logger import get_logger
 
 MAX_BODY = 256 << 20  # bytes; images are base64
 MAX_BODY_DEPTH = 2 * MAX_DEPTH  # calls and schemas lie within messages and tools
 BACKLOG = 4096
 KEEP_ALIVE_S = 60
-START_LIMIT_S = 30.0
 SHUTDOWN_S = 2
 MODEL = "policy"  # the name of the only model; calls may use any
 
@@ -122,12 +122,7 @@ class Endpoint(AbstractContextManager["Endpoint"]):
 
     def take(self, timeout_s: float) -> list[IncomingCall]:
         """Return the calls that came, in order; wait for one for at most `timeout_s`."""
-        found: list[IncomingCall] = []
-        with suppress(Empty):
-            found.append(self._calls.get(timeout=timeout_s) if timeout_s > 0 else self._calls.get_nowait())
-            while True:
-                found.append(self._calls.get_nowait())
-        return found
+        return taken(self._calls, timeout_s)
 
     def close(self) -> None:
         """End the server. Safe to call twice."""

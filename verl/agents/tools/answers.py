@@ -172,7 +172,7 @@ def plain_text(text: Any) -> str:
 def plain_reward(reward: Any) -> float | None:
     if reward is None:
         return None
-    number = nearest_float(reward.item() if getattr(reward, "ndim", None) == 0 else reward)
+    number = nearest_float(reward)
     if not abs(number) <= MAX_FLOAT32:
         raise BadAnswerError(f"a reward that is no finite number in float32: {reward!r:.100}")
     return number

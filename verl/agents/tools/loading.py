@@ -29,8 +29,8 @@ from typing import Any
 from verl.agents.tools.tool_schema import function_schema
 from verl.agents.tools.verl_tools import VerlTool, read_verl_tools
 from verl.config.multi_turn import MultiTurnConfig
-from verl.utils.registry import HEADING
-from verl.utils.user_file import import_file
+from verl.utils.registry import HEADING, place_of
+from verl.utils.user_file import find_function, import_file
 
 OPTION = "worker.rollout.multi_turn.tools"
 KWARGS_OPTION = "worker.rollout.multi_turn.tool_kwargs"
@@ -124,24 +124,8 @@ def find_named(spec: str, option: str, modules: dict[Path, ModuleType]) -> tuple
         raise ValueError(f"`{option}`: no file {path}")
     if path not in modules:
         modules[path] = import_file(path, option, "tool_file", HEADING)
-    found = _find(modules[path], path, attribute, option)
-    line = _line_of(found)
-    return found, path, f"{path}{f':{line}' if line else ''}: `{attribute}`"
-
-
-def _find(module: ModuleType, path: Path, attribute: str, option: str) -> Any:
-    found = getattr(module, attribute, None)
-    if callable(found):
-        return found
-    own = [
-        name
-        for name, value in vars(module).items()
-        if (inspect.isclass(value) or inspect.isroutine(value))
-        and value.__module__ == module.__name__
-        and name[0] != "_"
-    ]
-    what = "is missing" if found is None else f"is a {type(found).__name__}, not a function or class"
-    raise ValueError(f"`{option}`: `{attribute}` {what} in {path}; it defines {own or 'none'}")
+    found = find_function(modules[path], path, attribute, option)
+    return found, path, place_of(f"{path}:{attribute}", found)
 
 
 def _load_class(tool_class: type, attribute: str, path: Path, all_kwargs: Mapping[str, Any]) -> LoadedTool:
@@ -177,10 +161,3 @@ def checked_schema(schema: Any, what: str) -> Mapping[str, Any]:
             ' "description": ..., "parameters": {...}}}'
         )
     return schema
-
-
-def _line_of(found: Any) -> int:
-    try:
-        return inspect.getsourcelines(found)[1]
-    except (OSError, TypeError):  # it was not written in a file
-        return 0

@@ -22,11 +22,10 @@ import asyncio
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any
 
 from verl.agents.interface import Observation, ToolCall
@@ -34,7 +33,7 @@ from verl.agents.tools.host import HOST_NAME, ToolFacts, ToolHost, ToolProcess
 from verl.agents.tools.tool_server import Answer
 from verl.config.multi_turn import MultiTurnConfig
 from verl.utils.processes.child_process import ChildEndedError
-from verl.utils.processes.serving import PoolBrokenError, ProcessEndedError, ServingThread
+from verl.utils.processes.serving import PoolBrokenError, ProcessEndedError, ServingThread, taken
 from verl.utils.rank_logger import get_logger
 
 CLOSE_LIMIT_S = 10.0  # for a tool to release the state of a conversation
@@ -48,7 +47,8 @@ LOST_STATES = {  # what follows when the process of a state has ended
 }
 
 Finished = tuple[Hashable, list[Observation]]
-Answering = Callable[[], Coroutine[Any, Any, Observation]]  # begins when it is called
+Messages = list[tuple[str, Any]]  # to the process of a tool
+Requests = list[tuple[ToolFacts, Messages]]
 logger = get_logger(__name__, all_ranks=True)
 
 
@@ -104,18 +104,17 @@ class ToolPool(AbstractContextManager["ToolPool"]):
         Raises:
             KeyError: There is no tool of that name.
         """
-        conversation, tools = self._conversations[key], [self.tools[call.name] for call in calls]
-        pairs = zip(tools, calls, strict=True)
-        self._answer_soon(key, [partial(self._answer, conversation, *pair) for pair in pairs])
+        self._answer_soon(key, [(self.tools[call.name], [("call", call.arguments)]) for call in calls])
 
     def reset(self, key: Hashable) -> None:
         """Begin the environment of a conversation; its observation has the messages of the prompt, if any."""
-        self._answer_soon(key, [partial(self._answer_by_environment, self._conversations[key], None)])
+        [environment] = self.tools.values()
+        self._answer_soon(key, [(environment, [])])
 
     def step(self, key: Hashable, text: str, calls: Sequence[ToolCall]) -> None:
         """Have the environment of a conversation answer a turn; one with a lost state is `done`."""
-        turn = text, tuple(calls)
-        self._answer_soon(key, [partial(self._answer_by_environment, self._conversations[key], turn)])
+        [environment] = self.tools.values()
+        self._answer_soon(key, [(environment, [("call", (text, tuple(calls)))])])
 
     def ready(self, timeout_s: float) -> list[Finished]:
         """Return the turns whose calls have all been answered; wait for one for at most `timeout_s`.
@@ -125,14 +124,13 @@ class ToolPool(AbstractContextManager["ToolPool"]):
         Raises:
             RuntimeError: The pool has ended.
         """
-        found: list[Finished] = []
-        with suppress(Empty):
-            item = self._finished.get(timeout=timeout_s) if timeout_s > 0 else self._finished.get_nowait()
-            while item is not None:
-                conversation, finished = item
-                if self._conversations.get(finished[0]) is conversation:  # else it was ended meanwhile
-                    found.append(finished)
-                item = self._finished.get_nowait()
+        items = taken(self._finished, timeout_s)
+        found = [
+            finished
+            for conversation, finished in filter(None, items)
+            if self._conversations.get(finished[0]) is conversation  # else it was ended meanwhile
+        ]
+        if None in items:
             self._finished.put(None)
             if not found:
                 raise RuntimeError(str(self._thread.ended))
@@ -156,8 +154,8 @@ class ToolPool(AbstractContextManager["ToolPool"]):
         """Kill every process, once ended conversations have released their states. Safe to call twice."""
         self._thread.close()
 
-    def _answer_soon(self, key: Hashable, answers: list[Answering]) -> None:
-        self._thread.call(self._submit, key, self._conversations[key], answers)
+    def _answer_soon(self, key: Hashable, requests: Requests) -> None:
+        self._thread.call(self._submit, key, self._conversations[key], requests)
 
     # Everything below runs on the pool's own thread.
 
@@ -194,8 +192,8 @@ class ToolPool(AbstractContextManager["ToolPool"]):
             )
             raise PoolBrokenError(RuntimeError(problem))
 
-    def _submit(self, key: Hashable, conversation: _Conversation, answers: list[Answering]) -> None:
-        turn = asyncio.create_task(self._answer_turn(key, conversation, answers))
+    def _submit(self, key: Hashable, conversation: _Conversation, requests: Requests) -> None:
+        turn = asyncio.create_task(self._answer_turn(key, conversation, requests))
         conversation.turns.add(turn)
         turn.add_done_callback(conversation.turns.discard)
 
@@ -222,23 +220,30 @@ class ToolPool(AbstractContextManager["ToolPool"]):
                 with suppress(RuntimeError):  # its call has ended
                     process.limit.reschedule(asyncio.get_running_loop().time() + left_s)
 
-    async def _answer_turn(
-        self, key: Hashable, conversation: _Conversation, answers: list[Answering]
-    ) -> None:
-        observations = list(await asyncio.gather(*map(_settled, answers)))
-        self._finished.put((conversation, (key, observations)))
+    async def _answer_turn(self, key: Hashable, conversation: _Conversation, requests: Requests) -> None:
+        answers = [self._settled(conversation, *request) for request in requests]
+        self._finished.put((conversation, (key, list(await asyncio.gather(*answers)))))
 
-    async def _answer(self, conversation: _Conversation, tool: ToolFacts, call: ToolCall) -> Observation:
-        messages = [("call", call.arguments)]
+    async def _settled(self, conversation: _Conversation, tool: ToolFacts, messages: Messages) -> Observation:
+        """Make a call; an error that no rule foresees ends its conversation, which would wait for ever."""
+        try:
+            return await self._answer(conversation, tool, messages)
+        except Exception as error:
+            logger.exception("a call could not be made")
+            return Observation(f"the call could not be made: {error!r}", failed=True, done=True)
+
+    async def _answer(self, conversation: _Conversation, tool: ToolFacts, messages: Messages) -> Observation:
         if tool.kind == "agent":  # it mostly waits for the policy
             return await self._ask_state(conversation, tool, messages)
-        if tool.is_stateful:
-            async with conversation.locks[tool.name], self._slots:
-                return await self._ask_state(conversation, tool, messages)
-        async with self._slots:
-            return await self._ask_any(tool, messages)
+        if not tool.is_stateful:
+            async with self._slots:
+                return await self._ask_any(tool, messages)
+        async with conversation.locks[tool.name], self._slots:
+            observation = await self._ask_state(conversation, tool, messages)
+        is_lost = messages and tool.name not in conversation.processes
+        return replace(observation, done=True) if tool.kind == "environment" and is_lost else observation
 
-    async def _ask_any(self, tool: ToolFacts, messages: list[tuple[str, Any]]) -> Observation:
+    async def _ask_any(self, tool: ToolFacts, messages: Messages) -> Observation:
         """Send messages to a process that is idle, or to a new one."""
         idle = self._idle[tool.name]
         while idle and idle[-1].has_ended():  # it was killed while it waited
@@ -251,19 +256,8 @@ class ToolPool(AbstractContextManager["ToolPool"]):
             self._idle[tool.name].append(process)
         return answer.observation
 
-    async def _answer_by_environment(
-        self, conversation: _Conversation, turn: tuple[str, tuple[ToolCall, ...]] | None
-    ) -> Observation:
-        """Make a step after a turn, or begin with a reset."""
-        [tool] = self.tools.values()
-        messages = [] if turn is None else [("call", turn)]
-        async with conversation.locks[tool.name], self._slots:
-            observation = await self._ask_state(conversation, tool, messages)
-        is_lost = turn is not None and tool.name not in conversation.processes
-        return replace(observation, done=True) if is_lost else observation
-
     async def _ask_state(
-        self, conversation: _Conversation, tool: ToolFacts, messages: list[tuple[str, Any]]
+        self, conversation: _Conversation, tool: ToolFacts, messages: Messages
     ) -> Observation:
         """Send messages to the process of a state, which is made first if there is none."""
         process = conversation.processes.get(tool.name)
@@ -277,7 +271,7 @@ class ToolPool(AbstractContextManager["ToolPool"]):
             conversation.processes.pop(tool.name, None)
         return answer.observation
 
-    async def _ask(self, tool: ToolFacts, process: ToolProcess, messages: list[tuple[str, Any]]) -> Answer:
+    async def _ask(self, tool: ToolFacts, process: ToolProcess, messages: Messages) -> Answer:
         """Send messages until one fails, and kill a process that hangs or died."""
         begin, limit_s = time.monotonic(), self.options.tool_timeout_s
         answer = Answer(Observation())
@@ -343,12 +337,3 @@ class ToolPool(AbstractContextManager["ToolPool"]):
         if self._reports[name] <= MAX_REPORTS:
             last = " (any more are only counted)" if self._reports[name] == MAX_REPORTS else ""
             logger.warning("%s failed%s: %s", FAILED[self.tools[name].kind], last, report)
-
-
-async def _settled(answer: Answering) -> Observation:
-    """Make a call; an error that no rule foresees ends its conversation, which would wait for ever."""
-    try:
-        return await answer()
-    except Exception as error:
-        logger.exception("a call could not be made")
-        return Observation(f"the call could not be made: {error!r}", failed=True, done=True)

@@ -113,11 +113,9 @@ def type_schema(hint: Any, name: str) -> dict[str, Any]:
     if origin is Literal:
         kinds = list(dict.fromkeys(BASIC[type(value)] for value in args if type(value) in BASIC))
         return {"type": kinds[0] if len(kinds) == 1 else kinds, "enum": list(args)}
-    if origin is list:
-        return {"type": "array", "items": type_schema(args[0], name)}
     if origin is tuple and ... not in args:
         return {"type": "array", "prefixItems": [type_schema(item, name) for item in args]}
-    if origin is tuple:
+    if origin in (list, tuple):
         return {"type": "array", "items": type_schema(args[0], name)}
     if origin is dict and args[0] is str:
         return {"type": "object", "additionalProperties": type_schema(args[1], name)}

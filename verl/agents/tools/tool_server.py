@@ -10,8 +10,8 @@ Messages on the connection, each with one answer:
 import asyncio
 import inspect
 import resource
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
@@ -69,10 +69,11 @@ class ToolServer:
             reason = f"{self.name} returned {error}"
             return Answer(Observation(reason, failed=True), f"`{self.name}` of {self.path} returned {error}")
         except BaseException as error:  # noqa: BLE001 (a user's code raises anything)
-            with self._more_memory():
-                is_full = isinstance(error, MemoryError)
-                report = f"`{self.name}` raised {describe_error(error, self.path, HEADING)}"
-                return Answer(Observation(self._reason(error), failed=True), report, is_full)
+            resource.setrlimit(resource.RLIMIT_DATA, self._unlimited)  # describing an error takes memory
+            report = f"`{self.name}` raised {describe_error(error, self.path, HEADING)}"
+            failure = Observation(self._reason(error), failed=True)
+            resource.setrlimit(resource.RLIMIT_DATA, self._limited)
+            return Answer(failure, report, isinstance(error, MemoryError))
 
     def _reason(self, error: BaseException) -> str:
         if isinstance(error, MemoryError):
@@ -97,15 +98,6 @@ class ToolServer:
     def _run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         value = function(*args, **kwargs)
         return self._loop.run_until_complete(value) if inspect.isawaitable(value) else value
-
-    @contextmanager
-    def _more_memory(self) -> Iterator[None]:
-        """Lift the limit, because describing an error takes memory."""
-        resource.setrlimit(resource.RLIMIT_DATA, self._unlimited)
-        try:
-            yield
-        finally:
-            resource.setrlimit(resource.RLIMIT_DATA, self._limited)
 
 
 class EnvironmentServer(ToolServer):

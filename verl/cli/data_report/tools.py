@@ -79,8 +79,10 @@ def _example(rules: ConversationRules) -> Iterator[str]:
     prompt = renderer.template(question, True, "a question")
     whole = renderer.template([*question, turn, *answer], True, "an example of a call")
     last = rules.tokenizer.encode("a")[-1]
-    end = renderer.tokens(last, [call], seen)[0]  # of a turn: the policy samples it
-    read = rules.tokenizer.decode(renderer.tokens(end, [call], seen), clean_up_tokenization_spaces=False)
+    end = renderer.after_turn(last, [call], answer)[0]  # of a turn: the policy samples it
+    read = rules.tokenizer.decode(
+        renderer.after_turn(end, [call], answer), clean_up_tokenization_spaces=False
+    )
     written = whole.removeprefix(prompt).removesuffix(read)
     found = rules.format.parse(written, rules.schemas)
     if [(one.name, one.arguments, one.problem) for one in found] != [(call.name, call.arguments, None)]:

@@ -17,10 +17,11 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 from urllib.parse import urlsplit
 from weakref import WeakValueDictionary
 
+from verl.rewards.servers import AddressFile
 from verl.utils.rank_logger import get_logger
 from verl.utils.shared_folder import Room, write_whole
 
@@ -39,18 +40,6 @@ MAX_CACHE_BYTES = 1 << 30
 BLOCK = 4096  # bytes that a short file takes on most file systems
 ANSWER_FILE = re.compile(r"[0-9a-f]{30,126}")
 logger = get_logger(__name__)
-
-
-class Addresses(Protocol):
-    """Where the replicas of a model are that the run serves."""
-
-    key: str  # that they ask for
-    identity: str  # the model, for the names of cached answers
-    patience_s: float  # that a request waits for a replica
-
-    def living(self) -> list[str]:
-        """Return the URLs of replicas that answer; raise a ConnectionError if there will be none."""
-        ...
 
 
 @dataclass(eq=False)
@@ -72,7 +61,7 @@ class Endpoint:
     # answer forever, at any temperature.
     cache_dir: str | Path | None = None
     max_cache_bytes: int = MAX_CACHE_BYTES  # the answers that have not been read for longest are removed
-    addresses: Addresses | None = None  # of a model that the run serves, whose name `base_url` is then
+    addresses: AddressFile | None = None  # of a model that the run serves, whose name `base_url` is then
 
     eases: ClassVar[str] = "`max_concurrency` or `worker.reward.max_concurrency`"  # lowered, a busy server
 
@@ -94,11 +83,6 @@ class Endpoint:
     def __str__(self) -> str:
         return f"{type(self).__name__.lower()} {self.model!r} at {self.base_url}"
 
-    @property
-    def source(self) -> list[str]:
-        """Name of the model and its place, which distinguish its answers from others'."""
-        return [self.base_url, self.model] if self.addresses is None else [self.addresses.identity]
-
     async def cached(self, question: list[Any], path: str, body: Mapping[str, Any]) -> str:
         """Return the text of an answer; with a cache, equal questions are sent once.
 
@@ -115,7 +99,8 @@ class Endpoint:
         session = self._session()
         if self._cache is None:
             return await self._request(session, path, body)
-        key = digest([*self.source, *question])
+        model = [self.base_url, self.model] if self.addresses is None else [self.addresses.identity]
+        key = digest([*model, *question])
         async with session.questions.setdefault(key, asyncio.Lock()):
             answer = await asyncio.to_thread(self._cache.get, key)
             if answer is None:
@@ -140,7 +125,7 @@ class Endpoint:
         return await session.client.post(f"{url}/{path}", body=dict(body), cast_to=object)
 
     async def _post_to_any(
-        self, session: "_Session", addresses: Addresses, path: str, body: Mapping[str, Any]
+        self, session: "_Session", addresses: AddressFile, path: str, body: Mapping[str, Any]
     ) -> Any:
         """Send a request to a replica that lives; one that died may be replaced meanwhile."""
         end = asyncio.get_running_loop().time() + addresses.patience_s

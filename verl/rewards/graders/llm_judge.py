@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
-from verl.rewards.graders.endpoint import Endpoint, digest, excerpt
+from verl.rewards.graders.endpoint import Endpoint, excerpt
 
 
 @dataclass(eq=False)
@@ -28,9 +28,8 @@ class Judge(Endpoint):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        own = {"temperature": self.temperature, "max_tokens": self.max_tokens}
+        own = {"temperature": self.temperature, "max_tokens": self.max_tokens, **(self.options or {})}
         self.parameters = {key: value for key, value in own.items() if value is not None}
-        self.parameters |= self.options or {}
 
     async def ask(self, messages: Sequence[Mapping[str, Any]], **parameters: Any) -> str:
         """Return the model's answer to a conversation. With a cache, equal questions are sent once.
@@ -46,10 +45,6 @@ class Judge(Endpoint):
         fields = self.parameters | parameters
         body = {"model": self.model, "messages": list(messages), **fields}
         return await self.cached([fields, list(messages)], "chat/completions", body)
-
-    def key(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """Return the name of the answer in the cache."""
-        return digest([*self.source, self.parameters, list(messages)])
 
     def text_of(self, answer: Any) -> str:
         try:

@@ -12,12 +12,12 @@ import re
 import resource
 import signal
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from functools import cache
+from functools import cache, partial
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 from verl.rewards.graders.answer_text import read, same_text
 from verl.utils.processes.child_process import ChildEndedError, ChildProcess
@@ -64,9 +64,8 @@ def same_answer(answer: str, ground_truth: str, time_limit_s: float = TIME_LIMIT
     verdict = same_text(given, truth)
     if verdict is not None:
         return verdict
-    comparer = _comparer(os.getpid())
     try:
-        return comparer.thread.submit(comparer.equal, (given.value, truth.value, time_limit_s)).result()
+        return _comparer(os.getpid())((given.value, truth.value, time_limit_s)).result()
     except ChildEndedError as error:
         if error.exit_code < 0:  # killed by the kernel: too much time or memory
             return False
@@ -75,17 +74,13 @@ def same_answer(answer: str, ground_truth: str, time_limit_s: float = TIME_LIMIT
         raise TimeoutError(f"comparing answers {error}: is this machine too busy?") from error
 
 
-class _Comparer(NamedTuple):
-    equal: IsolatedCalls[_Question, bool]
-    thread: ThreadPoolExecutor  # one, which lives as long as this process: the child dies with its thread
-
-
 @cache
-def _comparer(pid: int) -> _Comparer:
-    """Return the comparer of this process; a fork does not share its parent's."""
-    # A fresh interpreter, because only the child pays for importing SymPy.
+def _comparer(pid: int) -> Callable[[_Question], Future[bool]]:
+    """Return what compares in this process; a fork does not share its parent's."""
+    # A fresh interpreter, because only the child pays for importing SymPy. It dies with the thread that
+    # started it, which lives as long as this process.
     calls = IsolatedCalls(_equal, WALL_LIMIT_S, _enter, start=ChildProcess.start)
-    return _Comparer(calls, ThreadPoolExecutor(1, "math-answers"))
+    return partial(ThreadPoolExecutor(1, "math-answers").submit, calls)
 
 
 # Everything below runs in the child.

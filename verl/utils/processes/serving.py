@@ -15,7 +15,8 @@ import threading
 from collections.abc import Callable, Collection, Coroutine
 from contextlib import suppress
 from itertools import count
-from typing import Any
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
 
 from verl.utils.processes.child_process import ChildProcess
 
@@ -23,6 +24,8 @@ SIZE, LONG_SIZE = struct.Struct("!i"), struct.Struct("!iQ")  # of a message, as 
 MAX_ANSWER = 64 << 20  # bytes; the scores of 100,000 responses have some 10 MiB
 EXIT_WAIT_S = 3.0  # between the end of its connection and that of a process
 EXIT_POLL_S = 0.01
+
+T = TypeVar("T")
 
 
 class PoolBrokenError(Exception):
@@ -40,6 +43,16 @@ class ProcessEndedError(Exception):
         super().__init__(how)
         self.exit_code = exit_code  # None if it had to be killed
         self.report = report  # what Python wrote when it crashed
+
+
+def taken(queue: SimpleQueue[T], timeout_s: float) -> list[T]:
+    """Return what is in a queue, in order; wait for the first entry for at most `timeout_s`."""
+    found: list[T] = []
+    with suppress(Empty):
+        found.append(queue.get(timeout=timeout_s))
+        while True:
+            found.append(queue.get_nowait())
+    return found
 
 
 class ServingThread:

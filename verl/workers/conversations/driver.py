@@ -213,7 +213,7 @@ class ConversationDriver:
             return Conversation(self.rules, self.rules.row_of_opening(opening))
         conversation = Conversation(self.rules, self._row_of_prompt(opened.row))
         if opening.failed:
-            conversation.fail(opening)
+            conversation.break_off(opening)
         return conversation
 
     def _add(self, conversation: Conversation, turn: FinishedResponse, at: float) -> list[ToolCall]:
