@@ -84,13 +84,11 @@ class Validator:
         model_scores = None
         if self.worker.reward_model.is_used:
             model_scores = torch.cat([self._model_scores(sequences) for sequences, _ in self._sampled])
-        if columns is not None:  # without repetitions, as the answer may be a category, too
-            of_categories = self.categories.names_in(self._sampled[0][0].non_tensor_batch)
-            columns = list(dict.fromkeys([*columns, *of_categories]))
+        found = [self.categories.of(part.non_tensor_batch, len(part)) for part, _ in self._sampled]
+        categories = {key: [name for part in found for name in part[key]] for key in self.categories.keys}
         sequences = DataProto.concat([sequences.select(tensors, columns) for sequences, _ in self._sampled])
         self._sampled = []
         scores, terms = add_terms(values, sequences.batch["response_mask"], model_scores, self.worker)
-        categories = self.categories.of(sequences.non_tensor_batch, len(sequences))
         return ScoredResponses(sequences, values, terms, scores.tolist(), categories)
 
     def _first_sequences(self) -> DataProto | None:

@@ -30,10 +30,6 @@ class Categories(NamedTuple):
     keys: Sequence[str]
     answer_key: str
 
-    def names_in(self, columns: Mapping[str, Any]) -> list[str]:
-        """Return the columns of a batch that hold the categories."""
-        return [name for key in self.keys if (name := self._name_in(columns, key)) is not None]
-
     def of(self, columns: Mapping[str, Any], number: int) -> dict[str, list[str]]:
         """Return the category of each of `number` rows by column; rows without one have `NO_CATEGORY`."""
         found = {key: self._name_in(columns, key) for key in self.keys}

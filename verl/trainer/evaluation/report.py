@@ -3,6 +3,7 @@
 
 import json
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -92,18 +93,16 @@ class Evaluation:
 def summarize(responses: Sequence[ScoredResponse], correct_at: float, ks: Sequence[int]) -> Summary:
     """Compute the figures of some responses; one is correct if its value is at least `correct_at`."""
     scored = [each for each in responses if not math.isnan(each.score)]
-    counts: dict[str, tuple[int, int]] = {}
-    for each in scored:
-        n, correct = counts.get(each.prompt, (0, 0))
-        counts[each.prompt] = (n + 1, correct + (each.value >= correct_at))
-    num_correct = sum(correct for _, correct in counts.values())
+    counts = Counter(each.prompt for each in scored)
+    correct = Counter(each.prompt for each in scored if each.value >= correct_at)
+    pairs = [(number, correct[prompt]) for prompt, number in counts.items()]
     return Summary(
         prompts=len({each.prompt for each in responses}),
         responses=len(responses),
         failed=len(responses) - len(scored),
         mean=sum(each.score for each in scored) / len(scored) if scored else None,
-        correct=num_correct / len(scored) if scored else None,
-        pass_at={k: mean_pass_at_k(list(counts.values()), k) for k in ks},
+        correct=correct.total() / len(scored) if scored else None,
+        pass_at={k: mean_pass_at_k(pairs, k) for k in ks},
     )
 
 

@@ -117,9 +117,7 @@ def _score_metrics(values: Values, terms: Mapping[str, Tensor]) -> Metrics:
     # Shares of responses whose call failed or was repeated, also if there were none.
     calls = {name: [0.0] * len(values["overall"]) for name in (FAILURES, RETRIES)}
     logged = calls | values | {name: term.tolist() for name, term in terms.items()}
-    return compute_reward_metrics(
-        {name: column for name, column in logged.items() if not all(map(math.isnan, column))}
-    )
+    return compute_reward_metrics(logged)
 
 
 def _mask_unscored(batch: DataProto, overall: Tensor) -> tuple[dict[str, Tensor], Tensor]:
