@@ -67,16 +67,10 @@ def _describe_group(rows: Sequence[BadRow]) -> str:
     return f"{file}, rows {shown}{'' if is_same else f'; row {first}'}: {rows[0].reason}"
 
 
-def bad_rows_error(option: str, rows: Sequence[BadRow], looked: int | None = None) -> ValueError:
-    """Return the error of a run that must not leave rows out.
-
-    `looked` is the number of rows that were looked at, if there are others.
-    """
+def bad_rows_text(option: str, rows: Sequence[BadRow], looked: int | None = None) -> str:
+    """Say which rows cannot be used, of the number that were looked at if there are others."""
     among = "" if looked is None else f" of the first {looked}"
-    lines = describe_rows(rows)
-    return ValueError(
-        "\n  ".join([f"`{option}`: {len(rows)}{among} rows cannot be used:", *lines]) + BAD_ROW_REMEDY
-    )
+    return "\n  ".join([f"`{option}`: {len(rows)}{among} rows cannot be used:", *describe_rows(rows)])
 
 
 class BadRowReport:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from verl.batch_keys import TEACHER_IDS
-from verl.data.bad_rows import BAD_ROW_REMEDY, MAX_LISTED, BadRow, BadRowError, BadRowReport, describe_rows
+from verl.data.bad_rows import BAD_ROW_REMEDY, MAX_LISTED, BadRow, BadRowError, BadRowReport, bad_rows_text
 from verl.data.chat_template import ChatTemplate
 from verl.data.columns import notes_on_columns
 from verl.data.files import Rows, load_rows
@@ -294,12 +294,11 @@ class RowDataset(Dataset, ABC):
         if not self.bad_rows:
             return
         is_error = self.config.on_bad_row == "error"
-        lines = describe_rows(self.bad_rows)
+        text = bad_rows_text(option, self.bad_rows)
         # An error that shows all rows needs no report: a run that never started leaves no files.
         if self.report is not None and (not is_error or len(self.bad_rows) > MAX_LISTED):
             self.report.add(self.bad_rows)
-            lines.append(f"all of them: {self.report.path}")
-        text = "\n  ".join([f"`{option}`: {len(self.bad_rows)} rows cannot be used:", *lines])
+            text += f"\n  all of them: {self.report.path}"
         if is_error:
             raise ValueError(text + BAD_ROW_REMEDY)
         logger.warning(text)

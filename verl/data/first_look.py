@@ -15,7 +15,7 @@ from verl.config.data import DataConfig
 from verl.config.files.model_files import processor_files, read_json
 from verl.config.model import ModelConfig
 from verl.config.sft import SFTDataConfig
-from verl.data.bad_rows import BadRow, bad_rows_error
+from verl.data.bad_rows import BAD_ROW_REMEDY, BadRow, bad_rows_text
 from verl.data.columns import (
     check_category_columns,
     check_conversation_columns,
@@ -196,4 +196,5 @@ def _check_rows(
                 bad.append(BadRow(looked, f"{source.name}, row {number}", str(error)))
             looked += 1
     if bad:
-        raise bad_rows_error(option, bad, None if all(each.are_all for each in seen) else looked)
+        text = bad_rows_text(option, bad, None if all(each.are_all for each in seen) else looked)
+        raise ValueError(text + BAD_ROW_REMEDY)

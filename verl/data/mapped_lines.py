@@ -17,7 +17,7 @@ from verl.data.plain_files import FIRST_ROWS, TEXT, Row, Source, parse_line, rea
 
 MAPPED_BYTES = 64 << 20  # of a file; smaller ones are read whole, in a second
 BLOCK = 16 << 10  # bytes, which are searched to find a row
-CHUNK = 1 << 20  # bytes that are counted at once, a multiple of `BLOCK`
+CHUNK = 1 << 20  # bytes whose lines are counted at once
 SPACED_ROWS = 512  # over the whole file, that are parsed when it is opened
 END, USUAL = ord("\n"), ord("{")  # the last byte of a line, and the first one of a row
 
@@ -95,21 +95,14 @@ class MappedLines(Sequence[Row]):
         size = len(self.bytes)
         lines, blanks = np.zeros((2, -(-size // BLOCK) + 1), dtype=np.int64)
         lines[1], blanks[1] = 1, self._is_blank(0)  # no line end is before the first line
-        buffers = np.empty((3, CHUNK), dtype=bool)  # new ones would take longer than the counts
         for offset in range(0, size, CHUNK):
-            ends = self.bytes[offset : min(offset + CHUNK, size - 1)]  # the last byte starts no line
-            firsts = self.bytes[offset + 1 :][:CHUNK]
-            is_end = np.equal(ends, END, out=buffers[0, : len(ends)])
-            is_odd = np.not_equal(firsts, USUAL, out=buffers[1, : len(ends)])
-            is_empty = np.equal(firsts, END, out=buffers[2, : len(ends)])
-            is_empty &= is_end
-            for start in range(0, len(ends), BLOCK):
-                lines[(offset + start) // BLOCK + 1] += np.count_nonzero(is_end[start : start + BLOCK])
-                blanks[(offset + start) // BLOCK + 1] += np.count_nonzero(is_empty[start : start + BLOCK])
-            is_odd &= is_end
-            np.greater(is_odd, is_empty, out=is_odd)
-            for place in np.flatnonzero(is_odd).tolist() if is_odd.any() else ():
-                blanks[(offset + place) // BLOCK + 1] += self._is_blank(offset + place + 1)
+            # The last byte starts no line.
+            ends = offset + np.flatnonzero(self.bytes[offset : min(offset + CHUNK, size - 1)] == END)
+            firsts = self.bytes[ends + 1]
+            np.add.at(lines, ends // BLOCK + 1, 1)
+            np.add.at(blanks, ends[firsts == END] // BLOCK + 1, 1)
+            for end in ends[(firsts != END) & (firsts != USUAL)].tolist():
+                blanks[end // BLOCK + 1] += self._is_blank(end + 1)
         return Counts(lines.cumsum(), (lines - blanks).cumsum())
 
     def _is_blank(self, start: int) -> bool:

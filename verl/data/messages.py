@@ -298,13 +298,6 @@ def references(value: Any, kind: str, folder: str | None, *, allow_urls: bool = 
     return references
 
 
-def _inline(text: str, kind: str, may_be_path: bool) -> bytes | None:
-    try:
-        return inline_bytes(text, may_be_path=may_be_path)
-    except ValueError as error:
-        raise BadRowError(f"the {kind} of a row cannot be read: {error}") from error
-
-
 def _as_list(value: Any) -> list[Any]:
     if value is None:
         return []
@@ -320,8 +313,13 @@ def _reference(item: Any, kind: str, folder: str | None, allow_urls: bool) -> st
     may_be_path = not (isinstance(item, dict) and item.get("bytes"))
     if isinstance(item, dict):
         item = item.get("bytes") or item.get("path") or item.get(kind)
-    if isinstance(item, str) and (content := _inline(item, kind, may_be_path)) is not None:
-        return content
+    if isinstance(item, str):
+        try:
+            content = inline_bytes(item, may_be_path=may_be_path)
+        except ValueError as error:
+            raise BadRowError(f"the {kind} of a row cannot be read: {error}") from error
+        if content is not None:
+            return content
     if isinstance(item, str) and is_url(item):
         if not allow_urls:
             raise BadRowError(

@@ -4,7 +4,7 @@
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import chain
 
 import av
 import av.error
@@ -81,14 +81,10 @@ def _resampled(source: str | bytes, rate: int) -> Iterator[np.ndarray]:
     with open_container(source) as container:
         if not container.streams.audio:
             raise ValueError("the file has no audio stream")
-        for frame in container.decode(container.streams.audio[0]):
-            yield from _samples(resampler, frame)
-        yield from _samples(resampler, None)  # what the filter holds back
-
-
-def _samples(resampler: av.AudioResampler, frame: Any) -> Iterator[np.ndarray]:
-    for resampled in resampler.resample(frame):
-        yield resampled.to_ndarray().mean(axis=0)  # of (channels, N)
+        # After the last frame, None gives what the filter holds back.
+        for frame in chain(container.decode(container.streams.audio[0]), [None]):
+            for resampled in resampler.resample(frame):
+                yield resampled.to_ndarray().mean(axis=0)  # of (channels, N)
 
 
 def wav_bytes(samples: np.ndarray, rate: int) -> bytes:
