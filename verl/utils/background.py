@@ -9,8 +9,8 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def in_background(work: Callable[[], T], name: str = "sampling", *, lasts: bool = False) -> "Future[T]":
-    """Run a function in a daemon thread and return its future; with `lasts` the thread lives on."""
+def in_background(work: Callable[[], T], name: str = "sampling") -> "Future[T]":
+    """Run a function in a daemon thread and return its future."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -18,8 +18,6 @@ def in_background(work: Callable[[], T], name: str = "sampling", *, lasts: bool 
             future.set_result(work())
         except BaseException as error:  # noqa: BLE001 - raised by the reader
             future.set_exception(error)
-        if lasts:
-            threading.Event().wait()
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return future

@@ -13,6 +13,7 @@ import signal
 import tempfile
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import cache, partial
 from importlib import import_module
@@ -22,7 +23,6 @@ from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
 from typing import IO, Any
 
-from verl.utils.background import in_background
 from verl.utils.processes.child_process import (
     ChildEndedError,
     ChildProcess,
@@ -185,7 +185,17 @@ class ServedChild(ChildProcess):
 
 def start_in_lasting_thread(serve: Serve) -> ChildProcess:
     """Start a fresh interpreter that dies with this process and not with the calling thread."""
-    return in_background(partial(ChildProcess.start, serve), "fork server", lasts=True).result()
+    started: Future[ChildProcess] = Future()
+
+    def start() -> None:
+        try:
+            started.set_result(ChildProcess.start(serve))
+        except BaseException as error:  # noqa: BLE001 - raised by the caller
+            started.set_exception(error)
+        threading.Event().wait()
+
+    threading.Thread(target=start, name="fork server", daemon=True).start()
+    return started.result()
 
 
 # Everything below runs in the server, but for `_dumps`.
