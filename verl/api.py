@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from verl.trainer.training_loop import TrainingLoop
 
 Kind = Literal["rl", "sft"]
-AnyConfig = Source | PPOConfig | SFTConfig
+Config = PPOConfig | SFTConfig
+AnyConfig = Source | Config
 ConfigReader = Callable[[Mapping[str, Any]], PPOConfig]
 RESTARTS = (
     "`trainer.max_restarts` must be 0 for a run in this process, got {}: a restart needs one of its own,"
@@ -268,7 +269,7 @@ def result_of(trainer: "TrainingLoop") -> TrainingResult:
 
 def read_config(
     config: AnyConfig, overrides: Mapping[str, Any], sections: Mapping[str, Any], kind: Kind = "rl"
-) -> PPOConfig | SFTConfig:
+) -> Config:
     """Read a config as the commands do; their notes become warnings."""
     if kind not in ("rl", "sft"):
         raise ValueError(f"`kind` must be 'rl' or 'sft', got {kind!r}")
@@ -278,7 +279,7 @@ def read_config(
     try:
         read = load_run_config(wanted, arguments_of(wanted, config, values))
     except ConfigError as error:
-        if isinstance(config, PPOConfig | SFTConfig) or not _fits(other, config, values):
+        if isinstance(config, Config) or not _fits(other, config, values):
             raise
         name, own = ("reinforcement learning", "rl") if is_sft else ("fine-tuning", "sft")
         hint = f"these are the options of {name}: pass `kind={own!r}`"
@@ -299,7 +300,7 @@ def _fits(cls: type[Any], config: Any, values: Sequence[Mapping[str, Any]]) -> b
 
 
 @contextmanager
-def _opened(config: PPOConfig | SFTConfig) -> Iterator["TrainingLoop"]:
+def _opened(config: Config) -> Iterator["TrainingLoop"]:
     with restored_process():
         repair_cuda_builds()
         # Imported here so that a wrong config is reported before torch, Ray and vLLM load.

@@ -14,8 +14,8 @@ from ray.runtime_env import RuntimeEnv
 from examples.data_preprocess.common import make_parser
 from scripts.convert_data import DATA_SETS
 from tests.architecture.source import ROOT
+from verl.trainer import sft
 from verl.trainer.main import main
-from verl.trainer.sft import command as sft
 
 SCRIPTS = sorted((ROOT / "examples").glob("*.sh"))
 RUNTIME_ENV = ROOT / "examples" / "runtime_env.yaml"  # Ray's, not a config

@@ -30,7 +30,7 @@ HOMES = {
 }
 CONFIG_MODULES = (
     *("verl.config.ppo", "verl.config.worker", "verl.planning.step_plan", "verl.trainer.main"),
-    *("verl.trainer.sft.command", "verl.planning.memory_plan"),
+    *("verl.trainer.sft", "verl.planning.memory_plan"),
 )
 ALGORITHMS_NEVER_IMPORT = ("ray", "torch.distributed", "vllm", "transformers", "verl.config.schema")
 

@@ -10,7 +10,7 @@ from verl.config.schema import ConfigError, list_options, load_config
 from verl.config.sft import SFTConfig
 from verl.config.text import example_yaml
 from verl.planning.step_plan import make_sft_plan
-from verl.trainer.sft.command import main
+from verl.trainer.sft import main
 
 NEEDED = [
     "data.train_files=owner/rows",
@@ -40,7 +40,7 @@ def test_the_keys_are_those_of_reinforcement_learning():
 
 def test_dry_run_prints_config_and_plan_and_imports_nothing_heavy():
     result = run_light("""
-from verl.trainer.sft.command import main
+from verl.trainer.sft import main
 sys.exit(main(["config=examples/sft.yaml", "trainer.max_steps=10", "--dry-run"]))
 """)
 

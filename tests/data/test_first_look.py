@@ -239,7 +239,7 @@ COMMANDS = {
     "run": ("verl.trainer.main", []),
     "dry run": ("verl.trainer.main", ["--dry-run"]),
     "data_check": ("verl.cli.data_check", []),
-    "fine-tuning": ("verl.trainer.sft.command", []),
+    "fine-tuning": ("verl.trainer.sft", []),
 }
 
 
@@ -252,7 +252,7 @@ def test_a_command_answers_before_it_imports_what_takes_long(module, switches, e
         "trainer.val_before_train=false", f"worker.actor.model.model_path={eyes}",
         f"trainer.save_checkpoint_path={tmp_path / 'run'}",
     ]  # fmt: skip
-    if module != "verl.trainer.sft.command":
+    if module != "verl.trainer.sft":
         options.insert(0, "config=examples/quickstart/demo.yaml")
         options.append("worker.reward.reward_function=examples/quickstart/reward.py:compute_score")
     code = ENDS_WITHOUT.format(module=module)

@@ -14,7 +14,6 @@ from verl.trainer.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICKSTART = ROOT / "examples" / "quickstart"
-COMMANDS = {"verl.trainer.sft.command": "verl.trainer.sft"}  # others are run as their own module
 
 SMALL = [
     "data.rollout_batch_size=4",
@@ -59,7 +58,7 @@ def start_training(
     if env is None and not apart:
         return run_warm(main, arguments)
     return subprocess.run(
-        [sys.executable, "-m", COMMANDS.get(main.__module__, main.__module__), *arguments],
+        [sys.executable, "-m", main.__module__, *arguments],
         cwd=ROOT, env=os.environ | (env or {}), capture_output=True, text=True, timeout=400,
     )  # fmt: skip
 

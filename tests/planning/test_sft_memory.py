@@ -15,7 +15,7 @@ from verl.planning.memory_plan import Planner
 from verl.planning.planned_run import planned_sft
 from verl.planning.report import remedy, resolve_auto_sizes, with_largest_sizes, with_options
 from verl.planning.step_plan import make_sft_plan
-from verl.trainer.sft.command import main
+from verl.trainer.sft import main
 
 UPDATE = "worker.actor.micro_batch_size_per_device_for_update"
 EXPERIENCE = "worker.actor.micro_batch_size_per_device_for_experience"

@@ -21,7 +21,7 @@ from tests.helpers.training import (
     train,
 )
 from verl.models.tiny import save_tiny_model
-from verl.trainer.sft.command import main
+from verl.trainer.sft import main
 
 pytestmark = pytest.mark.heavy
 

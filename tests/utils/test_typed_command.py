@@ -23,7 +23,7 @@ def test_the_name_is_what_was_typed(monkeypatch, tmp_path):
     assert typed_command() == "python3 scripts/model_merger.py"
     type_command(monkeypatch, tmp_path / "scripts" / "model_merger.py")
     assert typed_command() == "python3 scripts/model_merger.py"
-    type_command(monkeypatch, "/somewhere/verl/trainer/sft/__main__.py", "verl.trainer.sft.__main__")
+    type_command(monkeypatch, "/somewhere/verl/trainer/sft.py", "verl.trainer.sft")
     assert typed_command() == "python3 -m verl.trainer.sft"
 
 

@@ -16,7 +16,7 @@ def typed_command() -> str:
     """Return `verl-train`, `python3 -m verl.trainer.main` or `python3 scripts/model_merger.py`."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     if spec is not None:
-        return f"python3 -m {spec.name.removesuffix('.__main__')}"
+        return f"python3 -m {spec.name}"
     program = Path(sys.argv[0])
     if program.suffix != ".py":
         return program.name

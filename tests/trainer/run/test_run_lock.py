@@ -15,9 +15,8 @@ import pytest
 
 from tests.helpers.training import quickstart_arguments
 from verl.config.trainer import RunConfig
-from verl.trainer import main
+from verl.trainer import main, sft
 from verl.trainer.run.run_lock import FILE, locked_run_folder
-from verl.trainer.sft import command as sft
 from verl.utils.rank_logger import get_logger
 
 HOLD = """

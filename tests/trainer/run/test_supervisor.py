@@ -28,10 +28,10 @@ from tests.helpers.fine_tuning import arguments_for
 from tests.helpers.training import ROOT
 from verl.config.ppo import PPOConfig
 from verl.config.sft import SFTConfig
+from verl.trainer import sft
 from verl.trainer.command import train_once
 from verl.trainer.run.exit_status import REPORT
 from verl.trainer.run.supervisor import Supervisor
-from verl.trainer.sft import command as sft
 
 
 def config_of(kind, folder):

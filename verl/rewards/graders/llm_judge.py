@@ -28,8 +28,9 @@ class Judge(Endpoint):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        own = {"temperature": self.temperature, "max_tokens": self.max_tokens, **(self.options or {})}
+        own = {"temperature": self.temperature, "max_tokens": self.max_tokens}
         self.parameters = {key: value for key, value in own.items() if value is not None}
+        self.parameters |= self.options or {}
 
     async def ask(self, messages: Sequence[Mapping[str, Any]], **parameters: Any) -> str:
         """Return the model's answer to a conversation. With a cache, equal questions are sent once.

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Supervised fine-tuning: `python3 -m verl.trainer.sft config=examples/sft.yaml section.option=value ...`."""
 
+import sys
 from collections.abc import Sequence
 
 from verl.config.sft import SFTConfig
@@ -19,3 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         lambda config: make_sft_plan(config).text,
         look=lambda config: look_at_conversations(config.data, config.worker),
     ).run(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
