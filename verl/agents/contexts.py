@@ -142,24 +142,22 @@ def joined_response(
     """
     first, *others = contexts
     row, parts = first.row, [context.row for context in contexts]
-    starts = [len(row.response)]
-    for part in parts[1:]:
-        starts.append(starts[-1] + len(part.expanded_prompt) + len(part.response))
-    later = [
-        _moved(turn, start + len(context.row.expanded_prompt))
-        for start, context in zip(starts, others, strict=False)
-        for turn in context.turns
-    ]
+    starts, turns, length = [], list(first.turns), len(row.response)
+    for context in others:
+        starts.append(length)
+        length += len(context.row.expanded_prompt)
+        turns += [replace(turn, start=turn.start + length, stop=turn.stop + length) for turn in context.turns]
+        length += len(context.row.response)
     trajectory = Trajectory(
         is_sampled=_joined(parts, lambda part: part.is_sampled, False),
-        turns=(*first.turns, *later),
+        turns=tuple(turns),
         messages=messages,
         media=as_lists(reduce(join_media, (part.media for part in parts[1:]), row.added)),
         position_ids=None if row.added is None and not others else _positions(parts),
         is_masked=is_masked,
         stop_reason=stop_reason,
         prompt=row.own_prompt(),
-        context_starts=tuple(starts[:-1]),
+        context_starts=tuple(starts),
         contexts=tuple(context.record() for context in contexts),
     )
     return FinishedConversation(
@@ -187,10 +185,6 @@ def empty_response(
         [False], (turn,), messages, is_masked=True, stop_reason=reason, contexts=(context,)
     )
     return FinishedConversation([token], [0.0], reason.finish_reason, trajectory, [0])
-
-
-def _moved(turn: Turn, offset: int) -> Turn:
-    return replace(turn, start=turn.start + offset, stop=turn.stop + offset)
 
 
 def _joined(parts: Sequence[Row], values: Callable[[Row], list[Any]], filler: Any) -> list[Any]:

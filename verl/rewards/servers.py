@@ -20,12 +20,12 @@ SECTION = "reward_servers"
 
 @dataclass(frozen=True)
 class AddressFile:
-    """A file with the addresses of a model's replicas."""
+    """A file with the addresses of a model's replicas; it implements `Addresses`."""
 
     path: Path | None  # None before the run starts the model
-    key: str  # that the replicas ask for
-    identity: str  # the model, for the names of cached answers
-    patience_s: float  # that a request waits for a replica
+    key: str
+    identity: str
+    patience_s: float
 
     def publish(self, urls: Sequence[str], lost: str | None = None) -> None:
         """Write the addresses of the living replicas; `lost` says why there will be none."""
@@ -35,7 +35,6 @@ class AddressFile:
         os.replace(new, self.path)  # a reader sees the whole of one version
 
     def living(self) -> list[str]:
-        """Return the URLs of replicas that answer; raise a ConnectionError if there will be none."""
         if self.path is None:
             raise ConnectionError(f"`{self.identity}` is not served yet: only a run starts it")
         state = json.loads(self.path.read_text())

@@ -17,11 +17,10 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 from urllib.parse import urlsplit
 from weakref import WeakValueDictionary
 
-from verl.rewards.servers import AddressFile
 from verl.utils.rank_logger import get_logger
 from verl.utils.shared_folder import Room, write_whole
 
@@ -40,6 +39,18 @@ MAX_CACHE_BYTES = 1 << 30
 BLOCK = 4096  # bytes that a short file takes on most file systems
 ANSWER_FILE = re.compile(r"[0-9a-f]{30,126}")
 logger = get_logger(__name__)
+
+
+class Addresses(Protocol):
+    """Where the replicas of a model are that the run serves."""
+
+    key: str  # that they ask for
+    identity: str  # the model, for the names of cached answers
+    patience_s: float  # that a request waits for a replica
+
+    def living(self) -> list[str]:
+        """Return the URLs of replicas that answer; raise a ConnectionError if there will be none."""
+        ...
 
 
 @dataclass(eq=False)
@@ -61,7 +72,7 @@ class Endpoint:
     # answer forever, at any temperature.
     cache_dir: str | Path | None = None
     max_cache_bytes: int = MAX_CACHE_BYTES  # the answers that have not been read for longest are removed
-    addresses: AddressFile | None = None  # of a model that the run serves, whose name `base_url` is then
+    addresses: Addresses | None = None  # of a model that the run serves, whose name `base_url` is then
 
     eases: ClassVar[str] = "`max_concurrency` or `worker.reward.max_concurrency`"  # lowered, a busy server
 
@@ -83,6 +94,11 @@ class Endpoint:
     def __str__(self) -> str:
         return f"{type(self).__name__.lower()} {self.model!r} at {self.base_url}"
 
+    def name_of(self, question: list[Any]) -> str:
+        """Return the name of an answer in the cache."""
+        model = [self.base_url, self.model] if self.addresses is None else [self.addresses.identity]
+        return digest([*model, *question])
+
     async def cached(self, question: list[Any], path: str, body: Mapping[str, Any]) -> str:
         """Return the text of an answer; with a cache, equal questions are sent once.
 
@@ -99,8 +115,7 @@ class Endpoint:
         session = self._session()
         if self._cache is None:
             return await self._request(session, path, body)
-        model = [self.base_url, self.model] if self.addresses is None else [self.addresses.identity]
-        key = digest([*model, *question])
+        key = self.name_of(question)
         async with session.questions.setdefault(key, asyncio.Lock()):
             answer = await asyncio.to_thread(self._cache.get, key)
             if answer is None:
@@ -125,7 +140,7 @@ class Endpoint:
         return await session.client.post(f"{url}/{path}", body=dict(body), cast_to=object)
 
     async def _post_to_any(
-        self, session: "_Session", addresses: AddressFile, path: str, body: Mapping[str, Any]
+        self, session: "_Session", addresses: Addresses, path: str, body: Mapping[str, Any]
     ) -> Any:
         """Send a request to a replica that lives; one that died may be replaced meanwhile."""
         end = asyncio.get_running_loop().time() + addresses.patience_s

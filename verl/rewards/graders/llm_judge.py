@@ -47,6 +47,10 @@ class Judge(Endpoint):
         body = {"model": self.model, "messages": list(messages), **fields}
         return await self.cached([fields, list(messages)], "chat/completions", body)
 
+    def key(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """Return the name of the answer in the cache."""
+        return self.name_of([self.parameters, list(messages)])
+
     def text_of(self, answer: Any) -> str:
         try:
             choice = answer["choices"][0]

@@ -61,7 +61,9 @@ class Zoom:
             raise CallRefusedError(f"there is no image {image}: there are {len(images)}")
         if len(box) != 4:
             raise CallRefusedError(f"a box has 4 edges: left, top, right, bottom; got {len(box)}")
-        part = self._part(_opened(images[image - 1]), [nearest_float(edge) for edge in box])
+        source = images[image - 1]
+        source = source if isinstance(source, Image.Image) else open_image(openable(source))
+        part = self._part(to_rgb(source), [nearest_float(edge) for edge in box])
         images.append(part)
         return Observation(f"Image {len(images)}: this part of image {image}.", [part])
 
@@ -93,9 +95,3 @@ class Zoom:
         pixels = size[0] * size[1]
         scale = math.sqrt(min(max(pixels, self.min_pixels), self.max_pixels) / pixels)
         return round(size[0] * scale), round(size[1] * scale)
-
-
-def _opened(reference: Any) -> Image.Image:
-    if isinstance(reference, Image.Image):
-        return to_rgb(reference)
-    return to_rgb(open_image(openable(reference)))
