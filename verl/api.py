@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     from verl.trainer.training_loop import TrainingLoop
 
 Kind = Literal["rl", "sft"]
-AnyConfig = Source | PPOConfig | SFTConfig
+ReadConfig = PPOConfig | SFTConfig
+AnyConfig = Source | ReadConfig
 ConfigReader = Callable[[Mapping[str, Any]], PPOConfig]
 RESTARTS = (
     "`trainer.max_restarts` must be 0 for a run in this process, got {}: a restart needs one of its own,"
@@ -269,21 +270,21 @@ def result_of(trainer: "TrainingLoop") -> TrainingResult:
 
 def read_config(
     config: AnyConfig, overrides: Mapping[str, Any], sections: Mapping[str, Any], kind: Kind = "rl"
-) -> PPOConfig | SFTConfig:
+) -> ReadConfig:
     """Read a config as the commands do; their notes become warnings."""
     if kind not in ("rl", "sft"):
         raise ValueError(f"`kind` must be 'rl' or 'sft', got {kind!r}")
     is_sft = isinstance(config, SFTConfig) or (kind == "sft" and not isinstance(config, PPOConfig))
     values = [overrides, sections]
     try:
-        read: PPOConfig | SFTConfig = (
+        read: ReadConfig = (
             config_from_python(SFTConfig, config, values, None, load_run_config)
             if is_sft
             else config_from_python(PPOConfig, config, values, VERL_KEYS, load_run_config)
         )
     except ConfigError as error:
         other = PPOConfig if is_sft else SFTConfig
-        if isinstance(config, PPOConfig | SFTConfig) or not _fits(other, config, values):
+        if isinstance(config, ReadConfig) or not _fits(other, config, values):
             raise
         name, own = ("reinforcement learning", "rl") if is_sft else ("fine-tuning", "sft")
         hint = f"these are the options of {name}: pass `kind={own!r}`"
@@ -304,7 +305,7 @@ def _fits(cls: type[Any], config: Any, values: Sequence[Mapping[str, Any]]) -> b
 
 
 @contextmanager
-def _opened(config: PPOConfig | SFTConfig) -> Iterator["TrainingLoop"]:
+def _opened(config: ReadConfig) -> Iterator["TrainingLoop"]:
     with restored_process():
         repair_cuda_builds()
         # Imported here so that a wrong config is reported before torch, Ray and vLLM load.
