@@ -146,7 +146,6 @@ class Conversation:
 
     @property
     def _turns(self) -> list[Turn]:
-        """The turns of the last context."""
         return self._context.turns
 
     @property

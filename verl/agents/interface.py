@@ -179,7 +179,6 @@ def to_plain(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def from_plain(plain: Mapping[str, Any]) -> Trajectory:
-    """Undo `to_plain`."""
     turns = tuple(
         Turn(
             **{

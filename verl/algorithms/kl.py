@@ -115,5 +115,4 @@ for _name, _estimator in (("kl", kl), ("abs", absolute), ("mse", mse), ("low_var
 
 
 def ratio_of(log_ratio: Tensor) -> Tensor:
-    """exp(clamp(log_ratio, -20, 20))."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()

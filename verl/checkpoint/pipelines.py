@@ -135,7 +135,6 @@ def _read_index(folder: Path) -> dict[str, Any]:
 
 
 def _other_parts(base: Path, index: Mapping[str, Any]) -> list[Path]:
-    """Return the folders of all parts but the transformer."""
     if wrong := [name for name in index if Path(name).name != name or name in ("", "..")]:
         raise ValueError(f"{base / PIPELINE} names the part {wrong[0]!r}, which must be a folder next to it")
     named = {name: entry for name, entry in index.items() if isinstance(entry, list) and len(entry) == ENTRY}

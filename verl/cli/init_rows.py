@@ -95,7 +95,6 @@ def draw(colour: str, shape: str, size: int, corner: tuple[int, int]) -> Image.I
 
 
 def write_video(path: Path, frames: list[Image.Image]) -> None:
-    """Write frames as an mp4 file."""
     import av  # noqa: PLC0415 - only videos need it
 
     with av.open(str(path), "w") as container:

@@ -74,7 +74,6 @@ class PPOConfig(RunTree):
 
     @property
     def models(self) -> list[str]:
-        """Sections of all models that are loaded."""
         frozen = [("ref", self.algorithm.use_reference), ("reward_model", self.worker.reward_model.is_used)]
         return [*self.trained_roles, *(name for name, is_loaded in frozen if is_loaded)]
 

@@ -211,7 +211,6 @@ def config_notes(config: Any) -> list[str]:
 
 
 def value_at(config: Any, key: str) -> Any:
-    """Return the value under a dotted key."""
     return reduce(getattr, key.split("."), config)
 
 

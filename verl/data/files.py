@@ -250,7 +250,6 @@ def _is_within(limit: int, path: Path) -> bool:
 
 
 def _decoded_sizes(path: Path) -> Iterator[int]:
-    """Decode batches of rows and yield their sizes in bytes."""
     if path.suffix == ".arrow":
         yield from (batch.nbytes for batch in arrow_batches(path)[1])
         return

@@ -87,7 +87,6 @@ def is_learned(message: Message) -> bool:
 def prompt_of(
     row: Row, config: DataConfig, prompt_format: PromptFormat, kinds: Collection[str]
 ) -> list[Message]:
-    """Return the chat messages of the prompt of a row."""
     for key, column in (("prompt_key", config.prompt_key), ("answer_key", config.answer_key.split(".")[0])):
         if (name := getattr(config, key)) not in row and column not in row:
             raise BadRowError(f"column `{name}` (`data.{key}`) is missing; the row has {sorted(row)}")

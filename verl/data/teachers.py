@@ -61,7 +61,6 @@ class TeacherColumn:
 
 
 def media_of_teacher(teacher: TeacherConfig, options: MediaOptions) -> MediaOptions:
-    """Return the options of the media that a teacher sees."""
     if teacher.num_video_frames is None:
         return options
     tokens = teacher.tokens_per_frame or options.tokens_per_frame

@@ -29,7 +29,6 @@ def own_config(model: PreTrainedModel) -> None:
 
 
 def set_attention(model: PreTrainedModel, name: str, vision_name: str) -> None:
-    """Choose the attention functions of a model and of its vision tower."""
     # transformers' own setter refuses names with "flash" unless flash-attn is installed, and would give the
     # tower and the language model the same function, so the configs are written directly.
     for module in model.modules():

@@ -33,7 +33,6 @@ class TrainableOptions:
 
     @property
     def frozen_senses(self) -> set[Sense]:
-        """The senses whose encoders are frozen."""
         frozen: dict[Sense, bool] = {"vision": self.freeze_vision_tower, "audio": self.freeze_audio_tower}
         return {sense for sense, is_frozen in frozen.items() if is_frozen}
 

@@ -100,7 +100,6 @@ def chosen_for_device(config: RunTree) -> dict[str, Any]:
 
 
 def runs_on_gpu(device: str) -> bool:
-    """Return whether a run with `trainer.device=device` trains on GPUs."""
     return device != "cpu" and (device != "auto" or shown_backend() is not None)
 
 

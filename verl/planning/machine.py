@@ -57,7 +57,6 @@ class MemoryPlan:
     models: tuple[str, ...] = ()  # how much of each trained model is trained; the size of each served one
 
     def node_bytes(self, phase: Phase) -> int:
-        """Host memory of a node in a phase."""
         process = sum(phase.host.values()) + (phase.device_bytes if self.machine.device == "cpu" else 0)
         return self.processes * process + sum(phase.node.values())
 

@@ -127,7 +127,6 @@ def context_bytes(device: str) -> int:
 
 
 def shape_of(model: PlannedModel, read_shape: ReadShape) -> ModelShape:
-    """Read the sizes of a model."""
     trained = model.optim is not None
     return read_shape(model.model, model.fsdp, option=model.option, is_trained=trained, head=model.head)
 

@@ -131,7 +131,6 @@ class StreamPlan:
         return group
 
     def num_sampling(self, engine: int) -> int:
-        """Count the groups that an engine is sampling."""
         return sum(owner == engine for owner in self.in_flight.values())
 
     def score(self, group: GroupId) -> None:

@@ -89,7 +89,6 @@ def _connected(spec: ServerSpec) -> Any:
 
 
 def endpoint_arguments(spec: ServerSpec) -> dict[str, Any]:
-    """Return the arguments of a model's `Endpoint`."""
     config, place = spec.config, f"{SECTION}.{spec.name}"
     same = ("api_key_env", "max_concurrency", "max_retries", "timeout_s", "cache_dir")
     return {name: getattr(config, name) for name in same} | {

@@ -71,7 +71,6 @@ def register(
 
 
 def remote_methods(worker_class: type) -> dict[str, RemoteMethod]:
-    """Return the registered methods of a worker class, by name."""
     known = {name: getattr(getattr(worker_class, name), ATTRIBUTE, None) for name in dir(worker_class)}
     return {name: method for name, method in known.items() if isinstance(method, RemoteMethod)}
 

@@ -104,7 +104,6 @@ def compute_batch_metrics(batch: DataProto, step: int) -> Metrics:
 
 
 def share_of(part: float, whole: float) -> float:
-    """Return `part` / `whole`; NaN if `whole` is zero."""
     return part / whole if whole else math.nan
 
 

@@ -187,7 +187,6 @@ class RolloutStore:
         return self.add_image(Image.fromarray(to_rows(pixels)))
 
     def path(self, name: str) -> Path:
-        """Return the path of a file of the media folder."""
         return self.folder / MEDIA / name
 
     def _add(self, named_by: bytes, ending: str, content: Callable[[], bytes]) -> str | None:

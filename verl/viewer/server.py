@@ -295,7 +295,6 @@ class _Views:
 
 @contextmanager
 def _answered(status: int, kind: type[Exception]) -> Iterator[None]:
-    """Answer an error of this kind with its text."""
     try:
         yield
     except kind as error:

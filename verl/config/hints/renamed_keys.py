@@ -86,7 +86,6 @@ class RenamedKeys:
         return f"`{key}` is {self.program}'s name for `{option}`" + (note and f": {note}")
 
     def page_tables(self) -> str:
-        """Return the tables of the migration page."""
         text = ""
         for heading, table in self.data["keys"].items():
             text += f"\n### {heading}\n\n| {self.program} | here | |\n|---|---|---|\n"

@@ -32,7 +32,6 @@ class StepClock:
         self._stage_started = self._now()
 
     def end_step(self) -> float:
-        """End the step and return its seconds."""
         seconds = self._now() - self._step_started
         self._seconds_of_steps += seconds
         self.num_finished_steps += 1
@@ -53,7 +52,6 @@ class StepClock:
         return max(0.0, (self.total_steps - self.finished_step) * mean - min(running, mean))
 
     def step_text(self) -> str:
-        """Return `12/150`."""
         return numbered(max(self.step, self.finished_step), self.total_steps)
 
     def stage_text(self) -> str:

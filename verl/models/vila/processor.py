@@ -64,7 +64,6 @@ class VilaProcessor:
         return [token for tile in tiles for token in (*tile, *after)]
 
     def video_tokens(self, num_frames: int) -> list[int]:
-        """Return the tokens of a video, given its number of sampled frames."""
         tokens, encoder = [], self.config.video_encoder
         for count, size in passes(self.config, num_frames):
             for frame in self._wrapped(self.video_token_id, [size] * count, encoder):

@@ -82,7 +82,6 @@ class PlannedPictures:
 
     @property
     def pictures_at_once(self) -> int:
-        """Pictures that are sampled together."""
         return self._size(self.sampling)
 
     def _size(self, each: PlannedPass) -> int:

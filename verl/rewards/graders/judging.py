@@ -38,7 +38,6 @@ def _template(path: Path) -> Template:
 
 
 def final_answer(response: str) -> str:
-    """Return a response without its thoughts."""
     return response.rpartition(THOUGHTS)[2].strip()
 
 

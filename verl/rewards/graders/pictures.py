@@ -29,6 +29,5 @@ def as_image(picture: Any) -> Image.Image:
 
 
 def as_png(image: Image.Image) -> bytes:
-    """Return the bytes of a PNG."""
     image.save(file := io.BytesIO(), format="PNG")
     return file.getvalue()

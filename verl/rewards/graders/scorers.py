@@ -38,7 +38,6 @@ class Embedder(Endpoint):
     """A model that turns texts into vectors."""
 
     async def embed(self, text: Input, **fields: Any) -> list[float]:
-        """Return the vector of a text."""
         return [
             float(value) for value in (await first_entry(self, "embeddings", _of(text) | fields))["embedding"]
         ]

@@ -110,7 +110,6 @@ class Supervisor:
 
 
 def _train(train_once: TrainOnce, config: RunTree, wait_s: float | None, sender: Connection) -> None:
-    """Train in the child, and send the exit status."""
     os.setpgid(0, 0)  # a terminal's Ctrl-C reaches only the parent, which forwards it: once, not twice
     parent = multiprocessing.parent_process()
     assert parent is not None and parent.pid is not None, "this is a child"

@@ -157,7 +157,6 @@ def entropy_term(coef: float) -> LossTerm:
 
 
 def kl_term(loss: KLLoss) -> LossTerm:
-    """Return the KL loss to the reference."""
 
     def per_token(result: TokenLogProbs, tensors: Tensors) -> TokenLoss:
         reference, mask = tensors.get("ref_log_probs"), tensors["loss_mask"]

@@ -64,7 +64,6 @@ class ServerLaunch:
 
 
 def server_arguments(launch: ServerLaunch, host: str, port: int) -> list[str]:
-    """Return the arguments of vLLM's server."""
     config = launch.config
     runner, convert = RUNNERS[config.kind]
     options: dict[str, Any] = {

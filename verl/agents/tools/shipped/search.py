@@ -102,7 +102,6 @@ class Search:
 
 
 def _documents(answer: Any) -> Iterator[tuple[str, str]]:
-    """Yield title and text of each document."""
     results = answer["result"]
     for item in results[0] if results else ():
         document = item.get("document", item) if isinstance(item, dict) else item

@@ -163,7 +163,6 @@ def _apply_experts(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Write the weighted sum of the chosen experts' outputs."""
     activate = EXPERT_ACTIVATIONS.get(activation.value)
     if activate is None or self.w1_bias is not None:
         raise NotImplementedError(f"experts on CPU with activation {activation.value!r} or a bias")

@@ -18,7 +18,6 @@ READS_EMBEDDINGS = (0, 32)  # the first vLLM that was checked for it
 
 
 def vllm_prompt(request: RolloutRequest, hf_config: Any) -> dict[str, Any]:
-    """Convert a prompt to vLLM's."""
     prompt: dict[str, Any] = {"prompt_token_ids": list(request.prompt_token_ids)}
     if request.media is None:
         return prompt
