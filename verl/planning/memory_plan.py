@@ -259,7 +259,7 @@ def _common(run: PlannedRun, models: Sequence[HeldModel], machine: Machine) -> t
     """Parts that every phase holds: on the device, in each process, and once on a node."""
     engine, policy, context = run.shared_engine, models[0].shape, context_bytes(machine.device)
     device: Parts = {"context": context} if context else {}
-    process, offloaded = PROCESS_BYTES, sum(model.offloaded for model in models)
+    process, offloaded = PROCESS_BYTES, 0
     if engine is not None:
         process += VLLM_BYTES if engine.options.name == "vllm" else 0
         if machine.device == "cpu":
@@ -269,20 +269,25 @@ def _common(run: PlannedRun, models: Sequence[HeldModel], machine: Machine) -> t
         elif run.serves_adapters(machine.device) or engine.is_quantized:
             # vLLM discards other weights, and the next sync brings them.
             offloaded += int(LOCKED_ROUNDING * engine.weights(policy))
-    host: Parts = {"process": process}
+    host = {"process": process, **host_copies(run, models, offloaded)}
     if run.engine is not None and run.engine.own:
         sent = policy.trained if run.serves_adapters(machine.device) else policy.params
         host["published weights"] = PUBLISHED_VERSIONS * run.engine.number * sent // run.trainer.world_size
         if on_gpu(machine.device) and run.engine.options.weights_go_by(on_gpu=True) == COLLECTIVE:
             device["weights being sent"] = SENT_BYTES * run.engine.own
-    if offloaded:
-        host["offloaded"] = offloaded
-    if run.trainer.async_save and run.trainer.save_freq > 0:
-        host["checkpoint being written"] = _snapshot(models)
     node: Parts = {"controller": NODE_BYTES, "batch": BATCH_COPIES * run.batch_bytes}
     if models[0].planned.router_replay != "off":
         node["routes"] = BATCH_COPIES * policy.routes * run.batch_tokens
     return device, host, node
+
+
+def host_copies(run: PlannedRun, models: Sequence[HeldModel], offloaded: int = 0) -> Parts:
+    """Return the copies of models in host memory; `offloaded` bytes are of what else waits there."""
+    offloaded += sum(model.offloaded for model in models)
+    copies = {"offloaded": offloaded} if offloaded else {}
+    if run.trainer.async_save and run.trainer.save_freq > 0:
+        copies["checkpoint being written"] = _snapshot(models)
+    return copies
 
 
 def expert_sizes(

@@ -17,12 +17,11 @@ from typing import Generic, NamedTuple, TypeVar
 
 import ray
 
-from verl.config.schema import ConfigError, check_config
 from verl.config.trainer import RunTree
 from verl.distributed.gpus import list_gpus
 from verl.logger.console.start_up import phase
 from verl.planning.machine import Machine, find_machine
-from verl.planning.report import Describe, resolve_auto_sizes
+from verl.planning.report import Describe, problems_of, resolve_auto_sizes
 from verl.single_controller.ray.cluster import connect
 from verl.single_controller.ray.processes import WorkerProcesses
 from verl.single_controller.ray.resource_pool import (
@@ -191,11 +190,8 @@ def largest_run(config: C, capacities: Sequence[int]) -> C | None:
     # The loss does not depend on the split of a batch over ranks: a smaller run computes the same numbers.
     for nnodes, per_node in _sizes(config, capacities):
         smaller = replace(config, trainer=replace(config.trainer, nnodes=nnodes, n_gpus_per_node=per_node))
-        try:
-            check_config(smaller)
-        except ConfigError:
-            continue
-        return smaller
+        if not problems_of(smaller):
+            return smaller
     return None
 
 

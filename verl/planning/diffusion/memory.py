@@ -13,6 +13,7 @@ from verl.planning.memory_plan import (
     HeldModel,
     context_bytes,
     held_model,
+    host_copies,
     working_parts,
 )
 from verl.planning.planned_run import PlannedRun
@@ -40,7 +41,9 @@ def plan_pictures(run: PlannedRun, read: ReadPictures, machine: Machine) -> Memo
     picture = shape.pixels + (pictures.rollout.num_steps + 1) * shape.latent
     batch = run.batch_bytes + run.trainer.world_size * pictures.pictures * picture
     node = {"controller": NODE_BYTES, "batch": BATCH_COPIES * batch}
-    host = _host(run, shape, model)
+    # The frozen models wait in host memory, also while one is on a GPU.
+    host = {"process": PROCESS_BYTES, "text encoders and VAE": shape.text_encoders + shape.vae}
+    host |= host_copies(run, [model])
     for phase in phases:
         phase.device.update({"context": context} if context else {})
         phase.host.update(host)
@@ -95,13 +98,3 @@ def _backward(pictures: PlannedPictures, shape: PictureShape, model: HeldModel) 
         kept = rows * work.kept - per_block * (number - 1 - place)
         yield weights, int(kept + rows * (work.peak - work.kept))
         yield weights + int((setup.c + setup.r) * trained * block), int(kept - per_block)
-
-
-def _host(run: PlannedRun, shape: PictureShape, model: HeldModel) -> Parts:
-    """Parts of each process: the frozen models wait there, also while one is on a GPU."""
-    host = {"process": PROCESS_BYTES, "text encoders and VAE": shape.text_encoders + shape.vae}
-    if model.offloaded:
-        host["offloaded"] = model.offloaded
-    if run.trainer.async_save and run.trainer.save_freq > 0:
-        host["checkpoint being written"] = model.weights + model.state
-    return host
