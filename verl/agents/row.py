@@ -68,7 +68,6 @@ class Row:
 
     @property
     def media(self) -> MediaData:
-        """Media of the prompt and of observations."""
         return join_media(self.prompt.media, self.added)
 
     def add_sampled(self, turn: SampledTurn) -> None:

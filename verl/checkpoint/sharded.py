@@ -216,7 +216,6 @@ def set_random_state(state: dict[str, Any]) -> None:
 def _write_files(
     path: Path, snapshot: Snapshot, rank: int, group: dist.ProcessGroup | None
 ) -> dict[str, FileEntry]:
-    """Write this rank's files, and the shared ones on rank 0."""
     path.mkdir(parents=True, exist_ok=True)
     state_dict_saver.save(snapshot.tensors, storage_writer=FileSystemWriter(path), process_group=group)
     with (path / f"rank_{rank}.pt").open("wb") as file:

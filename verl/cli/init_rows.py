@@ -81,7 +81,6 @@ WRITERS: dict[str, Callable[[Path, str, int, int], list[Row]]] = {
 
 
 def draw(colour: str, shape: str, size: int, corner: tuple[int, int]) -> Image.Image:
-    """Draw a shape on white, with its upper left corner at `corner`."""
     image = Image.new("RGB", (PIXELS, PIXELS), "white")
     (left, top), pen, fill = corner, ImageDraw.Draw(image), COLOURS[colour]
     box = (left, top, left + size, top + size)

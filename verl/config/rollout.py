@@ -96,7 +96,6 @@ class SpeculativeConfig:
             yield f"`{path}.prompt_lookup_min` ({low}) must be at most `{path}.prompt_lookup_max` ({high})"
 
     def engine_problems(self, path: str, engine: str, sampling: Mapping[str, Any]) -> Iterator[str]:
-        """Problems with the engine, and with sampling parameters of validation."""
         if not self.is_used:
             return
         if engine != "vllm":

@@ -34,7 +34,6 @@ class BadRow(NamedTuple):
 
     @property
     def place(self) -> tuple[str, int]:
-        """The name of the file and the number of the row in it."""
         file, _, number = self.where.rpartition(", row ")
         return file, int(number)
 

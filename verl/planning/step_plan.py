@@ -107,7 +107,6 @@ def _count_steps(
     batch: tuple[str, int],
     done: tuple[int, int],
 ) -> int | None:
-    """Count the steps of a run from the options and rows of a step and of a loader batch."""
     # Steps may reach over the end of an epoch. An epoch consists of whole loader batches, and those of whole
     # steps; remaining rows are dropped.
     option, needed = batch if trainer.max_steps else step

@@ -74,7 +74,6 @@ class TeacherModel(Endpoint):
         )
 
     def text_of(self, answer: Any) -> str:
-        """Return the log-probs of an answer as text."""
         try:
             entries = answer["choices"][0]["prompt_logprobs"]
         except (KeyError, IndexError, TypeError):

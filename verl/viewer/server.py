@@ -71,7 +71,6 @@ HEADERS = {
 
 
 async def add_headers(request: Request, call_next: RequestResponseEndpoint) -> Response:
-    """Add `HEADERS` to a response, including errors."""
     response = await call_next(request)
     response.headers.update(HEADERS)
     return response

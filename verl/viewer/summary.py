@@ -201,7 +201,6 @@ def _phases_table(run: RunNumbers) -> RenderableType:
 
 
 def _rollouts_table(run: RunFolder, width: int) -> RenderableType:
-    """Best and worst responses of the last step."""
     columns = ["step", "score", "response_length", "response_start"]
     table = run.rollouts.refresh()
     rows = table.filter(pc.field("kind") == TRAIN).select(columns).to_pylist()

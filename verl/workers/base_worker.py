@@ -119,7 +119,6 @@ class ModelWorker(DeviceWorker):
             self._restore(model, model.load(Path(folder)))
 
     def _extra_state(self, model: TrainedModel) -> dict[str, Any]:
-        """State of this rank to save with a model."""
         return {}
 
     def _restore(self, model: TrainedModel, extra: dict[str, Any] | None) -> None:

@@ -128,7 +128,6 @@ def _read_message(value: Any, where: str, read_url: ReadUrl) -> ChatMessage:
 def _read_content(
     content: Any, where: str, read_url: ReadUrl
 ) -> tuple[str | list[dict[str, str]], list[tuple[Kind, Reference]]]:
-    """Return a content, one text if it has no media, and its media."""
     if content is None or isinstance(content, str):
         return content or "", []
     if not isinstance(content, list):

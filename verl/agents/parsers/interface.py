@@ -32,7 +32,6 @@ class Finder:
         self._next = pattern.search(text)
 
     def after(self, at: int) -> re.Match[str] | None:
-        """Return the first match that starts at a position or after it."""
         if self._next is not None and self._next.start() < at:
             self._next = self._pattern.search(self._text, at)
         return self._next

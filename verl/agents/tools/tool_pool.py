@@ -311,7 +311,6 @@ class ToolPool(AbstractContextManager["ToolPool"]):
                     self._is_up.clear()
 
     async def _release(self, conversation: _Conversation) -> None:
-        """Close the states of a conversation and kill its processes."""
         await asyncio.gather(*conversation.turns, return_exceptions=True)
         states = conversation.processes.items()
         await asyncio.gather(*[self._close_state(*state) for state in states if not state[1].is_closed])

@@ -117,7 +117,6 @@ def run_forward(q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> tuple[Tensor, Te
 def run_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rows: Rows
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v, given the merged `out` and `lse`."""
     if _has_fused_cpu(q, k, v, rows):
         # in half precision this kernel takes twice the time and rounds more
         tensors = (tensor.to(lse.dtype) for tensor in (grad_out, q, k, v, out))

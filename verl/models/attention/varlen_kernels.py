@@ -67,7 +67,6 @@ class VarlenKernel(ABC):
     def backward(
         self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rows: Rows
     ) -> Gradients:
-        """Return the gradients of q, k and v, given the merged `out` and `lse`."""
         return self.gradients((grad_out.contiguous(), q, k, v, out.contiguous(), lse.contiguous()), rows)
 
     @abstractmethod

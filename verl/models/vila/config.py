@@ -135,7 +135,6 @@ def _part_config(given: Any, model_type: str, section: str) -> Any:
 
 
 def _media_tokens(name: Any, given: Mapping[str, Any]) -> dict[str, int]:
-    """Find the tokens of media in the tokenizer, by the names of their options."""
     options = {key: given[key] for key in ("cache_dir", "token", "revision") if key in given}
     found = AutoTokenizer.from_pretrained(name, subfolder=LLM, **options).get_added_vocab()
     missing = sorted(set(TOKENS.values()) - found.keys())

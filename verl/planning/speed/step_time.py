@@ -186,7 +186,6 @@ def _encoding(
 
 
 def _launch_seconds(model: HeldModel, work: PassWork, *, is_update: bool) -> float:
-    """Seconds of the host for a micro batch."""
     shape = model.shape
     layers = shape.text.layers + (shape.tower.layers if shape.tower and work.patches else 0)
     forwards = 1 + model.setup.checkpointing if is_update else 1

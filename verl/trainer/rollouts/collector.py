@@ -208,7 +208,6 @@ class RolloutCollector:
     def _sample_on(
         self, groups: ScoredGroups, prompts: DataProto, options: SamplingOptions, weights: Tensor
     ) -> ScoredGroups:
-        """Sample the rest of the responses of groups with weights (G,)."""
         groups = groups.extend(self._scored(prompts, options))
         columns = {WEIGHTS: weights}
         if self.has_baselines:

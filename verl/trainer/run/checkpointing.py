@@ -92,7 +92,6 @@ class RunState:
 
     @property
     def rows(self) -> int:
-        """Rows in the batches of all steps."""
         return self.before.rows + (self.step - self.before.steps) * self.rows_per_step
 
     def is_due(self, frequency: int) -> bool:
@@ -170,7 +169,6 @@ class RunState:
         write_manifest(folder, {"step": self.step})
 
     def _finish(self) -> None:
-        """Wait for the pending checkpoint, if any, and publish it."""
         if self._pending is None:
             return
         error = next(filter(None, self.workers.finish_checkpoint()), None)

@@ -178,7 +178,6 @@ def _with_whole_chunk(
 
 
 def omni_family_of(config: Any) -> Qwen25Omni:
-    """Return the family of a thinker's config."""
     family = media_family_of(config)
     assert isinstance(family, Qwen25Omni), f"{config.model_type} is no thinker"
     return family
