@@ -108,9 +108,8 @@ def load_config(
         ConfigError: Names every unknown key, wrong value and broken rule.
     """
     problems: list[str] = []
-    options = list_options(cls)
-    hints = {entry.key: entry.hint for entry in options}
-    declared = reduce(merged, (nested(entry.key, entry.default) for entry in options), {})
+    hints = {entry.key: entry.hint for entry in documented_options(cls) if not is_section(entry.hint)}
+    declared = reduce(merged, (nested(entry.key, entry.default) for entry in list_options(cls)), {})
     layers: dict[str, Any] = {}
     names = {
         _join(entry.key.rpartition(".")[0], entry.info.alias): entry.key
@@ -353,14 +352,10 @@ def _from_sections(config: Any, method: str, path: str = "") -> Iterator[str]:
 
 def _hint_of(key: str, hints: Mapping[str, Any]) -> Any:
     """Return the type of an option, also of one in a section that the user named."""
-    if key in hints:
-        return hints[key]
-    for option_key, hint in hints.items():
-        kind = named_section(hint)
-        if kind is not None and key.startswith(f"{option_key}."):
-            inner = key.removeprefix(f"{option_key}.").partition(".")[2]
-            return {entry.key: entry.hint for entry in walk_options(kind)}.get(inner, Any)
-    return Any
+    for holder, hint in hints.items():
+        if named_section(hint) is not None and key.startswith(f"{holder}."):
+            key = f"{holder}.{ANY_NAME}.{key.removeprefix(f'{holder}.').partition('.')[2]}"
+    return hints.get(key, Any)
 
 
 def _read_file(name: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import socket
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
@@ -28,13 +28,6 @@ EMBEDDINGS = ("embed_tokens.weight", "wte.weight")  # the ends of their names
 HUB_TIMEOUT_S = 3.0
 LENGTHS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length")
 FIXED_ROPES = {"su", "longrope", "llama3", "default", "mrope"}  # `factor` does not lengthen them
-
-
-class LengthLimit(NamedTuple):
-    """The longest sequence that a model was made for."""
-
-    tokens: int
-    key: str  # in its config
 
 
 def read_model_config(model: str) -> dict[str, Any] | None:
@@ -62,8 +55,8 @@ def downloaded(name: str) -> Path | None:
         return None
 
 
-def length_limit(config: dict[str, Any], overrides: dict[str, Any]) -> LengthLimit | None:
-    """Return the length above which vLLM refuses to start with this model.
+def length_limit(config: dict[str, Any], overrides: dict[str, Any]) -> tuple[int, str] | None:
+    """Return the length above which vLLM refuses to start with this model, and its key in the config.
 
     Where versions of vLLM differ, as for YaRN, it is the longer one.
     """
@@ -75,15 +68,15 @@ def length_limit(config: dict[str, Any], overrides: dict[str, Any]) -> LengthLim
     if not found or text.get("model_max_length") is not None:
         return None
     key = min(found, key=found.__getitem__)
-    return LengthLimit(int(found[key] * _rope_factor(text)), key)
+    return int(found[key] * _rope_factor(text)), key
 
 
 def context_problem(key: str, tokens: int, model: str, overrides: dict[str, Any]) -> Iterator[str]:
     """Yield that a length, the value of `key`, is beyond the model's: vLLM refuses to start with it."""
     config = read_model_config(model)
     limit = None if config is None else length_limit(config, overrides)
-    if limit is not None and tokens > limit.tokens:
-        yield f"{key} must be at most {limit.tokens}, the model's `{limit.key}` in its config.json ({model})"
+    if limit is not None and tokens > limit[0]:
+        yield f"{key} must be at most {limit[0]}, the model's `{limit[1]}` in its config.json ({model})"
 
 
 def _rope_factor(text: dict[str, Any]) -> float:
