@@ -8,10 +8,12 @@
 A model is a folder, a hub name or a checkpoint (`global_step_N`), which is merged into a temporary folder.
 Lines from a pipe or a file are answered one by one, with nothing else on stdout.
 
-  /image PATH    put an image before the next message; /video PATH a video
-  /reset         begin a new conversation
-  /help          show these commands
-  /quit          end, as does Ctrl-D; Ctrl-C ends a response that is being written
+  /image PATH  put an image before the next message
+  /video PATH  put a video before the next message
+  /audio PATH  put audio before the next message
+  /reset       begin a new conversation
+  /help        show these commands
+  /quit        end, as does Ctrl-D; Ctrl-C ends a response that is being written
 
 Exit status: 0; 2 for bad input; 1 for an unsuitable machine; 130 after Ctrl-C.
 """
@@ -39,14 +41,7 @@ if TYPE_CHECKING:
 ENGINES = ("hf", "vllm")
 PROMPT = "> "
 MEDIA: dict[str, "Kind"] = {"/image": "image", "/video": "video", "/audio": "audio"}
-COMMANDS = """\
-/image PATH  put an image before the next message
-/video PATH  put a video before the next message
-/audio PATH  put audio before the next message
-/reset       begin a new conversation
-/help        show these commands
-/quit        end
-"""
+COMMANDS = "".join(f"{line[2:]}\n" for line in (__doc__ or "").splitlines() if line.startswith("  /"))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
