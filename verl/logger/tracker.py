@@ -11,9 +11,9 @@ from verl.logger.console import logger as console  # noqa: F401 (the same)
 from verl.logger.guarded import CLOSE_S, HURRY_S, BackgroundLogger, GuardedLogger
 
 
-def check_loggers(loggers: str | Sequence[str]) -> None:
+def check_loggers(loggers: Sequence[str]) -> None:
     """Raise unless the names are known and their packages installed; call before anything starts."""
-    for name in [loggers] if isinstance(loggers, str) else loggers:
+    for name in loggers:
         if LOGGERS[name].module:
             import_optional(LOGGERS[name].module, name)
 
@@ -28,12 +28,13 @@ class Tracker:
             tracker.log({"reward/overall": 0.5}, step=1)
     """
 
-    def __init__(self, loggers: str | Sequence[str], run: Run) -> None:
+    def __init__(self, loggers: Sequence[str], run: Run) -> None:
         check_loggers(loggers)  # before the first opens
-        names = dict.fromkeys([loggers] if isinstance(loggers, str) else loggers)
-        self._loggers = [_guarded(name, run) for name in names]
-        for logger in self._loggers:
-            logger.open()
+        self._loggers: list[GuardedLogger] = []
+        for name in dict.fromkeys(loggers):
+            guard = GuardedLogger if LOGGERS[name].is_local else BackgroundLogger
+            self._loggers.append(guard(name, LOGGERS[name], run))
+            self._loggers[-1].open()
 
     def begin_step(self, step: int) -> None:
         self._call("begin_step", step)
@@ -67,8 +68,3 @@ class Tracker:
     def __exit__(self, exception_type: type[BaseException] | None, *_: object) -> None:
         is_interrupt = exception_type in (KeyboardInterrupt, SystemExit)
         self.close(failed=exception_type is not None, wait_s=HURRY_S if is_interrupt else None)
-
-
-def _guarded(name: str, run: Run) -> GuardedLogger:
-    kind = LOGGERS[name]
-    return (GuardedLogger if kind.is_local else BackgroundLogger)(name, kind, run)
