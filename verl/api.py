@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from verl.checkpoint.tracker import CheckpointRecord, read_record
 from verl.config.ppo import PPOConfig
-from verl.config.python_values import Source, config_from_python
+from verl.config.python_values import Source, arguments_of
 from verl.config.schema import ConfigError, config_notes
 from verl.config.sft import SFTConfig
 from verl.planning.device_defaults import load_run_config
@@ -207,7 +207,7 @@ def evaluate(
         layers.append({CATEGORY_KEYS: [by] if isinstance(by, str) else list(by)})
 
     def read(own: Mapping[str, Any]) -> PPOConfig:
-        return config_from_python(PPOConfig, config, [*layers, own], load_run_config)
+        return load_run_config(PPOConfig, arguments_of(PPOConfig, config, [*layers, own]))
 
     return evaluate_model(read, Question(ks, correct_key, correct_at, keep), out)
 
@@ -280,7 +280,7 @@ def read_config(
     wanted, other = (SFTConfig, PPOConfig) if is_sft else (PPOConfig, SFTConfig)
     values = [overrides, sections]
     try:
-        read = config_from_python(wanted, config, values, load_run_config)
+        read = load_run_config(wanted, arguments_of(wanted, config, values))
     except ConfigError as error:
         if isinstance(config, PPOConfig | SFTConfig) or not _fits(other, config, values):
             raise
@@ -294,7 +294,7 @@ def read_config(
 
 def _fits(cls: type[Any], config: Any, values: Sequence[Mapping[str, Any]]) -> bool:
     try:
-        config_from_python(cls, config, values, load_run_config)
+        load_run_config(cls, arguments_of(cls, config, values))
     except ConfigError:
         return False
     return True

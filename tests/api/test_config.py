@@ -9,7 +9,7 @@ import verl
 from tests.helpers.light_process import modules_of, run_light
 from verl.api import EVALUATION_OPTIONS, read_config
 from verl.config.ppo import PPOConfig
-from verl.config.python_values import config_from_python
+from verl.config.python_values import arguments_of
 from verl.config.schema import ConfigError, load_config
 from verl.config.sft import SFTConfig
 
@@ -22,6 +22,10 @@ RUN = {
     },
     "trainer": {"logger": ["file"], "experiment_name": "${not} a reference", "load_checkpoint_path": None},
 }
+
+
+def config_from_python(cls, source, overrides=()):
+    return load_config(cls, arguments_of(cls, source, overrides))
 
 
 @pytest.fixture(autouse=True)

@@ -1,35 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configs from Python values: the layers of the command line, with the same checks and the same errors."""
+"""Configs from Python values, as arguments of a command: with the same checks and the same errors."""
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from verl.config.parsing import yaml_text
-from verl.config.schema import ConfigError, list_options, load_config
+from verl.config.schema import ConfigError, list_options
 
-C = TypeVar("C")
 Source = str | os.PathLike[str] | Mapping[str, Any]  # a YAML file, or its sections
 
 
-def config_from_python(
-    cls: type[C],
-    source: Source | C,
-    overrides: Sequence[Mapping[str, Any]] = (),
-    load: Callable[[type[C], Sequence[str]], C] = load_config,
-) -> C:
-    """Return the config that a file, sections or another config describe, with some options replaced.
+def arguments_of(cls: type, source: Any, overrides: Sequence[Mapping[str, Any]] = ()) -> list[str]:
+    """Return the arguments for a `Source` or another config, with some options replaced.
 
     Keys may be dotted (`{"trainer.max_steps": 2}`) or nested (`{"trainer": {"max_steps": 2}}`).
 
     Raises:
-        ConfigError: Names every unknown key, wrong value and broken rule.
+        ConfigError: The source is none of them, or a value is of a type that no option has.
     """
     arguments: list[str] = []
     if isinstance(source, cls):
-        sections: Any = source  # a dataclass
-        arguments += as_arguments(cls, dataclasses.asdict(sections))
+        arguments += as_arguments(cls, dataclasses.asdict(source))
     elif isinstance(source, Mapping):
         arguments += as_arguments(cls, source)
     elif isinstance(source, str | os.PathLike):
@@ -40,7 +33,7 @@ def config_from_python(
         ])  # fmt: skip
     for layer in overrides:  # later ones win
         arguments += as_arguments(cls, layer)
-    return load(cls, arguments)
+    return arguments
 
 
 def as_arguments(cls: type, values: Mapping[str, Any]) -> list[str]:
