@@ -9,7 +9,7 @@ import pytest
 from tests.helpers.rollouts import write_log
 from tests.helpers.viewer import request, viewer
 from verl.viewer import notes
-from verl.viewer.notes import Notes, read_notes, write_notes
+from verl.viewer.notes import read_notes, write_notes
 
 NOTE = {"note": "lr too high <script>", "tags": ["keep", "lr"]}
 
@@ -132,10 +132,10 @@ def test_a_folder_that_cannot_be_written_is_told(address, folder):
 def test_a_full_disk_is_told_and_a_removed_run_is_not_made_again(tmp_path, monkeypatch):
     monkeypatch.setattr(notes, "write_whole", lambda *args, **kwargs: False)
     with pytest.raises(OSError, match="its disk is full"):
-        write_notes(tmp_path, Notes("text"))
+        write_notes(tmp_path, {"note": "text", "tags": []})
     monkeypatch.undo()
     with pytest.raises(OSError, match="does not exist any more"):
-        write_notes(tmp_path / "gone", Notes("text"))
+        write_notes(tmp_path / "gone", {"note": "text", "tags": []})
     assert not (tmp_path / "gone").exists()
 
 
@@ -147,5 +147,5 @@ def test_a_link_out_of_the_runs_folder_is_neither_read_nor_written(tmp_path):
     (run / "notes.json").symlink_to(secret)
 
     assert read_notes(run)["note"] == ""
-    write_notes(run, Notes("mine"))
+    write_notes(run, {"note": "mine", "tags": []})
     assert secret.read_text() == '{"note": "secret"}' and read_notes(run)["note"] == "mine"

@@ -15,7 +15,7 @@ from tests.helpers.viewer import ROOT
 from verl.logger.base import Run
 from verl.logger.file import FileLogger
 from verl.viewer.export import exported_metrics
-from verl.viewer.notes import Notes, write_notes
+from verl.viewer.notes import write_notes
 from verl.viewer.overview import compare_configs, overview
 from verl.viewer.runs import open_runs, run_state
 
@@ -39,7 +39,7 @@ def test_a_line_has_progress_results_times_and_notes(tmp_path):
     ]
     run = run_of(tmp_path, *steps, config=SAID)
     os.utime(tmp_path / "experiment_config.json", (1000, 1000))
-    write_notes(tmp_path, Notes("short prompts", ["keep"]))
+    write_notes(tmp_path, {"note": "short prompts", "tags": ["keep"]})
 
     line = overview(run)
 

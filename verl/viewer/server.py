@@ -36,7 +36,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from verl.viewer.export import FORMATS, exported, exported_metrics
-from verl.viewer.notes import MAX_BYTES, Notes, write_notes
+from verl.viewer.notes import MAX_BYTES, checked_notes, write_notes
 from verl.viewer.overview import compare_configs, overview
 from verl.viewer.queries import (
     RolloutQuery,
@@ -224,7 +224,7 @@ class _Views:
         self._guard.check(request)
         run = self._run(request)
         with _answered(400, ValueError):
-            notes = Notes.from_json(await limited_body(request, MAX_BYTES))
+            notes = checked_notes(await limited_body(request, MAX_BYTES))
         with _answered(409, OSError):
             await run_in_threadpool(write_notes, run.folder, notes)
         return JSONResponse({})
