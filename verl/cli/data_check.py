@@ -57,11 +57,11 @@ def _check(switches: argparse.Namespace, config: Any) -> int:
     look = look_at_conversations if switches.sft else look_at_prompts
     look(config.data, config.worker, checks_rows=False)  # the report counts bad rows
     # Imported here so that a wrong config, and wrong columns, are reported before torch loads.
-    from verl.cli.data_report.report import CONVERSATIONS, PROMPTS, Kind, Report  # noqa: PLC0415
+    from verl.cli.data_report.report import CONVERSATIONS, PROMPTS, Kind, report_data  # noqa: PLC0415
     from verl.cli.data_report.tools import tool_lines  # noqa: PLC0415
 
     if not switches.sft and config.worker.rollout.multi_turn.enable:
         sys.stdout.write("\n  ".join(tool_lines(config.data, config.worker)) + "\n\n")
 
     kind: Kind[Any] = CONVERSATIONS if switches.sft else PROMPTS
-    return Report(config, kind, switches.rows, switches.out).check(decode=switches.decode)
+    return report_data(config, kind, switches.rows, switches.out, decode=switches.decode)

@@ -143,62 +143,59 @@ PROMPTS: Kind[PPOConfig] = Kind("prompt", opened_data, make_plan, prompt_lines, 
 CONVERSATIONS: Kind[SFTConfig] = Kind("conversation", opened_conversations, make_sft_plan, conversation_lines)
 
 
-@dataclass(frozen=True)
-class Report(Generic[C]):
-    """Opens the data of a run and writes about them."""
+def report_data(config: C, kind: Kind[C], num_shown: int, out: Path, *, decode: bool) -> int:
+    """Open the data of a run, write about all files, and return the exit status.
 
-    config: C
-    kind: Kind[C]  # `PROMPTS` or `CONVERSATIONS`
-    num_shown: int  # rows of the training files, and of the validation files
-    out: Path  # folder of contact sheets and of the list of bad rows
+    Args:
+        num_shown: Rows to show of the training files, and of the validation files.
+        out: Folder of contact sheets and of the list of bad rows.
+        decode: Read the media of every row.
 
-    def check(self, *, decode: bool) -> int:
-        """Write about all files and return the exit status; `decode` reads the media of every row.
+    Raises:
+        ValueError: The model's files or the data cannot be used, or no row can.
+    """
+    problems: list[str] = []
+    with kind.open(config, out) as loaders:
+        for option, loader in (("data.train_files", loaders.train), ("data.val_files", loaders.val)):
+            if loader is None:
+                continue
+            if decode:
+                deque(loader, maxlen=0)  # reads an epoch, as a run does
+            num_bad = _describe(option, loader, kind, num_shown, out)
+            problems += row_problems(option, loader.dataset, num_bad, config.data)
+        if loaders.train is not None:
+            try:
+                kind.make_plan(config, len(loaders.train.dataset))
+            except ValueError as error:
+                problems.append(str(error))
+    if (out / REPORT_NAME).exists():
+        sys.stdout.write(f"the bad rows are listed in {out / REPORT_NAME}\n")
+    if problems:
+        listed = "".join(f"  - {problem}\n" for problem in problems)
+        sys.stdout.write(f"a run with this config would stop:\n{listed}")
+        return BAD_INPUT
+    sys.stdout.write("a run with this config can use its data\n")
+    return 0
 
-        Raises:
-            ValueError: The model's files or the data cannot be used, or no row can.
-        """
-        problems: list[str] = []
-        with self.kind.open(self.config, self.out) as loaders:
-            for option, loader in (("data.train_files", loaders.train), ("data.val_files", loaders.val)):
-                if loader is None:
-                    continue
-                if decode:
-                    deque(loader, maxlen=0)  # reads an epoch, as a run does
-                problems += self._describe(option, loader)
-            if loaders.train is not None:
-                try:
-                    self.kind.make_plan(self.config, len(loaders.train.dataset))
-                except ValueError as error:
-                    problems.append(str(error))
-        listed_bad = self.out / REPORT_NAME
-        if listed_bad.exists():
-            sys.stdout.write(f"the bad rows are listed in {listed_bad}\n")
-        if problems:
-            listed = "".join(f"  - {problem}\n" for problem in problems)
-            sys.stdout.write(f"a run with this config would stop:\n{listed}")
-            return BAD_INPUT
-        sys.stdout.write("a run with this config can use its data\n")
-        return 0
 
-    def _describe(self, option: str, loader: PromptLoader) -> list[str]:
-        """Write about all rows and show some; return why a run would stop because of them."""
-        dataset, report = loader.dataset, loader.dataset.report
-        assert report is not None, "a loader's dataset has the run's report"
-        bad = {row.index: row for row in [*dataset.bad_rows, *loader.bad_rows.values()]}
-        sys.stdout.write(describe_rows(option, dataset, bad, self.kind.row))
-        notes = [*self.kind.answers(option, dataset), *(f"note: {note}" for note in dataset.notes)]
-        sys.stdout.write("".join(f"{note}\n" for note in notes) + "\n")
-        for position in evenly(len(dataset), self.num_shown):
-            where = dataset.rows.where(dataset.indices[position])
-            sheet = self.out / f"{option.removeprefix('data.').removesuffix('_files')}_{position}.png"
-            lines = self.kind.lines(dataset, position, sheet)
-            if isinstance(lines, BadRow):
-                bad[lines.index] = lines
-                report.add([lines])
-                lines = [f"bad: {lines.reason}"]
-            sys.stdout.write("\n  ".join([where, *lines]) + "\n\n")
-        return list(row_problems(option, dataset, len(bad), self.config.data))
+def _describe(option: str, loader: PromptLoader, kind: Kind[Any], num_shown: int, out: Path) -> int:
+    """Write about all rows and show some; return the number of bad ones."""
+    dataset, report = loader.dataset, loader.dataset.report
+    assert report is not None, "a loader's dataset has the run's report"
+    bad = {row.index: row for row in [*dataset.bad_rows, *loader.bad_rows.values()]}
+    sys.stdout.write(describe_rows(option, dataset, bad, kind.row))
+    notes = [*kind.answers(option, dataset), *(f"note: {note}" for note in dataset.notes)]
+    sys.stdout.write("".join(f"{note}\n" for note in notes) + "\n")
+    for position in evenly(len(dataset), num_shown):
+        where = dataset.rows.where(dataset.indices[position])
+        sheet = out / f"{option.removeprefix('data.').removesuffix('_files')}_{position}.png"
+        lines = kind.lines(dataset, position, sheet)
+        if isinstance(lines, BadRow):
+            bad[lines.index] = lines
+            report.add([lines])
+            lines = [f"bad: {lines.reason}"]
+        sys.stdout.write("\n  ".join([where, *lines]) + "\n\n")
+    return len(bad)
 
 
 def describe_rows(option: str, dataset: RowDataset, bad: Mapping[int, BadRow], row: str) -> str:
