@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
-from verl.config.files.model_files import downloaded
+from verl.config.files.model_files import CONFIG, PIPELINE, POLICY, downloaded
 from verl.config.hints.missing_paths import MissingPath, check_spelling, missing
 
 DATA_SUFFIXES = (".parquet", ".json", ".jsonl", ".arrow", ".csv", ".pkl")
@@ -26,8 +26,8 @@ DEFAULT_FUNCTION = "main"  # of a file given without a function
 NEEDS = "needs"  # a decorator, with the inputs that an extension needs as plain text
 CHECKPOINT_NAME = re.compile(r"global_step_\d+")
 RUN_TRACKER = "checkpoint_tracker.json"  # in the folder of a run
-POLICY, EXPORTED = "actor", "huggingface"  # folders in a checkpoint: a role, and its exported weights
-MODEL_CONFIGS = ("config.json", "model_index.json")  # of transformers and of diffusers
+EXPORTED = "huggingface"  # folder of a role's exported weights in a checkpoint
+MODEL_CONFIGS = (CONFIG, PIPELINE)  # of transformers and of diffusers
 
 
 def existing_file(text: str) -> str:
