@@ -198,18 +198,18 @@ def evaluate(
         ValueError: Data, models or the reward function cannot be used.
         RuntimeError: The machine is unsuitable, or a worker failed.
     """
-    layers: list[Mapping[str, Any]] = [overrides, sections]
-    if model is not None:
-        layers.append({MODEL_PATH: os.fspath(model)})
-    if samples is not None:
-        layers.append({"worker.rollout.val_override_config.n": samples})
-    if by is not None:
-        layers.append({CATEGORY_KEYS: [by] if isinstance(by, str) else list(by)})
+    layers = [overrides, sections, evaluation_options(model, samples, by)]
 
     def read(own: Mapping[str, Any]) -> PPOConfig:
         return load_run_config(PPOConfig, arguments_of(PPOConfig, config, [*layers, own]))
 
     return evaluate_model(read, Question(ks, correct_key, correct_at, keep), out)
+
+
+def evaluation_options(model: Any, samples: int | None, by: str | Sequence[str] | None) -> dict[str, Any]:
+    """Return the options that replace those of a run; None leaves the run's own."""
+    options = {MODEL_PATH: model, "worker.rollout.val_override_config.n": samples, CATEGORY_KEYS: by}
+    return {key: value for key, value in options.items() if value is not None}
 
 
 def evaluate_model(

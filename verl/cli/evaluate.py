@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from verl.api import CATEGORY_KEYS, EVALUATION_OPTIONS, MODEL_PATH, evaluate_model
+from verl.api import EVALUATION_OPTIONS, evaluate_model, evaluation_options
 from verl.config.ppo import PPOConfig
 from verl.config.python_values import as_arguments
 from verl.planning.device_defaults import load_run_config
@@ -71,13 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _evaluate(switches: argparse.Namespace) -> int:
-    own: dict[str, Any] = {}
-    if switches.model is not None:
-        own[MODEL_PATH] = switches.model
-    if switches.samples is not None:
-        own["worker.rollout.val_override_config.n"] = switches.samples
-    if switches.by is not None:
-        own[CATEGORY_KEYS] = switches.by
+    own = evaluation_options(switches.model, switches.samples, switches.by)
 
     def read(replaced: Mapping[str, Any]) -> PPOConfig:
         return load_run_config(PPOConfig, [*switches.options, *as_arguments(PPOConfig, own | {**replaced})])
