@@ -8,8 +8,8 @@ import pytest
 
 from tests.helpers.rollouts import write_log
 from tests.helpers.viewer import request, viewer
-from verl.viewer import notes
-from verl.viewer.notes import read_notes, write_notes
+from verl.viewer import runs
+from verl.viewer.runs import read_notes, write_notes
 
 NOTE = {"note": "lr too high <script>", "tags": ["keep", "lr"]}
 
@@ -130,7 +130,7 @@ def test_a_folder_that_cannot_be_written_is_told(address, folder):
 
 
 def test_a_full_disk_is_told_and_a_removed_run_is_not_made_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(notes, "write_whole", lambda *args, **kwargs: False)
+    monkeypatch.setattr(runs, "write_whole", lambda *args, **kwargs: False)
     with pytest.raises(OSError, match="its disk is full"):
         write_notes(tmp_path, {"note": "text", "tags": []})
     monkeypatch.undo()

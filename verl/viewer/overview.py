@@ -9,9 +9,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from verl.viewer.notes import read_notes
 from verl.viewer.rollout_index import plain
-from verl.viewer.runs import ENDED, RunFolder, run_state
+from verl.viewer.runs import ENDED, RunFolder, read_notes, run_state
 
 REWARDS = (("reward/overall", max), ("critic/score/mean", max), ("train/loss", min))
 VALIDATIONS = (("val/reward_score", max), ("val/loss", min))

@@ -13,8 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from verl.viewer.prompt_texts import distinct_starts
-from verl.viewer.rollout_index import TABLE_SCHEMA, plain
+from verl.viewer.rollout_index import TABLE_SCHEMA, distinct_starts, plain
 from verl.viewer.rollout_store import FILE_PREFIXES
 from verl.viewer.runs import RunFolder
 

@@ -36,7 +36,6 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from verl.viewer.export import FORMATS, exported, exported_metrics
-from verl.viewer.notes import MAX_BYTES, checked_notes, write_notes
 from verl.viewer.overview import compare_configs, overview
 from verl.viewer.queries import (
     RolloutQuery,
@@ -49,7 +48,7 @@ from verl.viewer.queries import (
     with_prompts,
 )
 from verl.viewer.rollout_store import FILE_PREFIXES, FOLDER, MEDIA, MEDIA_FILE, SERVED, is_inside
-from verl.viewer.runs import MEDIA_TYPES, RunFolder, VideoFolders
+from verl.viewer.runs import MEDIA_TYPES, NOTES_BYTES, RunFolder, VideoFolders, checked_notes, write_notes
 
 KEY_HEADER = "x-viewer-key"
 OFF = "this viewer was started with --read-only"
@@ -71,6 +70,7 @@ HEADERS = {
 
 
 async def add_headers(request: Request, call_next: RequestResponseEndpoint) -> Response:
+    """Add `HEADERS` to a response, including errors."""
     response = await call_next(request)
     response.headers.update(HEADERS)
     return response
@@ -223,7 +223,7 @@ class _Views:
         self._guard.check(request)
         run = self._run(request)
         with _answered(400, ValueError):
-            notes = checked_notes(await limited_body(request, MAX_BYTES))
+            notes = checked_notes(await limited_body(request, NOTES_BYTES))
         with _answered(409, OSError):
             await run_in_threadpool(write_notes, run.folder, notes)
         return JSONResponse({})
@@ -294,6 +294,7 @@ class _Views:
 
 @contextmanager
 def _answered(status: int, kind: type[Exception]) -> Iterator[None]:
+    """Answer an error of this kind with its text."""
     try:
         yield
     except kind as error:

@@ -10,7 +10,7 @@ import { Markdown } from "./markdown.js";
 const FOLDED = 1500; // characters: longer texts are folded
 const SHOWN = 1200; // characters of a folded text
 const MAX_MARKDOWN = 200000; // characters: longer texts stay plain
-// As in prompt_texts.py.
+// As in rollout_index.py.
 const SPECIAL_TOKEN =
   /<\|[^|<>\s]{1,40}\|>|<(?:start|end)_of_(?:turn|image)>|<\/?s>|<[be]os>|\[\/?INST\]/g;
 
