@@ -10,7 +10,7 @@ from playwright.sync_api import expect
 
 from tests.helpers.rollouts import rollout
 from tests.helpers.viewer import request, viewer
-from verl.trainer.rollouts.picture_log import PictureFiles, described
+from verl.trainer.rollouts.picture_log import PictureLog, described
 from verl.viewer.rollout_store import VALIDATION, RolloutStore
 
 SIDE, NUM_FRAMES = 48, 16
@@ -31,7 +31,7 @@ def folder(tmp_path_factory):
     """Two steps with a prompt for pictures and one for videos, and their validations."""
     folder = tmp_path_factory.mktemp("project") / "balls"
     store = RolloutStore(folder)
-    files = PictureFiles(store)
+    log = PictureLog(folder, 1)
     for step in (1, 2):
         rows = []
         for group, frames in enumerate((None, NUM_FRAMES)):
@@ -47,7 +47,7 @@ def folder(tmp_path_factory):
                     "is_trained": steps < 7, "rollout_log_probs": -steps / 8, "old_log_probs": -steps / 8,
                     "advantages": np.full(8, score - 0.5), "ground_truth": "red",
                 }  # fmt: skip
-                rows.append(rollout(step, group, sample, **columns, **files.keep(pixels)))
+                rows.append(rollout(step, group, sample, **columns, **log.keep_picture(pixels)))
         store.write(step, rows)
         own = {"group": f"val{step}-0-0", "advantages": None, "old_log_probs": None, "advantage": None}
         store.write(step, [rows[0] | own], VALIDATION)
