@@ -94,7 +94,7 @@ def _check(switches: argparse.Namespace, config: PPOConfig) -> int:
     )
     # Imported here so that a wrong config or reward function is reported before torch loads.
     from verl.cli.data_report.opened import opened_data  # noqa: PLC0415
-    from verl.trainer.reward_rows import RowColumns, make_samples  # noqa: PLC0415
+    from verl.trainer.extensions.reward_rows import RowColumns, make_samples  # noqa: PLC0415
 
     with tempfile.TemporaryDirectory() as folder, opened_data(config, Path(folder), measures=False) as data:
         loader = data.val if switches.val or data.train is None else data.train

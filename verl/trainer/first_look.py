@@ -119,7 +119,7 @@ def check_reward(data: DataConfig, worker: WorkerConfig, served: Servers) -> Non
     # A row that cannot be used is listed with others when the data is opened.
     with closing(_open_pool(options, servers)) as pool, suppress(BadRowError):
         # Imported here because it needs torch; the process imports the file meanwhile.
-        from verl.trainer.reward_rows import make_samples, open_rows  # noqa: PLC0415
+        from verl.trainer.extensions.reward_rows import make_samples, open_rows  # noqa: PLC0415
 
         samples = make_samples(open_rows(data, worker), 2, worker)[:3]  # the second row has the wrong answer
         loaded = pool.wait_until_loaded()

@@ -24,7 +24,7 @@ from verl.trainer.extensions.protocol import (
     described,
     extensions_in,
 )
-from verl.trainer.reward_rows import open_unchecked
+from verl.trainer.extensions.reward_rows import open_unchecked
 from verl.utils.registry import Registry
 from verl.workers.rollout.interface import RolloutEngine
 
