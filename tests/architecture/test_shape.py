@@ -6,12 +6,12 @@ import pytest
 from tests.architecture.shape import measure
 
 CEILINGS = {
-    "lines": 70_778,
-    "files": 453,
+    "lines": 69_988,
+    "files": 448,
     "percent of the largest room": 15,
     "files over 400 lines": 0,
-    "files under 60 lines": 50,
-    "files that share a name": 75,
+    "files under 60 lines": 48,
+    "files that share a name": 74,
     "longest function": 45,
     "functions that take PPOConfig": 9,
     "modules below the trainer": 119,
