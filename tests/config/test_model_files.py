@@ -4,6 +4,7 @@
 import json
 import math
 import socket
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,7 @@ from verl.config.files.model_files import (
     hub_problem,
     length_limit,
     read_model_config,
+    stored_sizes,
     weights_problem,
 )
 from verl.config.files.paths import data_source, existing_file, model_source
@@ -213,6 +215,19 @@ def test_weights_cut_short_are_told_by_their_header(here, kept):
     (model / "model.safetensors").write_bytes(content[:kept])
 
     assert "it is cut short: download or export the model again" in weights_problem(str(model))
+
+
+def test_the_header_of_a_file_is_read_again_only_once_it_changes(here, monkeypatch):
+    model, opened = here / "tiny-model", []
+    original = Path.open
+    monkeypatch.setattr(Path, "open", lambda path, *a, **k: opened.append(path) or original(path, *a, **k))
+    write_weights(model, [7, 2], vocab_size=7, hidden_size=2)
+    opened.clear()
+
+    first, again = dict(stored_sizes(model)), dict(stored_sizes(model))
+    assert first == again and opened == [model / "model.safetensors"]
+    write_weights(model, [70, 2], vocab_size=70, hidden_size=2)
+    assert dict(stored_sizes(model)) != first
 
 
 def test_a_file_of_the_index_that_is_missing_is_named(here):
