@@ -35,7 +35,7 @@ from verl.agents.setup import conversation_rules, schemas_of
 from verl.agents.tools.tool_pool import ToolPool
 from verl.config.multi_turn import MultiTurnConfig
 from verl.config.rollout import RolloutConfig
-from verl.data.readers import load_tokenizer
+from verl.data.readers import Readers, load_tokenizer
 from verl.models.hub_names import HubNames, auto_class
 from verl.models.tiny import save_tiny_model
 from verl.workers.continued_sampling import ContinuedSampling
@@ -80,7 +80,7 @@ class TurnByTurn(ConversationDriver):
 
     def step(self, at_most: int) -> list[FinishedResponse]:
         """Sample all turns, wait for all answers, and return the conversations that ended."""
-        while self.sampling.num_unfinished:
+        while self.sampling.engine.num_unfinished:
             self._resume([(key_of(turn), turn) for turn in self.sampling.step(at_most)])
         while self._num_calling:
             self._resume(self._answers())
@@ -149,8 +149,8 @@ def build(
     template = str(TEMPLATE)
     tokenizer = load_tokenizer(model_path, template)
     rules = conversation_rules(
-        tokenizer, None, None, options, schemas_of(options), max_tokens=MAX_TOKENS, max_prompt_tokens=PROMPT,
-        template_variables={}, override_chat_template=template,
+        Readers(tokenizer, None, None, None, schemas_of(options)), options, max_tokens=MAX_TOKENS,
+        max_prompt_tokens=PROMPT, template_variables={}, override_chat_template=template,
     )  # fmt: skip
     always = CallFormat(lambda text, schemas: [ToolCall("wait", {})], "")
     return engine, replace(rules, format=always)

@@ -142,9 +142,9 @@ def with_rests(driver, rows, sampling):
     driver.submit(rows, sampling)
     while len(found) < len(rows) * sampling.n:
         found += driver.step(12)
-        if len(found) % 3 == 0 and driver.sampling.num_unfinished:
+        if len(found) % 3 == 0 and driver.sampling.engine.num_unfinished:
             driver.interrupt()
-            assert driver.sampling.num_unfinished == 0
+            assert driver.sampling.engine.num_unfinished == 0
             if driver.sampling.version == 0:
                 assert len(at_once(driver, [other], sampling)) == sampling.n
             driver.sampling.version += 1

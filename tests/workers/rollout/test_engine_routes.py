@@ -89,7 +89,7 @@ def test_an_interrupted_response_has_its_routes_and_continues_them(engine_and_mo
     begun = [] if sampling.step(5) else sampling.interrupt()
     sampling.submit(REQUESTS, OPTIONS, {uid: of_uid(begun, uid) for uid in PROMPTS})
     finished = []
-    while sampling.num_unfinished:
+    while engine.num_unfinished:
         finished += sampling.step(50)
 
     assert any(response.token_ids for response in begun)
