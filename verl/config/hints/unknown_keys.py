@@ -66,10 +66,9 @@ def _named_as_in(key: str, options: Sequence[str]) -> Iterator[str]:
     names = key.split(".")
     for option in options:
         holder, is_named, inner = option.partition(f".{ANY_NAME}.")
-        written = difflib.get_close_matches(holder.rpartition(".")[2], names[:-2], n=1, cutoff=MIN_WORD)
         if not is_named:
             yield option
-        elif written:
+        elif written := difflib.get_close_matches(holder.rpartition(".")[2], names[:-2], 1, MIN_WORD):
             yield f"{holder}.{names[names.index(written[0]) + 1]}.{inner}"
 
 
