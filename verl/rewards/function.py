@@ -231,7 +231,7 @@ def load_reward_function(
     kwargs = dict(kwargs or {})
     path, function_name = split_spec(spec)
     module = import_file(path, OPTION, "reward_file", TRACEBACK_HEADING)
-    function = find_function(module, path, function_name, OPTION)
+    function = find_function(module, path, function_name, OPTION, "compute_score")
     code = getattr(inspect.unwrap(function), "__code__", None)
     where = f"{path}:{code.co_firstlineno if code else 0}"
     called, reward_type, note = convention_of(function, module, default_type, f"{where} `{function_name}`")

@@ -61,8 +61,10 @@ def import_file(path: Path, option: str, prefix: str, heading: str) -> ModuleTyp
     return module
 
 
-def find_function(module: ModuleType, path: Path, name: str, option: str) -> Callable[..., Any]:
-    """Return a function or class of a user's file, or raise a ValueError that says which ones there are."""
+def find_function(
+    module: ModuleType, path: Path, name: str, option: str, usual: str | None = None
+) -> Callable[..., Any]:
+    """Return a function or class of a user's file; a ValueError suggests another, first the `usual` one."""
     found = getattr(module, name, None)
     if callable(found):
         return found
@@ -73,7 +75,7 @@ def find_function(module: ModuleType, path: Path, name: str, option: str) -> Cal
         and getattr(value, "__module__", None) == module.__name__
         and key[0] != "_"
     ]
-    close = [key for key in own if key == "compute_score"] or difflib.get_close_matches(name, own, n=1)
+    close = [key for key in own if key == usual] or difflib.get_close_matches(name, own, n=1)
     remedy = f": write {path}:{close[0]}" if close else f"; it defines {own or 'no function'}"
     what = "is missing" if found is None else f"is a {type(found).__name__}, not a function or class"
     raise ValueError(f"`{option}`: `{name}` {what} in {path}{remedy}")
