@@ -6,7 +6,7 @@ import pytest
 from tests.architecture.shape import measure
 
 CEILINGS = {
-    "lines": 69_988,
+    "lines": 69_986,
     "files": 448,
     "percent of the largest room": 15,
     "files over 400 lines": 0,

@@ -42,7 +42,7 @@ class Schedule(ABC):
         """Keep the engines free for other prompts inside the block, at weights `version`."""
         return self.engines.awake(version, timer)
 
-    def settle(self) -> None:  # noqa: B027 - nothing is, if steps are in turn
+    def settle(self) -> None:  # noqa: B027 - steps in turn sample nothing between calls
         """Wait until nothing is being sampled; raise the error that ended it."""
 
     def save(self, folder: Path) -> None:

@@ -38,8 +38,7 @@ class AgentDriver:
         leader: AgentLeader | None,  # None on a rank that follows another one's
         decode_media: Callable[[MediaData], Any],  # to what the engine reads
     ) -> None:
-        self.sampling, self.decode_media = sampling, decode_media
-        self._leader = leader
+        self.sampling, self._leader, self.decode_media = sampling, leader, decode_media
         self._open: set[Key] = set()
         self._parked: set[Key] = set()
         self._turns: dict[CallId, Turn] = {}  # that are not sampled yet
@@ -101,10 +100,8 @@ class AgentDriver:
 
     def _follow(self) -> list[FinishedResponse]:
         """Do what came since the last steps of the engine, and return the conversations that ended."""
-        is_sampling = self.sampling.engine.num_unfinished > 0
-        step: Step = self.sampling.engine.agree(
-            None if self._leader is None else self._leader.next(is_sampling)
-        )
+        engine, leader = self.sampling.engine, self._leader
+        step: Step = engine.agree(None if leader is None else leader.next(engine.num_unfinished > 0))
         self.sampling.abort(step.aborted)
         for uid in step.aborted:
             self._turns.pop(uid, None)
