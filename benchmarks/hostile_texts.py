@@ -131,7 +131,10 @@ def main() -> None:
     list(readers.timed(("a", "b", "c", 8)))  # what a reader does once for all texts
     gc.collect()
     gc.freeze()  # of packages, a collection takes 0.2 s
-    for recipe in recipes(args.texts, args.tokens, args.seed):
+    for number, recipe in enumerate(recipes(args.texts, args.tokens, args.seed)):
+        if number and number % 1000 == 0:
+            slowest = 1e3 * max(spent for spent, _ in worst.values())
+            print(f"{number} of {args.texts} texts, worst {slowest:.1f} ms", file=sys.stderr)
         for (name, spent), (_, again) in zip(readers.timed(recipe), readers.timed(recipe), strict=True):
             spent = min(spent, again)  # other programs use the machine, too
             times.setdefault(name, []).append(spent)
