@@ -2,8 +2,7 @@
 """Kinds of paths in a config. Each function returns the absolute path, or raises with rule and remedy.
 
 Use one as `option(..., resolve=existing_file)`. To add a kind of path, add a function of one text. Hub names
-(`Qwen/Qwen2.5-7B-Instruct`, `hiyouga/math12k`) are returned as they are, without network access. A reward
-function and extensions, `path/to/file.py:NAME`, are in files of the user's, which are parsed and never run.
+are returned as they are, without network access. Files of functions (`reward.py:NAME`) are parsed, never run.
 """
 
 import ast
@@ -161,7 +160,8 @@ def model_source(text: str) -> str:
         is_role = any((exported / name).is_file() for name in MODEL_CONFIGS)
         return str(exported if is_role else path)
     if path.exists():
-        raise ValueError(f"must be a folder or a hub name, {path} is a file")
+        remedy = f": python3 scripts/convert_gguf.py {path} FOLDER" if path.suffix == ".gguf" else ""
+        raise ValueError(f"must be a folder or a hub name, {path} is a file{remedy}")
     if looks_local(text):
         raise missing("folder", path)
     if HUB_NAME.fullmatch(text) is None:

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turn a GGUF file into a model folder that can be trained: weights, config, tokenizer and chat template.
+
+    python3 scripts/convert_gguf.py SmolLM2-135M-Instruct.Q4_1.gguf models/smollm2
+
+Quantized weights become `--dtype` numbers of the same values. transformers reads the file: it knows the
+architectures that it has converters for, and not their vision towers. Needs the package `gguf`, which the
+extra of the same name brings.
+"""
+
+import argparse
+import importlib.util
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a clone without installing
+
+from verl.utils.cuda_builds import repair_cuda_builds
+
+MAGIC = b"GGUF"
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def input_problem(file: Path, folder: Path) -> str | None:
+    """Say why the file cannot be converted to the folder, or None."""
+    if not file.is_file():
+        return f"no file {file}"
+    with file.open("rb") as opened:
+        if opened.read(len(MAGIC)) != MAGIC:
+            return f"{file} is no GGUF file: it does not begin with {MAGIC.decode()}"
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        return f"{folder} exists and is not an empty folder: name another one, or delete it"
+    if importlib.util.find_spec("gguf") is None:
+        return "the package `gguf` is not installed: pip install -e '.[gguf]', or pip install gguf"
+    return None
+
+
+def convert(file: Path, folder: Path, dtype: str) -> None:
+    """Write the model of a GGUF file to a folder, which appears whole or not at all.
+
+    Raises:
+        ValueError: transformers cannot read the file, or it has no tokenizer.
+    """
+    repair_cuda_builds()  # before transformers is imported
+    import torch  # noqa: PLC0415 - seconds, after the arguments were checked
+    from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415
+
+    from verl.utils.quiet import no_weight_bars  # noqa: PLC0415
+    from verl.utils.weight_files import share_weights  # noqa: PLC0415
+
+    print(f"reading {file}", flush=True)
+    source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+    try:
+        with no_weight_bars():
+            tokenizer = AutoTokenizer.from_pretrained(**source)
+            model = AutoModelForCausalLM.from_pretrained(**source, dtype=getattr(torch, dtype))
+    except Exception as error:
+        raise ValueError(f"transformers cannot read {file}: {error}") from error
+    # Its numbers are not quantized any more; with these, `save_pretrained` would refuse to write them.
+    model.hf_quantizer = None
+    model.is_quantized = False
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = folder.with_name(f".{folder.name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir()
+    try:
+        with no_weight_bars():
+            model.save_pretrained(unfinished)
+        tokenizer.save_pretrained(unfinished)
+        share_weights(unfinished)
+        unfinished.replace(folder)
+    except BaseException:
+        shutil.rmtree(unfinished)
+        raise
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("file", type=Path, help="the GGUF file")
+    parser.add_argument("folder", type=Path, help="folder to write, new or empty")
+    parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="of the weights; %(default)s")
+    given = parser.parse_args(arguments)
+    problem = input_problem(given.file, given.folder)
+    if problem is None:
+        try:
+            convert(given.file, given.folder, given.dtype)
+        except ValueError as error:
+            problem = str(error)
+    if problem is not None:
+        print(f"error: {problem}", file=sys.stderr)
+        return 2
+    print(f"wrote {given.folder}; train it with worker.actor.model.model_path={given.folder}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A GGUF file becomes a folder of the same model, whole or not at all."""
+
+import json
+
+import gguf
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from scripts.convert_gguf import main
+from verl.config.files.paths import model_source
+from verl.models.tiny import save_tiny_model
+
+
+def write_gguf(model, file):
+    """Write the tiny Qwen2 of a folder as llama.cpp's programs do, without quantization."""
+    config = json.loads((model / "config.json").read_text())
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    added = {each["content"] for each in tokenizer["added_tokens"]}
+    vocabulary = AutoTokenizer.from_pretrained(model).get_vocab()
+    tokens = sorted(vocabulary, key=vocabulary.__getitem__)
+    tokens += [f"[PAD{number}]" for number in range(len(tokens), config["vocab_size"])]
+    writer = gguf.GGUFWriter(file, "qwen2")
+    writer.add_name("tiny")
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(tokens)
+    kinds = (gguf.TokenType.CONTROL if token in added else gguf.TokenType.NORMAL for token in tokens)
+    writer.add_token_types(list(kinds))
+    writer.add_token_merges([" ".join(pair) for pair in tokenizer["model"]["merges"]])
+    writer.add_eos_token_id(config["eos_token_id"])
+    writer.add_chat_template((model / "chat_template.jinja").read_text())
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2, config["num_hidden_layers"])
+    for name, tensor in load_file(model / "model.safetensors").items():
+        writer.add_tensor(names.get_name(name, (".weight", ".bias")), tensor.float().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+def test_the_folder_computes_and_reads_what_the_file_s_model_does(model, tmp_path, capsys):
+    folder = tmp_path / "new" / "folder"
+
+    assert main([str(write_gguf(model, tmp_path / "tiny.gguf")), str(folder)]) == 0
+
+    assert f"worker.actor.model.model_path={folder}" in capsys.readouterr().out
+    (old, old_tokenizer), (new, new_tokenizer) = (
+        (AutoModelForCausalLM.from_pretrained(each), AutoTokenizer.from_pretrained(each))
+        for each in (model, folder)
+    )
+    messages = [{"role": "user", "content": "What colour is the red square?"}]
+    ids = [each.apply_chat_template(messages, return_dict=False) for each in (old_tokenizer, new_tokenizer)]
+    assert ids[0] == ids[1] and len(ids[0]) > 8
+    with torch.no_grad():
+        torch.testing.assert_close(new(torch.tensor(ids[:1])).logits, old(torch.tensor(ids[:1])).logits)
+    assert new.dtype == torch.float32 and not hasattr(new.config, "quantization_config")
+    assert (folder / "model.safetensors").stat().st_mode == (folder / "config.json").stat().st_mode
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "no file "),
+        (b"{}", "is no GGUF file"),
+        (b"GGUF cut short", "transformers cannot read "),
+    ],
+    ids=["missing", "other", "cut"],
+)
+def test_a_file_that_is_none_is_one_error_and_leaves_no_folder(tmp_path, capsys, content, message):
+    file = tmp_path / "model.gguf"
+    if content is not None:
+        file.write_bytes(content)
+
+    assert main([str(file), str(tmp_path / "folder")]) == 2
+
+    assert message in capsys.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} <= {"model.gguf"}
+
+
+def test_a_folder_with_files_is_kept(model, tmp_path, capsys):
+    (tmp_path / "mine").touch()
+
+    assert main([str(write_gguf(model, model / "tiny.gguf")), str(tmp_path)]) == 2
+
+    assert "exists and is not an empty folder" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_a_run_names_the_command_for_a_file(tmp_path):
+    (tmp_path / "model.gguf").touch()
+
+    with pytest.raises(ValueError, match=r"is a file: python3 scripts/convert_gguf\.py .*model\.gguf FOLDER"):
+        model_source(str(tmp_path / "model.gguf"))
