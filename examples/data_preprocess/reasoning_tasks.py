@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write rows of tasks of `reasoning-gym`, which makes questions of more than 100 kinds and scores answers.
+
+    pip install -e '.[tasks]'
+    python3 examples/data_preprocess/reasoning_tasks.py chain_sum gcd spell_backward --output data/tasks
+
+`train.jsonl` and `val.jsonl` have the same number of rows of each task, and no question twice. The options of
+a task are those of reasoning-gym: `chain_sum:max_terms=4,max_digits=2`. `reasoning_tasks.py` of
+`examples/reward_function` scores the responses, and `data.category_keys=[task]` shows validation by task.
+"""
+
+import argparse
+import difflib
+import json
+import random
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, str]
+
+
+def make_rows(tasks: Sequence[str], count: int, seed: int) -> list[list[Row]]:
+    """Return `count` different rows of each task.
+
+    Raises:
+        ValueError: A task or one of its options does not exist, or it has too few questions.
+    """
+    return [_rows_of(task, count, seed) for task in tasks]
+
+
+def _rows_of(task: str, count: int, seed: int) -> list[Row]:
+    import reasoning_gym  # noqa: PLC0415 - imports all tasks; the arguments are read first
+    from reasoning_gym.factory import DATASETS  # noqa: PLC0415
+
+    name, _, text = task.partition(":")
+    if name not in DATASETS:
+        near = difflib.get_close_matches(name, DATASETS, n=1)
+        raise ValueError(f"no task {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+    options = dict(_option(each) for each in text.split(",") if each)
+    try:
+        questions = reasoning_gym.create_dataset(name, size=4 * count, seed=seed, **options)
+    except (TypeError, ValueError, AssertionError) as error:
+        raise ValueError(f"{task}: {error}") from error
+    rows: dict[str, Row] = {}
+    for entry in questions:
+        kept = json.dumps(
+            {"task": name, "answer": entry["answer"], "metadata": entry["metadata"]}, default=str
+        )
+        if entry["answer"] is None or questions.score_answer(entry["answer"], json.loads(kept)) != 1:
+            raise ValueError(f"{name}: its answers cannot be scored from a file of rows")
+        rows.setdefault(entry["question"], {"problem": entry["question"], "answer": kept, "task": name})
+        if len(rows) == count:
+            return list(rows.values())
+    raise ValueError(f"{task} has {len(rows)} different questions among {4 * count}: ask for fewer rows")
+
+
+def _option(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        rule = "write OPTION=VALUE with a number, true, false, null or a quoted text"
+        raise ValueError(f"{name + equals + value!r} is no option of a task: {rule}") from None
+
+
+def write_rows(folder: Path, rows: list[list[Row]], num_val: int, seed: int) -> None:
+    """Write the last `num_val` rows of each task to `val.jsonl`, the others, shuffled, to `train.jsonl`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    train = [row for each in rows for row in each[: len(each) - num_val]]
+    val = [row for each in rows for row in each[len(each) - num_val :]]
+    random.Random(seed).shuffle(train)
+    for name, part in (("train.jsonl", train), ("val.jsonl", val)):
+        unfinished = folder / f".{name}.unfinished"
+        unfinished.write_text("".join(json.dumps(row) + "\n" for row in part))
+        unfinished.replace(folder / name)
+        print(f"wrote {len(part)} rows to {folder / name}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser.add_argument(
+        "tasks", nargs="+", help="names of tasks, with options: NAME or NAME:OPTION=VALUE,..."
+    )
+    parser.add_argument("--output", type=Path, required=True, help="folder of the two files")
+    parser.add_argument("--rows", type=_positive, default=500, help="training rows of a task; %(default)s")
+    parser.add_argument("--val-rows", type=_positive, default=50, help="validation rows; %(default)s")
+    parser.add_argument("--seed", type=int, default=1, help="of questions and their order; %(default)s")
+    given: Any = parser.parse_args(arguments)
+    try:
+        rows = make_rows(given.tasks, given.rows + given.val_rows, given.seed)
+    except ModuleNotFoundError as error:
+        print(f"error: {error}: pip install -e '.[tasks]'", file=sys.stderr)
+        return 2
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    write_rows(given.output, rows, given.val_rows, given.seed)
+    return 0
+
+
+def _positive(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
+    return number
+
+
+if __name__ == "__main__":
+    sys.exit(main())

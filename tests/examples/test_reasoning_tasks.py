@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of reasoning-gym and their scores."""
+
+import json
+
+import pytest
+
+from examples.data_preprocess.reasoning_tasks import main
+from examples.reward_function.reasoning_tasks import compute_score
+
+TASKS = ["chain_sum", "gcd", "spell_backward", "leg_counting", "simple_equations", "letter_counting"]
+
+
+def rows_of(folder, name):
+    return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tasks")
+    assert main([*TASKS, "--output", str(folder), "--rows", "20", "--val-rows", "5"]) == 0
+    return folder
+
+
+def test_each_task_has_as_many_rows_and_no_question_is_in_both_files(folder):
+    train, val = rows_of(folder, "train"), rows_of(folder, "val")
+
+    for rows, count in ((train, 20), (val, 5)):
+        assert {task: sum(row["task"] == task for row in rows) for task in TASKS} == dict.fromkeys(
+            TASKS, count
+        )
+    problems = [row["problem"] for row in train + val]
+    assert len(set(problems)) == len(problems)
+
+
+def test_the_same_seed_gives_the_same_files_and_another_one_others(folder, tmp_path):
+    for seed in ("1", "2"):
+        arguments = [*TASKS, "--rows", "20", "--val-rows", "5", "--seed", seed]
+        assert main([*arguments, "--output", str(tmp_path / seed)]) == 0
+
+    assert rows_of(tmp_path / "1", "train") == rows_of(folder, "train")
+    assert rows_of(tmp_path / "2", "train") != rows_of(folder, "train")
+
+
+def test_right_answers_score_1_alone_or_in_tags_and_wrong_ones_less(folder):
+    rows = rows_of(folder, "val")
+    rights = [json.loads(row["answer"])["answer"] for row in rows]
+    responses = [
+        [
+            {"response": form.format(right), "ground_truth": row["answer"]}
+            for row, right in zip(rows, rights, strict=True)
+        ]
+        for form in (" {} \n", "I guess <answer>7</answer>. No: <answer> {} </answer>", "no idea")
+    ]
+
+    alone, in_tags, wrong = (compute_score(each) for each in responses)
+
+    assert alone == in_tags == [{"overall": 1.0, "accuracy": 1.0}] * len(rows)
+    assert all(score["overall"] < 1 and score["accuracy"] == 0 for score in wrong)
+
+
+def test_options_of_a_task_are_those_of_reasoning_gym(tmp_path):
+    assert main(["chain_sum:min_terms=5,max_terms=5", "--output", str(tmp_path), "--rows", "9"]) == 0
+
+    terms = [json.loads(row["answer"])["metadata"]["num_terms"] for row in rows_of(tmp_path, "train")]
+    assert terms == [5] * 9
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        ("chain_sums", "no task 'chain_sums'; did you mean 'chain_sum'?"),
+        ("chain_sum:max_terms=x", "'max_terms=x' is no option of a task"),
+        ("chain_sum:terms=4", "unexpected keyword argument 'terms'"),
+        ("chain_sum:min_terms=40", "chain_sum:min_terms=40: "),
+        ("graph_color", "its answers cannot be scored from a file"),
+        ("coin_flip", "different questions among 2200: ask for fewer rows"),
+    ],
+    ids=["name", "value", "option", "range", "unscorable", "too few"],
+)
+def test_a_task_that_cannot_be_is_one_error_and_writes_nothing(tmp_path, capsys, task, message):
+    assert main(["gcd", task, "--output", str(tmp_path / "out")]) == 2
+
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
