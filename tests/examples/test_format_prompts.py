@@ -18,6 +18,7 @@ ASKS_FOR = {
     "zoom": ["enlarge", "<answer>"],
     "search": ["search", "<answer>"],
     "python_tool": ["Python", r"\boxed{}"],
+    "reasoning_tasks": ["<answer>", "nothing else"],
 }
 
 
