@@ -118,6 +118,11 @@ def seconds(read: Callable[..., Any], *arguments: Any) -> float:
     return time.process_time() - start
 
 
+def slowest_ms(worst: dict[str, tuple[float, Any]]) -> float:
+    """Return the most milliseconds that a reader spent on a text."""
+    return 1e3 * max(spent for spent, _ in worst.values())
+
+
 def main() -> None:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
@@ -133,8 +138,7 @@ def main() -> None:
     gc.freeze()  # of packages, a collection takes 0.2 s
     for number, recipe in enumerate(recipes(args.texts, args.tokens, args.seed)):
         if number and number % 1000 == 0:
-            slowest = 1e3 * max(spent for spent, _ in worst.values())
-            print(f"{number} of {args.texts} texts, worst {slowest:.1f} ms", file=sys.stderr)
+            print(f"{number} of {args.texts} texts, worst {slowest_ms(worst):.1f} ms", file=sys.stderr)
         for (name, spent), (_, again) in zip(readers.timed(recipe), readers.timed(recipe), strict=True):
             spent = min(spent, again)  # other programs use the machine, too
             times.setdefault(name, []).append(spent)
@@ -142,7 +146,7 @@ def main() -> None:
     print(f"{'reader':32} {'median ms':>10} {'worst ms':>10}  of start, part, end, tokens")
     for name, each in times.items():
         print(f"{name:32} {1e3 * median(each):10.2f} {1e3 * max(each):10.2f}  {worst[name][1]!r}")
-    slowest = 1e3 * max(spent for spent, _ in worst.values())
+    slowest = slowest_ms(worst)
     print(json.dumps({"texts": args.texts, "tokens": args.tokens, "worst_ms": round(slowest, 2)}))
     sys.exit(slowest > args.limit_ms)
 
