@@ -22,15 +22,17 @@ Row = dict[str, str]
 
 
 def make_rows(tasks: Sequence[str], count: int, seed: int) -> list[list[Row]]:
-    """Return `count` different rows of each task.
+    """Return `count` rows of each task; no two ask the same.
 
     Raises:
         ValueError: A task or one of its options does not exist, or it has too few questions.
     """
-    return [_rows_of(task, count, seed) for task in tasks]
+    taken: set[str] = set()
+    return [_rows_of(task, count, seed, taken) for task in tasks]
 
 
-def _rows_of(task: str, count: int, seed: int) -> list[Row]:
+def _rows_of(task: str, count: int, seed: int, taken: set[str]) -> list[Row]:
+    """Return rows with questions that are not `taken`, and add these to it."""
     import reasoning_gym  # noqa: PLC0415 - imports all tasks; the arguments are read first
     from reasoning_gym.factory import DATASETS  # noqa: PLC0415
 
@@ -43,16 +45,19 @@ def _rows_of(task: str, count: int, seed: int) -> list[Row]:
         questions = reasoning_gym.create_dataset(name, size=4 * count, seed=seed, **options)
     except (TypeError, ValueError, AssertionError) as error:
         raise ValueError(f"{task}: {error}") from error
-    rows: dict[str, Row] = {}
+    rows: list[Row] = []
     for entry in questions:
+        if entry["question"] in taken:
+            continue
         kept = json.dumps(
             {"task": name, "answer": entry["answer"], "metadata": entry["metadata"]}, default=str
         )
         if entry["answer"] is None or questions.score_answer(entry["answer"], json.loads(kept)) != 1:
             raise ValueError(f"{name}: its answers cannot be scored from a file of rows")
-        rows.setdefault(entry["question"], {"problem": entry["question"], "answer": kept, "task": name})
+        taken.add(entry["question"])
+        rows.append({"problem": entry["question"], "answer": kept, "task": name})
         if len(rows) == count:
-            return list(rows.values())
+            return rows
     raise ValueError(f"{task} has {len(rows)} different questions among {4 * count}: ask for fewer rows")
 
 

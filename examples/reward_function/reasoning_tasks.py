@@ -22,7 +22,8 @@ def compute_score(reward_inputs: list[dict[str, Any]]) -> list[dict[str, float]]
     scores = []
     for reward_input in reward_inputs:
         entry = json.loads(reward_input["ground_truth"])
-        answer = extract_answer(reward_input["response"]) or reward_input["response"].strip()
+        tagged = extract_answer(reward_input["response"])
+        answer = reward_input["response"].strip() if tagged is None else tagged
         score = float(scorer(entry["task"])(answer, entry))
         scores.append({"overall": score, "accuracy": float(score == 1)})
     return scores

@@ -33,6 +33,13 @@ def test_each_task_has_as_many_rows_and_no_question_is_in_both_files(folder):
     assert len(set(problems)) == len(problems)
 
 
+def test_a_task_that_is_named_twice_repeats_no_question(tmp_path):
+    assert main(["gcd", "gcd", "--output", str(tmp_path), "--rows", "20", "--val-rows", "5"]) == 0
+
+    problems = [row["problem"] for name in ("train", "val") for row in rows_of(tmp_path, name)]
+    assert len(set(problems)) == len(problems) == 50
+
+
 def test_the_same_seed_gives_the_same_files_and_another_one_others(folder, tmp_path):
     for seed in ("1", "2"):
         arguments = [*TASKS, "--rows", "20", "--val-rows", "5", "--seed", seed]
@@ -50,13 +57,18 @@ def test_right_answers_score_1_alone_or_in_tags_and_wrong_ones_less(folder):
             {"response": form.format(right), "ground_truth": row["answer"]}
             for row, right in zip(rows, rights, strict=True)
         ]
-        for form in (" {} \n", "I guess <answer>7</answer>. No: <answer> {} </answer>", "no idea")
+        for form in (
+            " {} \n",
+            "I guess <answer>7</answer>. No: <answer> {} </answer>",
+            "no idea",
+            "{}<answer></answer>",
+        )
     ]
 
-    alone, in_tags, wrong = (compute_score(each) for each in responses)
+    alone, in_tags, wrong, empty = (compute_score(each) for each in responses)
 
     assert alone == in_tags == [{"overall": 1.0, "accuracy": 1.0}] * len(rows)
-    assert all(score["overall"] < 1 and score["accuracy"] == 0 for score in wrong)
+    assert all(score["overall"] < 1 and score["accuracy"] == 0 for score in wrong + empty)
 
 
 def test_options_of_a_task_are_those_of_reasoning_gym(tmp_path):
