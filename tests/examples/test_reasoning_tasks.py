@@ -95,3 +95,9 @@ def test_a_task_that_cannot_be_is_one_error_and_writes_nothing(tmp_path, capsys,
 
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("answer", ["2", "x = 2", '{"task": "gcd"}', "[1]"])
+def test_a_row_of_other_data_names_the_program_that_writes_the_rows(answer):
+    with pytest.raises(ValueError, match="is not that of a reasoning-gym row; write the rows with"):
+        compute_score([{"response": "2", "ground_truth": answer}])

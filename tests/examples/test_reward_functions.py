@@ -13,6 +13,7 @@ from verl.rewards.function import load_reward_function
 from verl.rewards.manager import RewardManager
 
 FOLDER = Path(__file__).parents[2] / "examples" / "reward_function"
+GYM_ROW = '{"task": "gcd", "answer": "2", "metadata": {"difficulty": {}}}'
 DAPO_KWARGS = {"max_response_length": 100, "overlong_buffer_length": 20, "overlong_penalty_factor": 0.5}
 
 
@@ -213,8 +214,9 @@ RULES = [path for path in REWARD_FUNCTIONS if path.stem not in NO_RULES and not 
 def test_every_reward_function_scores_in_the_pool(path):
     kwargs = DAPO_KWARGS if path.stem == "dapo" else {}
     responses = [r"<think>a</think><answer>2</answer> \boxed{2} Answer: 2", "9^{9^{9}}", ""]
+    truth = GYM_ROW if path.stem == "reasoning_tasks" else "2"
     inputs = [
-        {"prompt": "1 + 1?", "response": r, "response_length": 5, "ground_truth": "2"} for r in responses
+        {"prompt": "1 + 1?", "response": r, "response_length": 5, "ground_truth": truth} for r in responses
     ]
     config = RewardConfig(reward_function=f"{path}:compute_score", reward_function_kwargs=kwargs)
 
