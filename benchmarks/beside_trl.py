@@ -26,7 +26,6 @@ import step
 from verl.trainer.metrics import StageTimer
 
 HERE = Path(__file__).resolve().parent
-TARGET = 4.2  # steps of this trainer in the time of one of TRL's
 
 
 class TRL:
@@ -74,6 +73,7 @@ def running_trl(folder: Path, options: argparse.Namespace) -> Iterator[TRL]:
         except BaseException:
             process.terminate()  # else it waits for its next step
             raise
+        process.communicate()  # it prints a summary at its end
 
 
 def main() -> None:
@@ -102,7 +102,6 @@ def main() -> None:
     pairs = list(zip(ours[1:], theirs[1:], strict=True))
     ratio = median(other / one for one, other in pairs)
     print(f"\nstep {median(ours[1:]):.2f} s, TRL's {median(theirs[1:]):.2f} s: {ratio:.2f} times")
-    print(f"target, at least {TARGET} times: {'PASS' if ratio >= TARGET else 'below the target'}")
     summary = {"step_s": median(ours[1:]), "trl_step_s": median(theirs[1:]), "ratio": ratio}
     summary |= {"ratios": [other / one for one, other in pairs], "seconds": time.perf_counter() - start}
     print(json.dumps(summary, default=float))

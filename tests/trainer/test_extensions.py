@@ -217,6 +217,20 @@ BAD = {
         """,
         "must have the methods ['submit', 'step', 'abort', 'interrupt', 'agree', 'sync_weights'",
     ),
+    "an engine that leaves out a hidden method": (
+        "engine",
+        """
+        from verl.workers.rollout.interface import RolloutEngine
+
+
+        class bad(RolloutEngine):
+            def __init__(self, config, setup): ...
+
+            sync_weights = sync_adapter = wake = sleep = rng_state = set_rng_state = close = None
+            _sampling = _accept = _advance = _begun = None
+        """,
+        "must have the methods ['_drop']",
+    ),
     "a logger that is a function": (
         "logger",
         "def bad(metrics):\n    pass\n",

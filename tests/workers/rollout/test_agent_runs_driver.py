@@ -364,7 +364,7 @@ def run(row, policy):
     question = [{"role": "user", "content": "Well?"}]
     ask(model="gpt", messages=question, max_tokens=2)
     if row["number"] == 0:
-        ask(model="gpt", messages=question, max_tokens=2, tools=[TOOL])
+        ask(model="gpt", messages=question, tools=[TOOL])  # to its end, else it is not read
     return 1.0
 """
 
@@ -430,6 +430,7 @@ def test_calls_without_room_or_turns_are_refused(tiny, engine, lead):
 @pytest.mark.slow
 def test_the_seconds_of_a_conversation_are_limited_and_what_it_has_counts(tiny, engine, lead):
     source = FAULTS.replace("time.sleep(600)", "[ask(client, max_tokens=1) for _ in range(10**6)]")
+    source = source.replace('"dies", ', '"hangs", ', 1)  # the third row
     one = SAMPLING.override({"n": 1})
 
     responses, _, _ = lead(source, 3, one, max_tokens=100_000, max_seconds=8.0)

@@ -39,8 +39,8 @@ def check_engine(engine: Any, _used: UsedExtension, _config: Any) -> None:
     check_call(engine, (None, None), "the section `worker.rollout` and an EngineSetup")
     if isinstance(engine, type):
         names = [name for name, value in vars(RolloutEngine).items() if inspect.isfunction(value)]
-        missing = [name for name in names if not name.startswith("_") and not hasattr(engine, name)]
-        if missing:
+        absent = [name for name in names if not name.startswith("_") and not hasattr(engine, name)]
+        if missing := [*absent, *sorted(getattr(engine, "__abstractmethods__", ()))]:
             raise ProtocolError(f"must have the methods {missing}")
 
 
