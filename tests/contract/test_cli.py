@@ -153,14 +153,6 @@ def test_an_option_without_effect_is_told(capsys):
     assert "note: `worker.actor.padding_free` has no effect" in capsys.readouterr().err
 
 
-def test_the_variable_of_another_profiler_is_answered_with_the_option(monkeypatch, capsys):
-    monkeypatch.setenv("NVTX_PROFILER", "1")
-
-    main(["config=examples/config.yaml", "--dry-run"])
-
-    assert "`NVTX_PROFILER` has no effect: set `trainer.profile_steps`" in capsys.readouterr().err
-
-
 def test_the_shipped_config_is_the_generated_one():
     assert (ROOT / "examples" / "config.yaml").read_text() == example_yaml(PPOConfig), "run `make config`"
 

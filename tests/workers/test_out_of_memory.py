@@ -97,7 +97,7 @@ class Failing(ModelWorker):
     """A worker whose calls run out of memory."""
 
     def __init__(self) -> None:
-        self.config = WORKER
+        self.config, self.device = WORKER, torch.device("cpu")
 
     def _show(self, phase: str) -> None: ...
 

@@ -140,10 +140,6 @@ class RunConfig:
         if self.load_checkpoint_path is not None:
             yield from checkpoint_problems(f"`{path}.load_checkpoint_path`", self.load_checkpoint_path)
 
-    def notes(self, path: str) -> Iterator[str]:
-        if os.environ.get("NVTX_PROFILER", "0") != "0":
-            yield f"the environment variable `NVTX_PROFILER` has no effect: set `{path}.profile_steps`"
-
 
 @dataclass(frozen=True)
 class AsyncConfig:

@@ -3,7 +3,7 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,8 +42,9 @@ class DeviceWorker(Worker):
         dist.init_process_group(backend_of(options.device).groups)
 
     def execute(self, name: str, phase: str, *args: Any, **kwargs: Any) -> Any:
-        """Run a method; profiles and out-of-memory errors name its phase."""
-        with record_function(phase), explained_out_of_memory(phase, self.config):
+        """Run a method; profiles, NVTX ranges and out-of-memory errors name its phase."""
+        nvtx_range = torch.cuda.nvtx.range(phase) if self.device.type == "cuda" else nullcontext()
+        with nvtx_range, record_function(phase), explained_out_of_memory(phase, self.config):
             return super().execute(name, phase, *args, **kwargs)
 
     def stream(self, name: str, phase: str, *args: Any, **kwargs: Any) -> Iterator[Any]:
