@@ -17,7 +17,7 @@ from verl.config.distillation import TEACHERS, DistillationConfig, TeacherConfig
 from verl.config.model import ModelConfig, PolicyConfig
 from verl.data.readers import load_readers
 from verl.data.teachers import media_of_teacher
-from verl.distributed.device import backend_of, set_device, set_seed
+from verl.distributed.device import backend_of, module_of, set_device, set_seed
 from verl.distributed.sequence_parallel import SequenceParallel
 from verl.models.attention.varlen_kernels import select_kernels
 from verl.protocol import DataProto
@@ -43,8 +43,9 @@ class DeviceWorker(Worker):
 
     def execute(self, name: str, phase: str, *args: Any, **kwargs: Any) -> Any:
         """Run a method; profiles, NVTX ranges and out-of-memory errors name its phase."""
-        nvtx_range = torch.cuda.nvtx.range(phase) if self.device.type == "cuda" else nullcontext()
-        with nvtx_range, record_function(phase), explained_out_of_memory(phase, self.config):
+        nvtx = getattr(module_of(self.device), "nvtx", None)
+        marked = nvtx.range(phase) if nvtx else nullcontext()
+        with marked, record_function(phase), explained_out_of_memory(phase, self.config):
             return super().execute(name, phase, *args, **kwargs)
 
     def stream(self, name: str, phase: str, *args: Any, **kwargs: Any) -> Iterator[Any]:
