@@ -74,15 +74,15 @@ class Demo(ABC):
     reward: ClassVar[str] = "reward.py"
     panels: ClassVar[Panels] = PANELS
     guesses: dict[str, float]
-    options: tuple[str, ...]
+    options: tuple[str, ...] = ()
 
     @abstractmethod
     def prepare(self, folder: Path, seed: int) -> None:
-        """Write the random model to `model`, and questions to `train.jsonl` and `val.jsonl`."""
+        """Write the model to `model`, and questions to `train.jsonl` and `val.jsonl`."""
 
-    @abstractmethod
     def inputs(self, folder: Path) -> list[str]:
         """Return the options that name files, other than rows and model."""
+        return []
 
     @abstractmethod
     def show(self, folder: Path, exported: Path) -> str:
@@ -135,9 +135,6 @@ class Painting(Demo):
         write_prompts(folder, "train", 2 * seed + 1)
         write_prompts(folder, "val", 2 * seed + 2)
 
-    def inputs(self, folder: Path) -> list[str]:
-        return []
-
     def show(self, folder: Path, exported: Path) -> str:
         return f"Pictures: {write_pictures(folder, exported, self.paint)}"
 
@@ -149,14 +146,10 @@ class RealModel(Demo):
     config: ClassVar[str] = "real.yaml"
     reward: ClassVar[str] = "sums_reward.py"
     guesses: dict[str, float] = field(default_factory=dict)
-    options: tuple[str, ...] = ()
 
     def prepare(self, folder: Path, seed: int) -> None:
         write_model(folder / "model")
         write_sums(folder, seed)
-
-    def inputs(self, folder: Path) -> list[str]:
-        return []
 
     def show(self, folder: Path, exported: Path) -> str:
         accuracy, responses = answer_sums(exported, folder / "val.jsonl")
@@ -245,6 +238,18 @@ DEMOS: dict[str, Demo] = {
 }
 
 
+SWITCHES = {  # of the demos but "image": what they do
+    "text": "ask about sentences",
+    "vila": "ask a VILA model about images",
+    "video": "ask about videos",
+    "audio": "ask about tones",
+    "audio_video": "ask about videos with sound",
+    "diffusion": "paint named colors",
+    "diffusion_video": "make videos of named colors",
+    "real": "ask SmolLM2-135M-Instruct for sums",
+}
+
+
 def train(folder: Path, name: str, seed: int, overrides: Sequence[str], output: str = "checkpoints") -> Path:
     """Run the trainer and return the folder of its checkpoints, `output` in `folder`."""
     demo, checkpoints = DEMOS[name], folder / output
@@ -312,36 +317,9 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     """Return the arguments of the demo, and the remaining ones for the trainer."""
     parser = make_parser(__doc__)
     kinds = parser.add_mutually_exclusive_group()
-    kinds.add_argument("--text", dest="name", action="store_const", const="text", help="ask about sentences")
-    kinds.add_argument(
-        "--vila", dest="name", action="store_const", const="vila", help="ask a VILA model about images"
-    )
-    kinds.add_argument("--video", dest="name", action="store_const", const="video", help="ask about videos")
-    kinds.add_argument("--audio", dest="name", action="store_const", const="audio", help="ask about tones")
-    kinds.add_argument(
-        "--audio-video",
-        dest="name",
-        action="store_const",
-        const="audio_video",
-        help="ask about videos with sound",
-    )
-    kinds.add_argument(
-        "--diffusion",
-        dest="name",
-        action="store_const",
-        const="diffusion",
-        help="paint named colors",
-    )
-    kinds.add_argument(
-        "--diffusion-video",
-        dest="name",
-        action="store_const",
-        const="diffusion_video",
-        help="make videos of named colors",
-    )
-    kinds.add_argument(
-        "--real", dest="name", action="store_const", const="real", help="ask SmolLM2-135M-Instruct for sums"
-    )
+    for name, text in SWITCHES.items():
+        switch = f"--{name.replace('_', '-')}"
+        kinds.add_argument(switch, dest="name", action="store_const", const=name, help=text)
     parser.set_defaults(name="image")
     return parser.parse_known_args()
 

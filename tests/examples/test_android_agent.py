@@ -81,6 +81,10 @@ def commands(phones):
     return [line.split(" ", 1) for line in (phones / "log").read_text().splitlines()]
 
 
+def inputs(phones):
+    return [line for _, line in commands(phones) if line.startswith("input")]
+
+
 def color(observation):
     return Image.open(io.BytesIO(observation.images[0]["bytes"])).convert("RGB").getpixel((0, 0))
 
@@ -93,15 +97,16 @@ def test_a_task_starts_its_app_and_ends_with_the_touch_that_reaches_its_goal(pho
     with ToolPool(options_of(phones, valid_reward=0.1)) as pool:
         opening = begin(pool, **ROW)
         assert color(opening) == (128, 128, 128) and text_of(opening).startswith("Task: Turn on Wi-Fi.")
-        beside = step(pool, "I see a switch.\ntap 1000 1000")
+        missed = step(pool, "I see a switch.\ntap 1000 1000")
         swiped = step(pool, "swipe 500 1000 500 0")
         done = step(pool, "Now the switch.\ntap 500 100\n")
 
-    assert [(one.reward, one.done) for one in (beside, swiped, done)] == [(0.1, False)] * 2 + [(1.0, True)]
+    for valid in (missed, swiped):
+        assert (valid.reward, valid.done) == (0.1, False)
+    assert (done.reward, done.done) == (1.0, True)
     assert color(done) == (255, 255, 255)
-    sent = [line for _, line in commands(phones) if line.startswith("input")]
     # Of 101 x 201 pixels the last are 100 and 200.
-    assert sent == [
+    assert inputs(phones) == [
         "input keyevent KEYCODE_HOME",
         "input tap 100 200",
         "input swipe 50 200 50 0 300",
@@ -125,12 +130,12 @@ def test_a_task_starts_its_app_and_ends_with_the_touch_that_reaches_its_goal(pho
 def test_a_turn_that_is_no_action_is_answered_with_the_rule_and_touches_nothing(phones, turn, problem):
     with ToolPool(options_of(phones, valid_reward=0.1)) as pool:
         begin(pool, **ROW)
-        before = len([line for _, line in commands(phones) if line.startswith("input")])
+        before = inputs(phones)
         seen = step(pool, turn)
 
     assert problem in text_of(seen) and "tap X Y, swipe X Y TO_X TO_Y" in text_of(seen)
     assert (seen.reward, seen.done) == (0.0, False)
-    assert len([line for _, line in commands(phones) if line.startswith("input")]) == before
+    assert inputs(phones) == before
 
 
 def test_what_a_policy_types_is_one_word_for_the_shell_of_the_device(phones):

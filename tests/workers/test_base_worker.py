@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the base classes of workers do around the calls of their methods."""
+"""Base classes of workers: what surrounds the call of a method."""
 
 import contextlib
 
