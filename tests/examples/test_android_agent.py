@@ -124,7 +124,7 @@ def test_a_task_starts_its_app_and_ends_with_the_touch_that_reaches_its_goal(pho
         ("tap 500 1001", "Coordinates end at 1000"),
         ("tap -1 5", "is no action"),
         ("press POWER", "is no action"),
-        ("type caf\u00e9", "only printable ASCII without %s can be typed"),
+        ("type \u00fcber", "only printable ASCII without %s can be typed"),
     ],
 )
 def test_a_turn_that_is_no_action_is_answered_with_the_rule_and_touches_nothing(phones, turn, problem):
