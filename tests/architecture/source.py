@@ -3,6 +3,7 @@
 
 import ast
 import os
+import re
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from functools import cache
@@ -10,14 +11,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "verl"
-SKIPPED = {".git", ".venv", "build", "dist", "__pycache__", "checkpoints", "node_modules"}
+SKIPPED = {".git", "build", "dist", "__pycache__", "checkpoints", "node_modules"}
+OTHERS = re.compile(r"\.venv.*|.*\.egg-info")  # folders of what was installed
 
 
 def source_files(folder: Path = PACKAGE, pattern: str = "*.py") -> list[Path]:
     """Return the files of a folder and below, without what tools leave there."""
     found = []
     for parent, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if name not in SKIPPED and not name.endswith(".egg-info")]
+        folders[:] = [name for name in folders if name not in SKIPPED and not OTHERS.fullmatch(name)]
         found += [Path(parent, name) for name in names if fnmatch(name, pattern)]
     return sorted(found)
 
