@@ -7,7 +7,8 @@ import json
 import pytest
 
 from tests.data.test_loader import answers, epochs, make_config, make_train, readers_of, write
-from verl.data.loader import _drawn_from_buffer, make_loaders
+from verl.data.loader import make_loaders
+from verl.data.order import _drawn_from_buffer
 from verl.data.rl_dataset import RLHFDataset
 from verl.models.tiny import save_tiny_model
 

@@ -45,6 +45,16 @@ def quickstart_arguments(folder: Path, model: Path, *overrides: str) -> list[str
     ]
 
 
+def mixed(folder: Path) -> list[str]:
+    """Options that train on a mixture of the rows of `train.jsonl`: `small` has a third of every step."""
+    lines = (folder / "train.jsonl").read_text().splitlines(keepends=True)
+    sources = {"small": lines[:7], "large": lines[7:]}
+    for name, rows in sources.items():
+        (folder / f"{name}.jsonl").write_text("".join(rows))
+    files = [f"data.sources.{name}.train_files={folder / name}.jsonl" for name in sources]
+    return [*files, "data.train_files=''", "data.sources.large.weight=2"]
+
+
 def start_training(
     *arguments: str,
     env: dict[str, str] | None = None,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.runs import Run, assert_same, killed_and_resumed, saved_tensors
-from tests.helpers.training import QUICKSTART, quickstart_arguments, read_metrics
+from tests.helpers.training import QUICKSTART, mixed, quickstart_arguments, read_metrics
 from verl.models.tiny import save_tiny_model
 
 sys.path.insert(0, str(QUICKSTART))
@@ -30,7 +30,7 @@ MUON = [
     "worker.actor.optim.lr_decay_ratio=0.9",
 ]
 KINDS = {
-    "text": ("qwen2", []),
+    "text, mixed": ("qwen2", []),
     "text, filtered": ("qwen2", FILTER),
     "images": ("qwen2_5_vl", []),
     "images, filtered": ("qwen2_5_vl", FILTER),
@@ -53,6 +53,7 @@ def arguments_for(folder, kind):
         "trainer.save_limit=-1",
         f"trainer.save_freq={HALF}",
         f"trainer.max_steps={2 * HALF}",
+        *(mixed(folder) if "mixed" in kind else ()),
     ]
     return quickstart_arguments(folder, folder / "model", *common, *options)
 

@@ -3,14 +3,34 @@
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from verl.config.files.paths import data_sources, existing_file, existing_folder, writable_folder
 from verl.config.schema import option
 
 SET_BY_US = ("conversation", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize")
+FILES = ("train_files", "val_files")
 HOST = re.compile(r"[\w.-]+|[0-9a-fA-F:.]*:[0-9a-fA-F:.]*:[0-9a-fA-F:.]*")  # a name or an address, no port
+
+
+@dataclass(frozen=True)
+class SourceConfig:
+    """A source of a mixture of data."""
+
+    train_files: str | list[str] = option(
+        "", "Training data, like `data.train_files`; empty only validates.", resolve=data_sources
+    )
+    val_files: str | list[str] = option("", "Validation data, like `data.val_files`.", resolve=data_sources)
+    weight: float = option(
+        1.0, "Share of the training rows, relative to the weights of the other sources.", minimum=0.0
+    )
+
+    def problems(self, path: str) -> Iterator[str]:
+        if not self.train_files and not self.val_files:
+            yield f"`{path}.train_files` or `{path}.val_files` must be set"
+        if self.train_files and not self.weight:
+            yield f"`{path}.weight` must be above 0; to only validate, set `{path}.val_files` alone"
 
 
 @dataclass(frozen=True)
@@ -27,6 +47,12 @@ class RowsConfig:
     val_files: str | list[str] = option(
         "", "Validation data, like `train_files`.", resolve=data_sources, example="hiyouga/math12k@test"
     )
+    sources: dict[str, SourceConfig] = option(
+        dict,
+        "Sources of a mixture, by name, instead of `train_files` and `val_files`: each has its share of the"
+        " rows of every step.",
+    )
+    source_key: str = option("source", "Column that is added to the rows of `sources`: the source's name.")
     prompt_key: str = option("prompt", "Column of the prompt: text or chat messages.", example="problem")
     image_key: str = option("images", "Column of the images.")
     video_key: str = option("videos", "Column of the videos.")
@@ -96,6 +122,19 @@ class RowsConfig:
         extension="dataset",
     )
 
+    def __post_init__(self) -> None:
+        for name in FILES:
+            if not getattr(self, name) and (files := self._files_of_sources(name)):
+                object.__setattr__(self, name, files)
+
+    def files_by_source(self, name: str) -> dict[str, str | list[str]]:
+        """Return `train_files` or `val_files` of the sources that have any."""
+        found = {source: getattr(config, name) for source, config in self.sources.items()}
+        return {source: files for source, files in found.items() if files}
+
+    def _files_of_sources(self, name: str) -> list[str]:
+        return [file for files in self.files_by_source(name).values() for file in _listed(files)]
+
     def problems(self, path: str) -> Iterator[str]:
         low, high = self.min_pixels, self.max_pixels
         if low is not None and high is not None and low > high:
@@ -109,6 +148,9 @@ class RowsConfig:
         for host in self.media_url_hosts:
             if not HOST.fullmatch(host):
                 yield f"`{path}.media_url_hosts` must be names such as files.example.org, got {host!r}"
+        for name in FILES:
+            if self._files_of_sources(name) not in ([], _listed(getattr(self, name))):
+                yield f"`{path}.{name}` must not be set along with `{name}` of `{path}.sources`: add a source"
 
 
 @dataclass(frozen=True)
@@ -133,3 +175,19 @@ class DataConfig(RowsConfig):
     diffusion: bool = option(False, "The model generates images or videos.")
     is_omni: bool = option(False, "The model takes audio.")
     audio_max_length: int = option(10000, "Frames that audio is padded to.")
+
+    def without_training(self) -> "DataConfig":
+        """Return the section of a run that only validates."""
+        sources = {
+            name: replace(source, train_files="") for name, source in self.sources.items() if source.val_files
+        }
+        return replace(self, train_files="", sources=sources)
+
+    @property
+    def categories(self) -> tuple[str, ...]:
+        """Columns whose values have validation metrics of their own."""
+        return (*self.category_keys, *((self.source_key,) if self.files_by_source("val_files") else ()))
+
+
+def _listed(files: str | list[str]) -> list[str]:
+    return [files] if isinstance(files, str) else files

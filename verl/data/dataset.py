@@ -20,10 +20,11 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from verl.batch_keys import TEACHER_IDS
+from verl.config.data import FILES
 from verl.data.bad_rows import BAD_ROW_REMEDY, MAX_LISTED, BadRow, BadRowError, BadRowReport, bad_rows_text
 from verl.data.chat_template import ChatTemplate
 from verl.data.columns import notes_on_columns
-from verl.data.files import Rows, load_rows
+from verl.data.files import Rows, load_mixture, load_rows
 from verl.data.media.loader import MediaLoader
 from verl.data.media.references import MediaData
 from verl.data.messages import Message, media_columns
@@ -170,6 +171,10 @@ class RowDataset(Dataset, ABC):
 
     def open_rows(self, files: str | Sequence[str], option: str) -> Rows:
         """Open the rows of the files; a subclass may read files of its own kind, or change the rows."""
+        name = option.removeprefix("data.")
+        mixed = self.config.files_by_source(name) if name in FILES else {}
+        if mixed:
+            return load_mixture(mixed, self.config.source_key, name)
         return load_rows(files, option)
 
     @abstractmethod

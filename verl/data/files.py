@@ -11,7 +11,7 @@ such files, a directory written by `Dataset.save_to_disk`, or a data set on the 
 import os
 import pickle
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from importlib import import_module
@@ -34,6 +34,7 @@ from verl.data.plain_files import (
     arrow_batches,
     files_of_split,
     from_object,
+    named,
     no_rows,
     parse_source,
     read_csv,
@@ -52,10 +53,14 @@ VALUE_BYTES = 4  # at least, of a decoded value
 
 
 class Rows:
-    """The rows of all sources, concatenated."""
+    """The rows of all sources, concatenated.
 
-    def __init__(self, sources: list[Source]) -> None:
-        self.sources = sources
+    Args:
+        mixed: Name of the source of a mixture that each file belongs to, which its rows have in `column`.
+    """
+
+    def __init__(self, sources: list[Source], mixed: Sequence[str] = (), column: str = "") -> None:
+        self.sources, self.mixed, self.column = sources, mixed, column
         self.starts = list(accumulate((len(source.rows) for source in sources), initial=0))
 
     def __len__(self) -> int:
@@ -63,22 +68,32 @@ class Rows:
 
     def __getitem__(self, index: int) -> Row:
         """Return a row; a BadRowError names the column of a value that Python cannot hold."""
-        source, offset = self._locate(index)
+        number, offset = self._locate(index)
+        rows = self.sources[number].rows
         try:
-            return dict(source.rows[offset])
+            row = dict(rows[offset])
         except OverflowError as error:
-            raise _out_of_range(source.rows, offset) from error
+            raise _out_of_range(rows, offset) from error
+        return row | {self.column: self.mixed[number]} if self.mixed else row
+
+    def by_source(self) -> dict[str, range]:
+        """Return the numbers of the rows of each source of a mixture; {} without one."""
+        ranges: dict[str, range] = {}
+        for name, start, end in zip(self.mixed, self.starts, self.starts[1:], strict=False):
+            ranges[name] = range(ranges[name].start if name in ranges else start, end)
+        return ranges
 
     def where(self, index: int) -> str:
         """Return `FILE, row NUMBER`, counted from 0 within the file."""
-        source, offset = self._locate(index)
-        return f"{source.name}, row {offset}"
+        number, offset = self._locate(index)
+        return f"{self.sources[number].name}, row {offset}"
 
-    def _locate(self, index: int) -> tuple[Source, int]:
+    def _locate(self, index: int) -> tuple[int, int]:
+        """Return the number of a row's file, and its number in it."""
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
         position = bisect_right(self.starts, index) - 1
-        return self.sources[position], index - self.starts[position]
+        return position, index - self.starts[position]
 
 
 def load_rows(files: str | Sequence[str], option: str = "data.train_files") -> Rows:
@@ -94,6 +109,16 @@ def load_rows(files: str | Sequence[str], option: str = "data.train_files") -> R
     if not len(rows):
         raise no_rows(option, names)
     return rows
+
+
+def load_mixture(files: Mapping[str, str | Sequence[str]], column: str, option: str) -> Rows:
+    """Open the files of each source of a mixture, whose rows get its name in a column of their own."""
+    sources, mixed = [], []
+    for name, own in files.items():
+        found = load_rows(own, f"data.sources.{name}.{option}").sources
+        sources += [named(source, column) for source in found]
+        mixed += [name] * len(found)
+    return Rows(sources, mixed, column)
 
 
 def _open(name: str) -> list[Source]:

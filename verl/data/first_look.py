@@ -11,7 +11,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
-from verl.config.data import DataConfig
+from verl.config.data import FILES, DataConfig
 from verl.config.files.model_files import processor_files, read_json
 from verl.config.model import ModelConfig
 from verl.config.sft import SFTDataConfig
@@ -27,8 +27,10 @@ from verl.data.plain_files import (
     FIRST_READERS,
     FirstRows,
     Row,
+    Source,
     files_of_split,
     first_rows,
+    named,
     no_rows,
     parse_source,
 )
@@ -36,8 +38,7 @@ from verl.data.prompt_template import PromptFormat, no_chat_template, read_chat_
 
 TEMPLATE_FILES = ("chat_template*", "additional_chat_templates/*", "tekken.json")
 MAX_FILES = 8  # of a folder
-MAX_ROWS = 4  # that are returned
-OPTIONS = ("train_files", "val_files")
+MAX_ROWS = 4  # that are returned, at least one of each file
 AnyData = DataConfig | SFTDataConfig  # of prompts, or of conversations
 
 
@@ -67,8 +68,8 @@ def look_at_data(data: AnyData, processor: str | None, *, checks_rows: bool = Tr
     if data.dataset is not None:  # a class of the user's reads the files, in whatever form they are
         return look
     with closing(PromptFormat(data.format_prompt)) as prompt_format:
-        for name in OPTIONS:
-            option, seen = f"data.{name}", first_of_sources(getattr(data, name), f"data.{name}")
+        for name in FILES:
+            option, seen = f"data.{name}", _first_rows(data, name)
             if not seen:
                 continue
             sources = [each.source for each in seen]
@@ -77,7 +78,8 @@ def look_at_data(data: AnyData, processor: str | None, *, checks_rows: bool = Tr
             look.notes.extend(notes_on_columns(option, sources, data, prompt_format.names, kinds))
             if checks_rows and kinds is not None and data.on_bad_row == "error":
                 _check_rows(option, seen, data, prompt_format, kinds)
-            look.rows.extend(sources[0].rows[:MAX_ROWS])
+            count = -(-MAX_ROWS // len(sources))
+            look.rows.extend(row for source in sources for row in source.rows[:count])
             if not isinstance(data, DataConfig):
                 continue
             if name == "val_files" and _are_whole(data.val_files, seen):
@@ -135,6 +137,17 @@ def media_kinds(folder: str | None) -> tuple[str, ...] | None:
         return ()
     hears = any("feature_extractor" in text for text in files)
     return ("image", "video", "audio") if hears else ("image", "video")
+
+
+def _first_rows(data: AnyData, name: str) -> list[FirstRows]:
+    """Read the first rows of the files of an option; those of a mixture have the names of their sources."""
+    mixed, found = data.files_by_source(name), []
+    for source, files in mixed.items():
+        for seen in first_of_sources(files, f"data.sources.{source}.{name}"):
+            rows = [row | {data.source_key: source} for row in seen.source.rows]
+            columns = named(seen.source, data.source_key).columns
+            found.append(seen._replace(source=Source(seen.source.name, rows, columns)))
+    return found if mixed else first_of_sources(getattr(data, name), f"data.{name}")
 
 
 def first_of_sources(files: str | Sequence[str], option: str) -> list[FirstRows]:

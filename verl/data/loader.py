@@ -10,26 +10,24 @@ Processes read ahead: while a step uses a batch, they decode the media of the ne
 """
 
 import os
-import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
-
-import torch
 
 from verl.batch_keys import BATCH_KEYS
 from verl.config.data import DataConfig, RowsConfig
 from verl.config.distillation import DistillationConfig
 from verl.config.sft import SFTDataConfig
 from verl.data.bad_rows import BAD_ROW_REMEDY, REPORT_NAME, BadRow, BadRowReport
-from verl.data.dataset import Overlong, RowDataset
+from verl.data.dataset import Item, Overlong, RowDataset
 from verl.data.first_look import prompts_of_batch, too_few_rows
 from verl.data.media.cache import MediaCache
 from verl.data.media.sizes import MediaOptions
 from verl.data.messages import BadRowError
+from verl.data.order import Turns, order_of_rows
 from verl.data.readers import Readers, load_readers
 from verl.data.rl_dataset import RLHFDataset
 from verl.data.row_readers import RowReaders
@@ -54,6 +52,8 @@ class PromptLoader(Generic[D]):
         drop_last: Drop the rows at the end of an epoch that do not fill a batch.
         read_on: Read ahead beyond the end of an epoch, and keep the processes.
         num_workers: Processes that read rows; 0 reads in this process, without reading ahead.
+        rows: Numbers, over all files, of the rows to use; None is all.
+        readers: Read the rows, instead of own ones.
     """
 
     def __init__(
@@ -66,11 +66,13 @@ class PromptLoader(Generic[D]):
         drop_last: bool,
         read_on: bool,
         num_workers: int,
+        rows: range | None = None,
+        readers: RowReaders | None = None,
     ) -> None:
         self.dataset, self.batch_size, self.shuffle, self.seed = dataset, batch_size, shuffle, seed
         self.drop_last, self.read_on = drop_last, read_on
-        workers = min(num_workers, len(dataset), len(os.sched_getaffinity(0)))
-        self._readers = RowReaders(dataset, workers, batch_size)
+        self.rows = rows
+        self._readers = readers or row_readers(dataset, batch_size, num_workers)
         self.epoch = 0
         self.position = 0  # rows of this epoch that were used
         self.bad_rows: dict[int, BadRow] = {}  # found when they were read
@@ -78,39 +80,54 @@ class PromptLoader(Generic[D]):
         self._rows: Iterator[dict[str, Any] | BadRow] = iter(())
         self._next: tuple[int, int] | None = None  # epoch and position of the next row of `_rows`
 
+    @property
+    def positions(self) -> range:
+        """Positions in the data set of the rows to use."""
+        if self.rows is None:
+            return range(len(self.dataset))
+        first, end = (bisect_left(self.dataset.indices, row) for row in (self.rows.start, self.rows.stop))
+        return range(first, end)
+
     def __len__(self) -> int:
-        whole, rest = divmod(len(self.dataset), self.batch_size)
+        whole, rest = divmod(len(self.positions), self.batch_size)
         return whole if self.drop_last or rest == 0 else whole + 1
 
     def __iter__(self) -> Iterator[DataProto]:
-        items: list[dict[str, Any]] = []
-        first = used = self.position  # `used` includes rows of a batch that is not complete
-        while used < len(self.dataset):
-            item = self._read(used)
-            used += 1
-            if isinstance(item, Overlong):
-                self.num_overlong += 1
-                continue
-            if isinstance(item, BadRow):
-                self._leave_out(item)
-                continue
+        is_filled = self.position > 0
+        items: list[Item] = []
+        for item in self.items():
             items.append(item)
             if len(items) == self.batch_size:
-                self.position = used
+                is_filled = True
                 yield DataProto.from_single_dict(self.dataset.batch(items))
                 items = []
         if items and not self.drop_last:
-            self.position = used
             yield DataProto.from_single_dict(self.dataset.batch(items))
-        if first == 0 and self.position == 0:
-            first_bad = next(iter(self.bad_rows.values()), None)
-            raise ValueError(
-                f"no batch of {self.batch_size} prompts can be filled: {len(self.bad_rows)} of"
-                f" {len(self.dataset)} rows are bad, first {first_bad}, and {self.num_overlong} too long"
-            )
+        elif not is_filled:
+            raise self.too_few(f"batch of {self.batch_size} prompts can be filled")
+
+    def items(self) -> Iterator[Item]:
+        """Yield the usable rows that are left of an epoch; `position` counts all that were read."""
+        while self.position < len(self.positions):
+            item = self._read(self.position)
+            self.position += 1
+            if isinstance(item, Overlong):
+                self.num_overlong += 1
+            elif isinstance(item, BadRow):
+                self._leave_out(item)
+            else:
+                yield item
         self.epoch, self.position = self.epoch + 1, 0
         if not self.read_on:
             self._rows, self._next = iter(()), None  # ends the processes
+
+    def too_few(self, what: str) -> ValueError:
+        """Return the error of rows of which an epoch is not enough."""
+        first_bad = next(iter(self.bad_rows.values()), None)
+        return ValueError(
+            f"no {what}: {len(self.bad_rows)} of {len(self.positions)} rows are bad, first {first_bad}, and"
+            f" {self.num_overlong} too long"
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the last batch that was yielded, and the rows that it is a position in."""
@@ -129,10 +146,10 @@ class PromptLoader(Generic[D]):
                 f"the data differ from the checkpoint's, (then, now): {changed}: resume with the same"
                 " `data.train_files`, `data.seed` and filter options"
             )
-        self.epoch, self.position = state["epoch"], min(state["position"], len(self.dataset))
+        self.epoch, self.position = state["epoch"], min(state["position"], len(self.positions))
 
     def _rows_of_state(self) -> dict[str, Any]:
-        state = {"seed": self.seed, "num_rows": len(self.dataset), "rows": self.dataset.digest}
+        state = {"seed": self.seed, "num_rows": len(self.dataset), "rows": self.dataset.digest, "sources": []}
         return state | ({} if self.buffer is None else {"shuffle_buffer": self.buffer})
 
     @property
@@ -143,12 +160,11 @@ class PromptLoader(Generic[D]):
     def _read(self, position: int) -> dict[str, Any] | BadRow:
         if self._next != (self.epoch, position):
             seed = self.seed if self.shuffle else None
-            self._rows = self._readers.rows(
-                _order(len(self.dataset), self.epoch, position, seed, self.read_on, self.buffer)
-            )
+            order = order_of_rows(len(self.positions), self.epoch, position, seed, self.read_on, self.buffer)
+            self._rows = self._readers.rows(map(self.positions.__getitem__, order))
         self._next = None  # in case reading fails
         row = next(self._rows)
-        is_last = position + 1 == len(self.dataset)
+        is_last = position + 1 == len(self.positions)
         self._next = (self.epoch + 1, 0) if is_last else (self.epoch, position + 1)
         return row
 
@@ -162,34 +178,80 @@ class PromptLoader(Generic[D]):
             logger.warning("bad row left out: number=%d %s", len(self.bad_rows), row)
 
 
-def _order(
-    num_rows: int, epoch: int, position: int, seed: int | None, read_on: bool, buffer: int | None
-) -> Iterator[int]:
-    """Yield row numbers from a position of an epoch; without a seed in the order of the files."""
+class MixedLoader(PromptLoader[D]):
+    """Fills batches from the sources of a mixture, which take turns, so that each has its share of a batch.
+
+    The rows of a source have an order and epochs of their own, and a turn takes the next usable one: bad rows
+    change no share. What a batch cannot divide is made up by the next ones. An iteration never ends.
+
+    Args:
+        sources: For each source, the numbers of its rows over all files and its weight.
+        options: Those of `PromptLoader`.
+    """
+
+    def __init__(
+        self,
+        dataset: D,
+        batch_size: int,
+        sources: Mapping[str, tuple[range, float]],
+        *,
+        seed: int,
+        num_workers: int,
+        **options: Any,
+    ) -> None:
+        share = -(-batch_size // len(sources)), -(-num_workers // len(sources))
+        options |= {"num_workers": num_workers, "readers": row_readers(dataset, *share)}
+        super().__init__(dataset, batch_size, seed=seed, **options)
+        self.weights = {name: weight for name, (_, weight) in sources.items()}
+        self.turns = Turns(self.weights)
+        self.parts = {
+            name: PromptLoader(dataset, batch_size, seed=seed + number, rows=rows, **options)
+            for number, (name, (rows, _)) in enumerate(sources.items())
+        }
+        for name, part in self.parts.items():
+            if not part.positions:
+                raise part.too_few(f"row of `data.sources.{name}` can be used")
+
+    def __iter__(self) -> Iterator[DataProto]:
+        usable = {name: _endless_items(name, part) for name, part in self.parts.items()}
+        while True:
+            items = [next(usable[self.turns.take()]) for _ in range(self.batch_size)]
+            yield DataProto.from_single_dict(self.dataset.batch(items))
+
+    def epochs(self) -> dict[str, float]:
+        """Return how often each source's rows were used."""
+        return {name: part.epoch + part.position / len(part.positions) for name, part in self.parts.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        parts = {name: [part.epoch, part.position] for name, part in self.parts.items()}
+        mixture = {"parts": parts, "weights": self.weights, "turns": dict(self.turns.counts)}
+        return super().state_dict() | mixture
+
+    def load_state_dict(self, state: Mapping[str, Any], *, allow_changes: bool = False) -> None:
+        super().load_state_dict(state, allow_changes=allow_changes)
+        for name, part in self.parts.items():
+            epoch, position = state.get("parts", {}).get(name, (0, 0))
+            part.epoch, part.position = epoch, min(position, len(part.positions))
+        if state.get("weights") == self.weights:  # else the shares are counted from here on
+            self.turns.counts.update(state["turns"])
+
+    def _rows_of_state(self) -> dict[str, Any]:
+        return super()._rows_of_state() | {"sources": list(self.parts)}
+
+
+def _endless_items(name: str, part: PromptLoader) -> Iterator[Item]:
     while True:
-        order: Iterable[int] = range(num_rows)
-        if seed is not None:
-            of_epoch = seed * 1_000_003 + epoch
-            if buffer is None:
-                order = torch.randperm(num_rows, generator=torch.Generator().manual_seed(of_epoch)).tolist()
-            else:
-                order = _drawn_from_buffer(num_rows, random.Random(of_epoch), buffer)
-        yield from islice(order, position, None)
-        if not read_on:
-            return
-        epoch, position = epoch + 1, 0
+        is_found = part.position > 0
+        for item in part.items():
+            is_found = True
+            yield item
+        if not is_found:
+            raise part.too_few(f"row of `data.sources.{name}` can be used")
 
 
-def _drawn_from_buffer(num_rows: int, numbers: random.Random, buffer: int) -> Iterator[int]:
-    """Yield all row numbers, each drawn among the next `buffer` ones that are left."""
-    # No row is read for it, so a resumed run repeats the draws before its position in a second per million.
-    waiting = list(range(min(buffer, num_rows)))
-    for row in range(len(waiting), num_rows):
-        place = int(numbers.random() * len(waiting))
-        yield waiting[place]
-        waiting[place] = row
-    numbers.shuffle(waiting)
-    yield from waiting
+def row_readers(dataset: RowDataset, batch_size: int, num_workers: int) -> RowReaders:
+    workers = min(num_workers, len(dataset), len(os.sched_getaffinity(0)))
+    return RowReaders(dataset, workers, batch_size)
 
 
 def show_to_teachers(
@@ -289,8 +351,21 @@ def _open_loaders(
         if size_option is not None and len(rows) < size:
             unusable = f", {rows.num_overlong} too long, {len(rows.bad_rows)} bad"
             raise too_few_rows(size_option, size, len(rows), f"{len(rows.rows)} rows{unusable}")
-        train = open_loader(rows, size, shuffle=data.shuffle, drop_last=True, read_on=True)
+        train = _open_mixed(open_loader, rows, data)(
+            rows, size, shuffle=data.shuffle, drop_last=True, read_on=True
+        )
     if data.val_files:
         rows = open_rows(data.val_files, option="data.val_files")
         val = open_loader(rows, val_size or len(rows), shuffle=False, drop_last=False, read_on=False)
     return Loaders(train, val)
+
+
+def _open_mixed(
+    open_loader: Callable[..., PromptLoader[D]], dataset: D, data: RowsConfig
+) -> Callable[..., PromptLoader[D]]:
+    """Return what opens a loader of the training rows, which may be a mixture."""
+    found = dataset.rows.by_source()
+    if len(found) < 2:  # the rows of a single source have the order of a run without sources
+        return open_loader
+    mixture = {name: (rows, data.sources[name].weight) for name, rows in found.items()}
+    return partial(MixedLoader, sources=mixture, seed=data.seed, num_workers=data.num_workers)

@@ -60,6 +60,20 @@ class Source:
         self.columns = sorted(columns if columns is not None else {key for row in rows for key in row})
 
 
+def named(source: Source, column: str) -> Source:
+    """Return a source of a mixture: its rows will get a column with its name.
+
+    Raises:
+        ValueError: They have a column of that name.
+    """
+    if column in source.columns:
+        raise ValueError(
+            f"{source.name} has a column `{column}`, which a mixture uses for the name of a row's source: set"
+            " `data.source_key` to another name"
+        )
+    return Source(source.name, source.rows, [*source.columns, column])
+
+
 class FirstRows(NamedTuple):
     """The first rows of a file."""
 

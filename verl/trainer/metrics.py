@@ -103,6 +103,25 @@ def compute_batch_metrics(batch: DataProto, step: int) -> Metrics:
     return metrics
 
 
+def metrics_by_source(batch: DataProto, column: str) -> Metrics:
+    """Statistics of each source of a mixture, `source/NAME/...`.
+
+    The mean score and length of its responses, and its shares of the responses and of the trained tokens.
+    """
+    names, metrics = batch.non_tensor_batch[column], Metrics()
+    scores = batch.batch["token_level_scores"].sum(-1)  # (B,)
+    responses, trained = (batch.batch[key].bool().sum(-1) for key in ("response_mask", "loss_mask"))  # (B,)
+    for name in sorted(set(names)):
+        rows = torch.from_numpy(names == name)  # (B,)
+        counted = rows & (trained > 0)
+        if counted.any():
+            metrics[f"source/{name}/score"] = scores[counted].mean().item()
+        metrics[f"source/{name}/response_length"] = responses[rows].float().mean().item()
+        metrics[f"source/{name}/share"] = rows.float().mean().item()
+        metrics[f"source/{name}/token_share"] = share_of(int(trained[rows].sum()), int(trained.sum()))
+    return metrics
+
+
 def share_of(part: float, whole: float) -> float:
     return part / whole if whole else math.nan
 

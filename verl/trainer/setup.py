@@ -23,7 +23,14 @@ from verl.config.ppo import PPOConfig
 from verl.config.sft import SFTConfig
 from verl.config.trainer import PARTIAL, STREAM, AsyncConfig, RunTree, TrainerConfig
 from verl.config.worker import RewardConfig, WorkerConfig
-from verl.data.loader import Loaders, PromptLoader, make_loaders, make_sft_loaders, show_to_teachers
+from verl.data.loader import (
+    Loaders,
+    MixedLoader,
+    PromptLoader,
+    make_loaders,
+    make_sft_loaders,
+    show_to_teachers,
+)
 from verl.data.media.cache import MediaCache
 from verl.data.media.sizes import MediaOptions
 from verl.data.readers import Readers, load_readers, media_options
@@ -39,9 +46,10 @@ from verl.protocol import DataProto
 from verl.rewards.manager import NoRewardFunction, RewardManager
 from verl.rewards.servers import endpoint_arguments
 from verl.trainer.kinds.text import TextRun
+from verl.trainer.metrics import Metrics, StageTimer, metrics_by_source
 from verl.trainer.prepare import PreparedRun
 from verl.trainer.prime import PrimeRewards
-from verl.trainer.ray_trainer import RayPPOTrainer
+from verl.trainer.ray_trainer import RayPPOTrainer, RewardStage
 from verl.trainer.reward_servers.servers import RewardServers
 from verl.trainer.rollouts.balancing import Balancer
 from verl.trainer.rollouts.collector import RolloutCollector
@@ -98,7 +106,7 @@ def build_trainer(run: PreparedRun[PPOConfig], stack: ExitStack) -> RayPPOTraine
     sampling = make_schedule(engines, collector, trainer.async_training, steps, at_once)
     balancer = Balancer(config.dp_size, worker.rollout.n, mini_batches, worker.actor.share_prompt)
     prime = [PrimeRewards(workers, balancer, worker.prime.update)] if algorithm.use_prime else []
-    stages = [*prime, *([servers.metrics] if servers.models else [])]
+    stages = [*prime, *([servers.metrics] if servers.models else []), *source_stages(loaders, data)]
     validator = kind.validator(sampler, workers, loaders.val, config.dp_size)
     run_state = PPORunState(
         trainer, steps, rows, workers, loaders.train, origin, kl_controller=get_kl_controller(algorithm),
@@ -186,6 +194,19 @@ def open_served_teachers(distillation: DistillationConfig, servers: RewardServer
         for name, teacher in distillation.served.items()
     }
     return ServedTeachers(teachers, distillation.distillation_loss)
+
+
+def source_stages(loaders: Loaders, data: DataConfig) -> list[RewardStage]:
+    """Return the reward stage that adds the metrics of each source of a mixture, if there is one."""
+    loader = loaders.train
+    if not isinstance(loader, MixedLoader):
+        return []
+
+    def measure(batch: DataProto, timer: StageTimer) -> tuple[DataProto, Metrics]:
+        epochs = {f"source/{name}/epoch": epoch for name, epoch in loader.epochs().items()}
+        return batch, metrics_by_source(batch, data.source_key) | epochs
+
+    return [measure]
 
 
 def num_rows(loaders: Loaders) -> int:

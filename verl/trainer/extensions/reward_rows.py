@@ -2,6 +2,7 @@
 """Rows as a run's reward function receives them, and samples of them, before a device is allocated."""
 
 import itertools
+from bisect import bisect_left
 from typing import Any, TypeVar
 
 from verl.agents.setup import schemas_of
@@ -39,10 +40,13 @@ class RowColumns:
         return reward_columns(prompts)[0]
 
     def first(self, count: int) -> dict[int, dict[str, Any]]:
-        """Return the columns of the first usable rows, by their numbers."""
+        """Return the columns of the first usable rows, of each source of a mixture, by their numbers."""
         found: dict[int, dict[str, Any]] = {}
         reason = None
-        for row in itertools.takewhile(lambda _: len(found) < count, self.dataset.indices):
+        indices = self.dataset.indices
+        firsts = [bisect_left(indices, rows.start) for rows in self.dataset.rows.by_source().values()]
+        order = itertools.chain((indices[first] for first in firsts if first < len(indices)), indices)
+        for row in itertools.takewhile(lambda _: len(found) < max(count, len(firsts)), order):
             try:
                 found[row] = self.of(row)
             except BadRowError as error:

@@ -82,6 +82,6 @@ class TextRun:
     def validator(
         self, sampler: Sampler, workers: RayWorkerGroup, loader: PromptLoader | None, dp_size: int
     ) -> Validator:
-        trainer, categories = self.trainer, Categories(self.data.category_keys, self.data.answer_key)
+        trainer, categories = self.trainer, Categories(self.data.categories, self.data.answer_key)
         counts = trainer.val_generations_to_log, trainer.rollouts_to_keep
         return Validator(sampler, workers, loader, self.worker, dp_size, *counts, categories)

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Orders of rows: of an epoch, and the turns of the sources of a mixture. Both follow from a few numbers."""
+
+import random
+from collections.abc import Iterable, Iterator, Mapping
+from fractions import Fraction
+from itertools import islice
+from math import ceil
+
+import torch
+
+
+class Turns:
+    """Whose turn it is: after any number of turns, each source had its share of them to within one.
+
+    The rule of R. Tijdeman, The chairman assignment problem (1980): of the sources that are not ahead of
+    their share, the one whose turn is due first. With S sources no count is further than 1 - 1 / (2 S - 2)
+    from its share, and no other rule can promise less.
+
+    Attributes:
+        counts: Turns that each source had.
+    """
+
+    def __init__(self, weights: Mapping[str, float]) -> None:
+        exact = {name: Fraction(str(weight)) for name, weight in weights.items()}
+        self.shares = {name: weight / sum(exact.values()) for name, weight in exact.items()}
+        self.slack = Fraction(1, max(1, 2 * len(exact) - 2))
+        self.counts = dict.fromkeys(exact, 0)
+
+    def take(self) -> str:
+        """Return the name of the source that is next."""
+        turn = sum(self.counts.values()) + 1
+        ready = [
+            name for name, share in self.shares.items() if share * turn - self.counts[name] >= self.slack
+        ]
+        chosen = min(ready, key=self._due)
+        self.counts[chosen] += 1
+        return chosen
+
+    def _due(self, name: str) -> int:
+        """Return the turn by which a source must have its next one."""
+        return ceil((self.counts[name] + 1 - self.slack) / self.shares[name])
+
+
+def order_of_rows(
+    num_rows: int, epoch: int, position: int, seed: int | None, read_on: bool, buffer: int | None
+) -> Iterator[int]:
+    """Yield row numbers from a position of an epoch; without a seed in the order of the files."""
+    while True:
+        order: Iterable[int] = range(num_rows)
+        if seed is not None:
+            of_epoch = seed * 1_000_003 + epoch
+            if buffer is None:
+                order = torch.randperm(num_rows, generator=torch.Generator().manual_seed(of_epoch)).tolist()
+            else:
+                order = _drawn_from_buffer(num_rows, random.Random(of_epoch), buffer)
+        yield from islice(order, position, None)
+        if not read_on:
+            return
+        epoch, position = epoch + 1, 0
+
+
+def _drawn_from_buffer(num_rows: int, numbers: random.Random, buffer: int) -> Iterator[int]:
+    """Yield all row numbers, each drawn among the next `buffer` ones that are left."""
+    # No row is read for it, so a resumed run repeats the draws before its position in a second per million.
+    waiting = list(range(min(buffer, num_rows)))
+    for row in range(len(waiting), num_rows):
+        place = int(numbers.random() * len(waiting))
+        yield waiting[place]
+        waiting[place] = row
+    numbers.shuffle(waiting)
+    yield from waiting
