@@ -22,13 +22,17 @@ from examples.data_preprocess import (
     geometry3k,
     geoqa8k,
     gsm8k,
+    livecodebench,
     longvideo_reason,
     math_dataset,
+    skywork_or1,
     video_mme,
 )
 
-MODULES = (clevr, dapo17k, geometry3k, geoqa8k, gsm8k, longvideo_reason, math_dataset, video_mme)
-DATA_SETS = {module.DATA_SET.name: module.DATA_SET for module in MODULES}
+MODULES = (
+    clevr, dapo17k, geometry3k, geoqa8k, gsm8k, livecodebench, longvideo_reason, math_dataset, video_mme,
+)  # fmt: skip
+DATA_SETS = {one.name: one for one in (*(module.DATA_SET for module in MODULES), *skywork_or1.DATA_SETS)}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -68,6 +68,7 @@ class DataSet:
     example: str  # the script in `examples/` that trains on it, or evaluates
     subset: str | None = None  # folder of the hub repository, if it has several
     is_benchmark: bool = False  # it is for evaluation only
+    is_converted_by_example: bool = False  # which names the files itself
 
     def converted(self, row: Row, image_dir: str | None = None) -> Row:
         """Convert a row: images become bytes, columns without a value are left out."""
@@ -170,7 +171,8 @@ def convert(data_set: DataSet, options: argparse.Namespace) -> None:
     purpose, sources = ("train", f"data.train_files={options.output} {val}")
     if data_set.is_benchmark:
         purpose, sources = "evaluate", val
-    sys.stdout.write(f"to {purpose} on them: bash examples/{data_set.example}.sh {sources}\n")
+    options = "" if data_set.is_converted_by_example else f" {sources}"
+    sys.stdout.write(f"to {purpose} on them: bash examples/{data_set.example}.sh{options}\n")
 
 
 def open_rows(source: str, data_set: DataSet) -> Rows:

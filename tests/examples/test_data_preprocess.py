@@ -6,6 +6,7 @@ import pytest
 from examples.data_preprocess.common import COLUMN_TYPES
 from scripts.convert_data import DATA_SETS
 from verl.data.bad_rows import BadRowError
+from verl.sandbox.cases import read_cases
 
 DAPO_PROMPT = (
     "Solve the following math problem step by step. The last line of your response should be of the form"
@@ -42,6 +43,75 @@ def video_mme_row(**columns):
         "answer": "B",
     }  # fmt: skip
     return row | columns
+
+
+def skywork_row(ability="math", truth='["34"]', **difficulty):
+    return {
+        "data_source": "train-math-deepscaler",
+        "prompt": [{"content": "How many?", "role": "user"}],
+        "ability": ability,
+        "reward_model": {"ground_truth": truth, "style": "rule"},
+        "extra_info": {
+            "index": 0,
+            "model_difficulty": {f"DeepSeek-R1-Distill-Qwen-{size}": 4 for size in ("1.5B", "7B", "32B")}
+            | difficulty,
+        },
+    }
+
+
+def livecodebench_row(**columns):
+    row = {
+        "question_content": "Add the numbers.", "starter_code": "", "contest_date": "2025-01-11T00:00:00",
+        "question_id": "abc_a", "metadata": "{}", "private_test_cases": [],
+        "public_test_cases": '[{"input": "1 2", "output": "3", "testtype": "stdin"}]',
+    }  # fmt: skip
+    return row | columns
+
+
+@pytest.mark.parametrize(
+    ("ability", "truth", "answer"),
+    [
+        ("math", '["\\\\frac{1}{2}"]', r"\frac{1}{2}"),
+        ("math", "34", "34"),
+        ("math", "x + 1", "x + 1"),
+        (
+            "code",
+            '{"assert_case": ["assert f(1) == 2"], "inputs": null}',
+            '{"assert_case": ["assert f(1) == 2"]}',
+        ),
+    ],
+)
+def test_skyworks_answers_are_texts_and_tests(ability, truth, answer):
+    row = convert("skywork_or1_7b", skywork_row(ability, truth))
+
+    assert (row["problem"], row["answer"], row["level"]) == ("How many?", answer, 4)
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        (skywork_row(**{"DeepSeek-R1-Distill-Qwen-7B": 0}), "7B answers it always"),
+        (skywork_row(**{"DeepSeek-R1-Distill-Qwen-7B": 16}), "7B answers it never"),
+        (
+            skywork_row(**{"DeepSeek-R1-Distill-Qwen-7B": None}),
+            "no difficulty for DeepSeek-R1-Distill-Qwen-7B",
+        ),
+        (skywork_row(truth='["1", "2"]'), "several right answers"),
+    ],
+)
+def test_skyworks_rows_that_teach_the_model_nothing_are_left_out(row, reason):
+    with pytest.raises(BadRowError, match=reason):
+        convert("skywork_or1_7b", row)
+
+
+def test_livecodebench_asks_for_a_program_and_keeps_the_tests():
+    plain = convert("livecodebench", livecodebench_row())
+    starter = convert("livecodebench", livecodebench_row(starter_code="class Solution:\n    def f(self):\n"))
+
+    assert plain["problem"].startswith("Add the numbers.\n\nRead the input from stdin")
+    assert "```python\nclass Solution:\n    def f(self):\n```" in starter["problem"]
+    assert plain["sub_category"] == "2025-01" and "livecodebench" in plain["data_source"]
+    assert [(case.stdin, case.stdout) for case in read_cases(plain["answer"])] == [("1 2", "3")]
 
 
 def test_video_mme_keeps_the_categories_and_lists_the_choices():
@@ -195,6 +265,8 @@ def test_every_converted_column_has_a_type():
         "geoqa8k": {"images": [image], "problem": "<image>", "answer": "1"},
         "longvideo_reason": longvideo_row(),
         "video_mme": video_mme_row(),
+        "livecodebench": livecodebench_row(),
+        **dict.fromkeys(("skywork_or1_1p5b", "skywork_or1_7b", "skywork_or1_32b"), skywork_row()),
     }
 
     assert sorted(rows) == sorted(DATA_SETS)

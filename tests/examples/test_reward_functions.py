@@ -201,8 +201,9 @@ def test_dapo_charges_for_the_end_of_the_length_budget(length, overlong):
     assert scores["overall"] == pytest.approx(1.0 + 0.5 * overlong)
 
 
-# Judges need a server (tests/rewards/graders), `code` tests (test_code_reward.py), others pictures.
-NO_RULES = ("llm_judge", "judged", "code")
+# Judges need a server (tests/rewards/graders), `code` tests (test_code_reward.py), `by_source` functions,
+# and others pictures.
+NO_RULES = ("llm_judge", "judged", "code", "by_source")
 RULES = [path for path in REWARD_FUNCTIONS if path.stem not in NO_RULES and not scores_pictures(path)]
 
 
@@ -227,3 +228,42 @@ def test_every_reward_function_scores_in_the_pool(path):
 
     assert manager.name == path.stem
     assert scores["accuracy"] == ([1.0, -1.0, -1.0] if path.stem == "dapo" else [1.0, 0.0, 0.0])
+
+
+BY_SOURCE = {
+    "maths": f"{FOLDER / 'math.py'}:compute_score",
+    "choice": f"{FOLDER / 'choice.py'}:compute_score",
+}
+
+
+def by_source(**options):
+    column = options.get("column", "source")
+    reward = load_reward_function(
+        f"{FOLDER / 'by_source.py'}:compute_score", {"functions": BY_SOURCE} | options
+    )
+    rows = [("choice", "(B)", "B"), ("maths", r"\boxed{7}", "7"), ("choice", "(A)", "B"), ("maths", "7", "8")]
+    return reward.score(
+        [
+            {column: source, "prompt": "?", "response": text, "response_length": 3, "ground_truth": truth}
+            for source, text, truth in rows
+        ]
+    )
+
+
+@pytest.mark.parametrize("column", ["source", "data_source"])
+def test_each_response_is_scored_by_the_function_of_its_source(column):
+    scores = by_source(column=column)
+
+    assert [score["accuracy"] for score in scores] == [1.0, 1.0, 0.0, 0.0]
+    maths = load_reward_function(BY_SOURCE["maths"])
+    assert (
+        scores[1].keys()
+        == maths.score(
+            [{"prompt": "?", "response": r"\boxed{7}", "response_length": 3, "ground_truth": "7"}]
+        )[0].keys()
+    )
+
+
+def test_a_source_without_a_reward_function_is_named():
+    with pytest.raises(ValueError, match=r"must have the sources \['choice'\] of `source`, has \['maths'\]"):
+        by_source(functions={"maths": BY_SOURCE["maths"]})
