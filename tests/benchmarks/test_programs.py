@@ -33,8 +33,8 @@ TABLES = {"checkpoints", "memory_plan"}  # for people; others end with JSON
 WITH_A_TEST = {"gpu_update", "head_softmax", "learning", "math_answers", "mistakes", "soak"}
 # Other trainers, or minutes in any size: run by hand, see benchmarks/README.md.
 LARGE = {
-    "async_modes", "beside_trl", "lora", "optimizers", "published_steps", "reward_parity",
-    "trl_trainer",
+    "async_modes", "beside_trl", "lora", "optimizers", "published_steps", "real", "reward_parity",
+    "trl_real", "trl_trainer",
 }  # fmt: skip
 
 
