@@ -215,7 +215,12 @@ def evaluate_model(
     """Evaluate the model of a config; `read` returns the config with some options replaced."""
     folder = os.path.abspath(out or DEFAULT_OUT)
     own = EVALUATION_OPTIONS | {"trainer.save_checkpoint_path": folder}
-    config = without_training(read(own))  # its problems come before anything is loaded
+
+    def evaluated(options: Mapping[str, Any]) -> PPOConfig:
+        config = read(options)
+        return replace(config, data=config.data.without_training())
+
+    config = evaluated(own)  # its problems come before anything is loaded
     model = config.worker.actor.model
     assert model.model_path is not None, "required when the config was checked"
     if config.trainer.diffusion:
@@ -233,7 +238,7 @@ def evaluate_model(
         found = stack.enter_context(loadable(model.model_path, trust_remote_code=trust))
         if out is None:
             own |= {"trainer.save_checkpoint_path": os.path.join(folder, found.name)}
-        config = without_training(read(own | {MODEL_PATH: found.path}))
+        config = evaluated(own | {MODEL_PATH: found.path})
         # Imported here so that a wrong config is reported before torch, Ray and vLLM load.
         from verl.trainer.evaluation.evaluator import build_evaluator  # noqa: PLC0415
         from verl.trainer.prepare import prepare_run  # noqa: PLC0415
@@ -244,10 +249,6 @@ def evaluate_model(
         evaluation = evaluator.evaluate(model.model_path, found.step, question)
         evaluation.write()
     return evaluation
-
-
-def without_training(config: PPOConfig) -> PPOConfig:
-    return replace(config, data=config.data.without_training())
 
 
 def result_of(trainer: "TrainingLoop") -> TrainingResult:
