@@ -34,7 +34,7 @@ TYPES = {dict: "object", list: "array", str: "string", bool: "boolean", int: "in
 
 
 class Tags(NamedTuple):
-    """What stands around the names and values of a call, from its start tag to its end."""
+    """The tags around the names and values of a call, after its start tag."""
 
     name: re.Pattern[str]  # of the tool, its first group
     key: re.Pattern[str]  # before a value, with the argument's name
