@@ -8,20 +8,12 @@ import torch
 from torch import Tensor
 
 from verl.distributed.device import is_gpu
-from verl.models.head.logit_chunks import LogitTransform, spans
+from verl.models.head.logit_chunks import HeadProducts, LogitTransform, spans
 
 BLOCK_ELEMENTS = 1 << 19  # logits whose softmax is taken at once on CPU: 2 MiB of float32 stay in the cache
 BLOCK_ELEMENTS_CUDA = 1 << 22  # two tensors of 16 MiB stay in the L2 cache of an A100 or H100
 
 Columns = TypeVar("Columns", bound=NamedTuple)
-
-
-class HeadProducts(NamedTuple):
-    """Products of M tokens with a head's weight, and the bias and transform that make them logits."""
-
-    values: Tensor  # (M, V), a contiguous part of a chunk
-    bias: Tensor | None  # (V,)
-    transform: LogitTransform
 
 
 class LogProbStatistics(NamedTuple):
