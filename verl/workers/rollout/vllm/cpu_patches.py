@@ -15,7 +15,6 @@ from torch import Tensor
 
 from verl.models.attention.kernels import FULL, SLIDING
 from verl.models.families.registry import family_of
-from verl.workers.rollout.vllm.drafts import expand_to_tokens
 from verl.workers.rollout.vllm.patches import replaceable, wrap
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -78,6 +77,21 @@ def sample_from_drafts() -> None:
     module = "vllm.v1.sample.rejection_sampler"
     replaceable(module, "expand_batch_to_tokens").expand_batch_to_tokens = expand_to_tokens
     wrap(module, "apply_sampling_constraints", _constrain_if_any)
+
+
+def expand_to_tokens(
+    values: Tensor, cu_num_tokens: Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+) -> Tensor:
+    """Repeat a value (B,) for each drafted token of its request, (num_tokens,).
+
+    Args:
+        cu_num_tokens: Sums of the requests' tokens, (B,).
+        replace_from: Value that becomes `replace_to`, if these differ.
+    """
+    counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))  # (B,)
+    if replace_from != replace_to:
+        values = values.masked_fill(values == replace_from, replace_to)
+    return values.repeat_interleave(counts, output_size=num_tokens)
 
 
 def _constrain_if_any(theirs: Callable[..., Tensor], logits: Tensor, *arguments: Any) -> Tensor:
