@@ -20,8 +20,7 @@ import ray
 import torch
 from torch.distributed import ProcessGroup, ProcessGroupGloo, TCPStore
 
-from verl.distributed.weights.reader import WeightReader
-from verl.distributed.weights.server import WeightServer
+from verl.distributed.weights.server import WeightReader, WeightServer
 from verl.single_controller.ray.published_weights import StoreReader, WeightStore
 
 LOCAL, CPU = "127.0.0.1", torch.device("cpu")

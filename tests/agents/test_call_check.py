@@ -4,7 +4,7 @@
 import pytest
 
 from verl.agents.interface import ToolCall
-from verl.agents.tools.call_check import argument_problem, call_problem
+from verl.agents.tools.tool_schema import argument_problem, call_problem
 
 
 def problem(schema, value):

@@ -12,13 +12,13 @@ from verl.algorithms.policy_losses import (
     dppo_kl,
     dppo_tv,
     dro,
+    geo_mean,
     gpg,
     kl_cov,
     ppo,
     sapo,
     weighted,
 )
-from verl.algorithms.sequence_losses import geo_mean
 from verl.algorithms.token_selection import TOKEN_SELECTIONS
 
 NAN = float("nan")

@@ -9,8 +9,7 @@ from verl.algorithms.rollout_correction import (
     importance_weights,
     rejection_mask,
 )
-from verl.config.algorithm import RolloutCorrectionConfig
-from verl.config.rollout_correction import REJECTIONS
+from verl.config.algorithm import REJECTIONS, RolloutCorrectionConfig
 
 NAN = float("nan")
 # Ratios of trainer to engine: 2, 1/2, 4; then 1/8 and 2 around a tool's token; then a row of padding.

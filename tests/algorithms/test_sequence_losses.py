@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from verl.algorithms.aggregation import AGGREGATIONS, aggregate_loss, count_denominators
-from verl.algorithms.policy_losses import PolicyLossInputs
-from verl.algorithms.sequence_losses import geo_mean, gspo, gspo_token, sppo
+from verl.algorithms.policy_losses import PolicyLossInputs, geo_mean, gspo, gspo_token, sppo
 
 MASK = [[1, 1, 1], [1, 1, 0]]
 

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from verl.config.rollout_correction import REJECTIONS, Bounds, Rejection, parse_bounds, parse_rejections
+from verl.config.algorithm import REJECTIONS, Bounds, Rejection, parse_bounds, parse_rejections
 
 SECTION = "algorithm.rollout_correction"
 
@@ -88,6 +88,6 @@ def test_invalid_rejections_are_errors_that_name_the_option(names, thresholds, m
 
 
 def test_reading_options_needs_no_torch():
-    code = "import sys, verl.config.rollout_correction; sys.exit('torch' in sys.modules)"
+    code = "import sys, verl.config.algorithm; sys.exit('torch' in sys.modules)"
 
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

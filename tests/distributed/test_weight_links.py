@@ -17,8 +17,7 @@ from tests.helpers.distributed import run_distributed
 from tests.helpers.nightly import by_day
 from tests.helpers.weights import TENSORS
 from verl.distributed.weights.peer_lost import PeerLostError
-from verl.distributed.weights.reader import RecycledMemory, WeightReader
-from verl.distributed.weights.server import WeightServer
+from verl.distributed.weights.server import RecycledMemory, WeightReader, WeightServer
 
 pytestmark = pytest.mark.heavy
 

@@ -113,8 +113,8 @@ def losses_on_ranks(rank, world_size, root, settings):
     from verl.workers.model_builder import build_model
     from verl.workers.packing.forward import PackedForward
     from verl.workers.packing.sp_strategy import Strategy
-    from verl.workers.roles.sft import DataParallelSFT
     from verl.workers.roles.updater import Training
+    from verl.workers.sft_worker import DataParallelSFT
 
     found = {}
     for kind in FAMILIES:

@@ -12,8 +12,7 @@ import torch
 
 from verl.distributed.weights.peer_link import PIECE_BYTES
 from verl.distributed.weights.peer_lost import PeerLostError
-from verl.distributed.weights.reader import WeightReader
-from verl.distributed.weights.server import WeightServer
+from verl.distributed.weights.server import WeightReader, WeightServer
 
 pytestmark = [
     pytest.mark.heavy,

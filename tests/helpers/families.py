@@ -33,8 +33,7 @@ from verl.models.families.registry import load_config, media_family_of
 from verl.models.hub_names import auto_class
 from verl.models.registry import prepare_model
 from verl.models.tiny import save_tiny_model
-from verl.models.vila.processor import VilaProcessor
-from verl.models.vila.tiles import grids
+from verl.models.vila.processor import VilaProcessor, grids
 from verl.utils.quiet import no_weight_bars
 
 

@@ -26,8 +26,8 @@ from verl.planning.model_sizes import read_shape
 from verl.planning.planned_run import PlannedRun, planned_ppo, planned_sft
 from verl.protocol import DataProto, objects
 from verl.workers.roles.actor import ActorTraining, DataParallelPPOActor
-from verl.workers.roles.sft import DataParallelSFT
 from verl.workers.roles.updater import Training
+from verl.workers.sft_worker import DataParallelSFT
 from verl.workers.sharded_model import ModelSetup, ShardedModel
 
 PAGES_OF_ITS_OWN = 1 << 16  # size in bytes above which the allocator maps each tensor separately

@@ -15,8 +15,7 @@ from rich.console import Console
 
 from verl.logger.base import Generation, Run
 from verl.logger.console import logger as console_module
-from verl.logger.console.bar import LiveBar
-from verl.logger.console.clock import StepClock
+from verl.logger.console.bar import LiveBar, StepClock
 from verl.logger.console.logger import ConsoleLogger
 from verl.logger.console.table import number
 from verl.utils.rank_logger import get_logger

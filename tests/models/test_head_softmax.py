@@ -76,9 +76,7 @@ def compiled(kernel, capability, is_half, has_all):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
-    from verl.models.head import triton_kernels
-
-    function = getattr(triton_kernels, kernel.removeprefix("forward_"))
+    function = getattr(triton_softmax, kernel.removeprefix("forward_"))
     constants: dict[str, Any] = {
         "scale": 1.0, "temperature": 0.7, "softcap": 30.0 if has_all else None, "block": triton_softmax.BLOCK,
         "ref_scale": 1.0, "ref_temperature": 1.0, "ref_softcap": 30.0 if has_all else None,

@@ -13,7 +13,7 @@ from tests.models.test_fused_log_probs import (
     plain_log_p,
     reference,
 )
-from verl.algorithms.distillation import top_kl
+from verl.algorithms.kl import top_kl
 from verl.models.fused_log_probs import linear_kl
 from verl.models.head.logit_chunks import HeadLogits
 from verl.models.head.top_tokens import linear_top_log_probs, top_tokens

@@ -6,8 +6,7 @@ import ray
 import torch
 
 from tests.helpers.weights import TENSORS
-from verl.distributed.weights.reader import WeightReader
-from verl.distributed.weights.server import WeightServer
+from verl.distributed.weights.server import WeightReader, WeightServer
 from verl.single_controller.ray.published_weights import StoreReader, WeightStore, own_address
 
 pytestmark = pytest.mark.heavy

@@ -12,14 +12,13 @@ import pytest
 from tests.trainer.rollouts.sampling import Engine, make_config, make_sampler, numbered_prompts
 from verl.protocol import objects
 from verl.trainer import ray_trainer
-from verl.trainer.evaluation.categories import Categories, means_by_category
 from verl.trainer.evaluation.evaluator import Evaluator
 from verl.trainer.evaluation.report import Question
 from verl.trainer.metrics import StageTimer
 from verl.trainer.ray_trainer import RayPPOTrainer
 from verl.trainer.rollouts.rollout_log import RolloutLog
 from verl.trainer.rollouts.scores import Scoring
-from verl.trainer.validation import NO_SCORE, Validator
+from verl.trainer.validation import NO_SCORE, Categories, Validator, means_by_category
 from verl.viewer.rollout_store import VALIDATION, step_files
 
 

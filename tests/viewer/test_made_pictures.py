@@ -10,7 +10,7 @@ from playwright.sync_api import expect
 
 from tests.helpers.rollouts import rollout
 from tests.helpers.viewer import request, viewer
-from verl.trainer.rollouts.picture_log import PictureLog, described
+from verl.trainer.kinds.pictures import PictureLog, described
 from verl.viewer.rollout_store import VALIDATION, RolloutStore
 
 SIDE, NUM_FRAMES = 48, 16

@@ -14,8 +14,8 @@ from tests.helpers.demo_runs import write_run
 from tests.helpers.viewer import ROOT
 from verl.logger.base import Run
 from verl.logger.file import FileLogger
-from verl.viewer.export import exported_metrics
 from verl.viewer.overview import compare_configs, overview
+from verl.viewer.queries import exported_metrics
 from verl.viewer.runs import open_runs, run_state, write_notes
 
 SAID = {"data": {"n": 8, "files": ["a", "b"]}, "trainer": {"max_steps": 3, "name": "one"}}

@@ -8,8 +8,7 @@ import json
 import pytest
 
 from tests.helpers.rollouts import rollout, with_media
-from verl.viewer.export import exported
-from verl.viewer.queries import RolloutQuery, neighbors, page, prompt_history, select, with_prompts
+from verl.viewer.queries import RolloutQuery, exported, neighbors, page, prompt_history, select, with_prompts
 from verl.viewer.rollout_index import conversation, distinct_starts
 from verl.viewer.rollout_store import RolloutStore
 from verl.viewer.runs import RunFolder

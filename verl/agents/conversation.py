@@ -16,7 +16,7 @@ from verl.agents.parsers.interface import THOUGHT, without_thought
 from verl.agents.rendering import joined, user_message
 from verl.agents.row import Piece, Row, SampledTurn
 from verl.agents.rules import ConversationRules, Readable
-from verl.agents.tools.call_check import call_problem
+from verl.agents.tools.tool_schema import call_problem
 from verl.data.media.references import MediaData
 
 

@@ -2,6 +2,7 @@
 """Controllers of the weights of KL penalty and entropy bonus: fixed, or moved towards a target."""
 
 import math
+from dataclasses import dataclass
 
 from verl.config.algorithm import AlgorithmConfig
 from verl.config.worker import ActorConfig, AdaptiveEntropyConfig
@@ -9,19 +10,23 @@ from verl.config.worker import ActorConfig, AdaptiveEntropyConfig
 MAX_RELATIVE_ERROR = 0.2  # the adaptive controller moves the coefficient slowly
 
 
-class FixedKLController:
+class FixedController:
     """Keeps one weight for the whole run; a resumed run uses the weight of its options."""
 
-    def __init__(self, kl_coef: float, kl_penalty: str | None = "kl") -> None:
-        self.kl_coef = kl_coef
-        self.kl_penalty = kl_penalty  # a name in `KL_ESTIMATORS`; None: no penalty in the rewards
-
-    def update(self, current_kl: float, n_steps: int) -> None: ...
+    def update(self, *_: float, **__: float) -> None: ...
 
     def state_dict(self) -> dict[str, float]:
         return {}
 
     def load_state_dict(self, state: dict[str, float]) -> None: ...
+
+
+@dataclass
+class FixedKLController(FixedController):
+    """A fixed weight of the KL penalty."""
+
+    kl_coef: float
+    kl_penalty: str | None = "kl"  # a name in `KL_ESTIMATORS`; None: no penalty in the rewards
 
 
 class AdaptiveKLController:
@@ -57,18 +62,11 @@ class AdaptiveKLController:
 KLController = FixedKLController | AdaptiveKLController  # the state belongs in checkpoints
 
 
-class FixedEntropyController:
-    """Keeps one weight for the whole run; a resumed run uses the weight of its options."""
+@dataclass
+class FixedEntropyController(FixedController):
+    """A fixed weight of the entropy bonus."""
 
-    def __init__(self, coef: float) -> None:
-        self.coef = coef
-
-    def update(self, entropy: float) -> None: ...
-
-    def state_dict(self) -> dict[str, float]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, float]) -> None: ...
+    coef: float
 
 
 class AdaptiveEntropyController:

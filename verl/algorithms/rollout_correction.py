@@ -6,7 +6,7 @@ or `bypass_mode` the weights differ too. Here l = log_probs - rollout_log_probs 
 engine at a sampled token. All tensors are (B, R); values outside of the response mask may be anything, even
 NaN. Sums over tokens are float64; log-ratios are clamped to +-20 before exponentiation.
 
-To add a rejection: its measure or level in `verl/config/rollout_correction.py` and here.
+To add a rejection: its measure or level in `verl/config/algorithm.py` and here.
 
 Source: "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"
 (https://fengyao.notion.site/off-policy-rl).
@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.kl import MAX_LOG_RATIO, ratio_of
-from verl.config.algorithm import RolloutCorrectionConfig
-from verl.config.rollout_correction import Bounds, Rejection, parse_bounds, parse_rejections
+from verl.config.algorithm import Bounds, Rejection, RolloutCorrectionConfig, parse_bounds, parse_rejections
 from verl.utils.masking import check_same_shape
 
 SECTION = "algorithm.rollout_correction"

@@ -33,7 +33,10 @@ class FileLogger(Logger):
         try:
             run.directory.mkdir(parents=True, exist_ok=True)
             _write_config(run.directory, run.config)
-            _end_last_line(run.directory / METRICS_FILE)
+            log = run.directory / METRICS_FILE
+            # A run that was killed while writing leaves an incomplete line.
+            if log.exists() and not log.read_bytes().endswith(b"\n") and log.stat().st_size:
+                _append(log, "\n")
         except OSError as error:
             problem = f"`trainer.save_checkpoint_path`: cannot write to {run.directory}: {error}"
             raise type(error)(problem) from error
@@ -76,12 +79,6 @@ def _write_config(directory: Path, config: dict[str, Any]) -> None:
         number = len(list(directory.glob("experiment_config.*.json"))) + 1
         path.rename(directory / f"experiment_config.{number}.json")
     partial.rename(path)
-
-
-def _end_last_line(path: Path) -> None:
-    # A run that was killed while writing leaves an incomplete line.
-    if path.exists() and not path.read_bytes().endswith(b"\n") and path.stat().st_size:
-        _append(path, "\n")
 
 
 def _append(path: Path, text: str) -> None:

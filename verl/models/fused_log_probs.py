@@ -17,7 +17,6 @@ from torch.autograd.function import once_differentiable
 from verl.distributed.device import has_kernels
 from verl.models.head.eager_softmax import (
     EagerSoftmax,
-    HeadProducts,
     KLGradients,
     KLStatistics,
     LogProbGradients,
@@ -26,6 +25,7 @@ from verl.models.head.eager_softmax import (
 )
 from verl.models.head.logit_chunks import (
     HeadLogits,
+    HeadProducts,
     LogitTransform,
     autocast_head,
     chunk_rows,
@@ -120,8 +120,7 @@ class _LinearLogProbs(torch.autograd.Function):
         sum_squares = torch.empty_like(log_probs) if with_sum_squares else None
         results = LogProbStatistics(log_probs, lse, entropy, sum_squares)
         softmax = softmax_for(hidden.device.type)
-        for chunk, (values,) in chunks([HeadLogits(hidden, weight)], rows):
-            products = HeadProducts(values, bias, transform)
+        for chunk, (products,) in chunks([HeadLogits(hidden, weight, bias, transform)], rows):
             softmax.log_probs(products, targets[chunk], rows_of(results, chunk))
         ctx.save_for_backward(hidden, weight, bias, targets, lse, entropy)
         ctx.transform, ctx.rows = transform, rows
@@ -146,12 +145,12 @@ class _LinearLogProbs(torch.autograd.Function):
         given = LogProbGradients(lse, grad_log_probs, entropy, grad_entropy)
         softmax = softmax_for(hidden.device.type)
 
-        def chunk_grad(chunk: slice, products: Sequence[Tensor], grad_bias: Tensor | None) -> Tensor:
-            policy = HeadProducts(products[0], bias, ctx.transform)
+        def chunk_grad(chunk: slice, products: Sequence[HeadProducts], grad_bias: Tensor | None) -> Tensor:
             part = rows_of(given, chunk)
-            return softmax.log_prob_gradient(policy, targets[chunk], part, hidden.dtype, grad_bias)
+            return softmax.log_prob_gradient(products[0], targets[chunk], part, hidden.dtype, grad_bias)
 
-        return *head_gradients(ctx, [HeadLogits(hidden, weight, bias)], lse.dtype, chunk_grad), *(None,) * 5
+        heads = [HeadLogits(hidden, weight, bias, ctx.transform)]
+        return *head_gradients(ctx, heads, lse.dtype, chunk_grad), *(None,) * 5
 
 
 class _LinearKL(torch.autograd.Function):
@@ -172,30 +171,27 @@ class _LinearKL(torch.autograd.Function):
         if is_forward:  # the two models change places
             results = KLStatistics(kl, ref_lse, mean_gap, lse)
         softmax = softmax_for(hidden.device.type)
-        for chunk, (values, ref_values) in chunks([HeadLogits(hidden, weight), reference], rows):
-            p = HeadProducts(values, bias, transform)
-            q = HeadProducts(ref_values, reference.bias, reference.transform)
+        for chunk, (p, q) in chunks([HeadLogits(hidden, weight, bias, transform), reference], rows):
             softmax.kl(*((q, p) if is_forward else (p, q)), rows_of(results, chunk))
         needed = (None, ref_lse) if is_forward else (mean_gap, None)
         ctx.save_for_backward(hidden, weight, bias, *reference[:3], lse, *needed)
-        ctx.transform, ctx.ref_transform, ctx.rows = transform, reference.transform, rows
+        ctx.transforms, ctx.rows = (transform, reference.transform), rows
         return kl.clamp_(min=0)  # below zero only by rounding
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_kl: Tensor) -> tuple:
         hidden, weight, bias, ref_hidden, ref_weight, ref_bias, lse, mean_gap, ref_lse = ctx.saved_tensors
+        policy = HeadLogits(hidden, weight, bias, ctx.transforms[0])
+        reference = HeadLogits(ref_hidden, ref_weight, ref_bias, ctx.transforms[1])
         given = KLGradients(lse, grad_kl, mean_gap, ref_lse)
         softmax = softmax_for(hidden.device.type)
 
-        def chunk_grad(chunk: slice, products: Sequence[Tensor], grad_bias: Tensor | None) -> Tensor:
-            values, ref_values = products
-            policy = HeadProducts(values, bias, ctx.transform)
-            reference = HeadProducts(ref_values, ref_bias, ctx.ref_transform)
-            return softmax.kl_gradient(policy, reference, rows_of(given, chunk), hidden.dtype, grad_bias)
+        def chunk_grad(chunk: slice, products: Sequence[HeadProducts], grad_bias: Tensor | None) -> Tensor:
+            p, q = products
+            return softmax.kl_gradient(p, q, rows_of(given, chunk), hidden.dtype, grad_bias)
 
-        heads = [HeadLogits(hidden, weight, bias), HeadLogits(ref_hidden, ref_weight)]
-        return *head_gradients(ctx, heads, lse.dtype, chunk_grad), *(None,) * 4
+        return *head_gradients(ctx, [policy, reference], lse.dtype, chunk_grad), *(None,) * 4
 
 
 @cache  # so that a missing package is reported once

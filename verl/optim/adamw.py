@@ -32,12 +32,20 @@ class LocalAdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        number = 0  # of the parameter in the optimizer
-        for group in self.param_groups:
-            for param in group["params"]:
-                number += 1
-                if param.grad is not None:
-                    self._update(param, param.grad, group, number)
+        pairs = [(group, param) for group in self.param_groups for param in group["params"]]
+        for number, (group, param) in enumerate(pairs, start=1):
+            if param.grad is not None:
+                state = self.state[param]
+                if not state:
+                    state["step"] = torch.zeros((), dtype=torch.float32)
+                    self._start(param, state)
+                state["step"] += 1
+                self._update(param, param.grad, group, number)
+
+    def _start(self, param: Tensor, state: dict[str, Tensor]) -> None:
+        """Add the zero moments of a parameter to its state."""
+        state["exp_avg"] = torch.zeros_like(param)
+        state["exp_avg_sq"] = torch.zeros_like(param)
 
     def _update(self, param: Tensor, grad: Tensor, group: dict[str, Any], number: int) -> None:
         raise NotImplementedError
@@ -61,16 +69,14 @@ class AnyPrecisionAdamW(LocalAdamW):
     Decay Regularization, algorithm 2 (https://arxiv.org/abs/1711.05101).
     """
 
+    def _start(self, param: Tensor, state: dict[str, Tensor]) -> None:
+        state["exp_avg"] = torch.zeros_like(param)
+        # float32, since a bfloat16 second moment never decays: 0.999 v rounds back to v.
+        state["exp_avg_sq"] = torch.zeros_like(param, dtype=torch.float32)
+        state["compensation"] = torch.zeros_like(param)
+
     def _update(self, param: Tensor, grad: Tensor, group: dict[str, Any], number: int) -> None:
         state = self.state[param]
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32)
-            state["exp_avg"] = torch.zeros_like(param)
-            # float32, since a bfloat16 second moment never decays: 0.999 v rounds back to v.
-            state["exp_avg_sq"] = torch.zeros_like(param, dtype=torch.float32)
-            state["compensation"] = torch.zeros_like(param)
-        state["step"] += 1
-
         weight, compensation = local_part(param), local_part(state["compensation"])
         first, second = local_part(state["exp_avg"]), local_part(state["exp_avg_sq"])
         old = weight.float()
@@ -97,12 +103,6 @@ class StochasticAdamW(LocalAdamW):
 
     def _update(self, param: Tensor, grad: Tensor, group: dict[str, Any], number: int) -> None:
         state = self.state[param]
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32)
-            state["exp_avg"] = torch.zeros_like(param)
-            state["exp_avg_sq"] = torch.zeros_like(param)
-        state["step"] += 1
-
         weight, step = local_part(param), state["step"].item()
         first, second = local_part(state["exp_avg"]), local_part(state["exp_avg_sq"])
         generator = torch.Generator(weight.device).manual_seed(seed_of_update(param, step, number))

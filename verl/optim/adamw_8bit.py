@@ -38,9 +38,6 @@ class AdamW8bit(LocalAdamW):
 
     def _update(self, param: Tensor, grad: Tensor, group: dict[str, Any], number: int) -> None:
         state = self.state[param]
-        if not state:
-            self._start(param, state)
-        state["step"] += 1
         weight = local_part(param)
         if not weight.numel():  # more ranks than rows
             return
@@ -56,7 +53,6 @@ class AdamW8bit(LocalAdamW):
             )  # fmt: skip
 
     def _start(self, param: Tensor, state: dict[str, Tensor]) -> None:
-        state["step"] = torch.zeros((), dtype=torch.float32)
         block = block_size(param.shape)
         for key in MOMENTS:
             if block is None:

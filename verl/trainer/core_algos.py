@@ -18,8 +18,7 @@ from verl.algorithms.controllers import (
     KLController,
     get_kl_controller,
 )
-from verl.algorithms.distillation import distillation_advantages
-from verl.algorithms.kl import KL_ESTIMATORS, kl_divergence
+from verl.algorithms.kl import KL_ESTIMATORS, distillation_advantages, kl_divergence
 from verl.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss, PolicyLossInputs, ppo
 from verl.algorithms.resampling import resample, resampling_weights
 from verl.algorithms.rollout_correction import correction_metrics, importance_weights, rejection_mask

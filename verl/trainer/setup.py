@@ -53,8 +53,8 @@ from verl.trainer.ray_trainer import RayPPOTrainer, RewardStage
 from verl.trainer.reward_servers.servers import RewardServers
 from verl.trainer.rollouts.balancing import Balancer
 from verl.trainer.rollouts.collector import RolloutCollector
-from verl.trainer.rollouts.early_stop import check_scored_alone
 from verl.trainer.rollouts.engines import Engines, OwnEngines, SharedEngines
+from verl.trainer.rollouts.group_filter import check_scored_alone
 from verl.trainer.rollouts.group_stream import PartialRollouts
 from verl.trainer.rollouts.schedule import InTurn, OneStepAhead, Schedule
 from verl.trainer.rollouts.stream import Stream

@@ -12,6 +12,7 @@ T = TypeVar("T")
 def in_background(work: Callable[[], T], name: str = "sampling") -> "Future[T]":
     """Run a function in a daemon thread and return its future."""
     future: Future[T] = Future()
+    future.set_running_or_notify_cancel()  # it cannot be cancelled
 
     def run() -> None:
         try:

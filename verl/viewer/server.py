@@ -35,12 +35,14 @@ from starlette.responses import (
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from verl.viewer.export import FORMATS, exported, exported_metrics
 from verl.viewer.overview import compare_configs, overview
 from verl.viewer.queries import (
+    FORMATS,
     RolloutQuery,
     choices,
     distributions,
+    exported,
+    exported_metrics,
     neighbors,
     page,
     prompt_history,

@@ -10,8 +10,7 @@ import torch
 
 from verl.config.rollout import COLLECTIVE, RolloutConfig
 from verl.distributed.device import is_gpu
-from verl.distributed.weights.reader import WeightReader
-from verl.distributed.weights.server import WeightServer
+from verl.distributed.weights.server import WeightReader, WeightServer
 from verl.single_controller.ray.published_weights import StoreReader, WeightStore, own_address
 from verl.utils.rank_logger import get_logger
 

@@ -13,7 +13,7 @@ from tests.helpers.tool_templates import TEMPLATES, tool_tokenizer
 from verl.agents.interface import ToolCall
 from verl.agents.parsers.interface import MAX_CALLS, without_thought
 from verl.agents.parsers.registry import CALL_FORMATS, call_format, format_of
-from verl.agents.parsers.typed_values import types_of
+from verl.agents.parsers.tagged_calls import types_of
 from verl.config.multi_turn import FORMATS
 
 FORMAT_OF = {

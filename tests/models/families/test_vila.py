@@ -20,8 +20,7 @@ from verl.models.families.vila import TINY_PARTS
 from verl.models.tiny import train_tokenizer
 from verl.models.vila.config import PARTS, VilaConfig
 from verl.models.vila.model import Downsample, VilaForConditionalGeneration, chessboard, pooled
-from verl.models.vila.processor import VilaProcessor
-from verl.models.vila.tiles import closest_grid, grids
+from verl.models.vila.processor import VilaProcessor, closest_grid, grids
 from verl.workers.rollout.engines import build_rollout_engine
 
 SETTINGS = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}

@@ -8,7 +8,7 @@ import pytest
 
 from tests.helpers.chat_server import ChatServer
 from verl.rewards.servers import AddressFile
-from verl.trainer.reward_servers.model import ServedModel
+from verl.trainer.reward_servers.servers import ServedModel
 
 WAIT_S = 60.0
 

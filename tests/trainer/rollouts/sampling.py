@@ -11,8 +11,7 @@ from verl.checkpoint.manifest import read_manifest, write_manifest
 from verl.config.ppo import PPOConfig
 from verl.protocol import DataProto, objects
 from verl.trainer.rollouts.collector import RolloutCollector
-from verl.trainer.rollouts.early_stop import make_early_stop
-from verl.trainer.rollouts.group_filter import make_group_filter, make_quota
+from verl.trainer.rollouts.group_filter import make_early_stop, make_group_filter, make_quota
 from verl.trainer.rollouts.sampler import Sampler
 from verl.workers.rollout.interface import FinishedResponse
 

@@ -12,8 +12,13 @@ from verl.config.algorithm import EarlyStopConfig
 from verl.config.worker import RewardConfig
 from verl.protocol import DataProto
 from verl.rewards.manager import NoRewardFunction, RewardManager
-from verl.trainer.rollouts.early_stop import EarlyStop, StopCounts, check_scored_alone
-from verl.trainer.rollouts.group_filter import EqualScoresFilter, MeanScoreFilter
+from verl.trainer.rollouts.group_filter import (
+    EarlyStop,
+    EqualScoresFilter,
+    MeanScoreFilter,
+    StopCounts,
+    check_scored_alone,
+)
 from verl.trainer.rollouts.scores import ScoredGroups
 
 EARLY, LATE = [0.0, 1.0, 0.0, 1.0], [1.0, 1.0, 1.0, 0.0]  # differ within the first two, and after them

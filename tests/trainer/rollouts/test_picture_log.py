@@ -10,7 +10,7 @@ from PIL import Image
 
 from tests.trainer.rollouts.test_rollout_log import MASK, make_batch
 from verl.protocol import objects
-from verl.trainer.rollouts.picture_log import PictureLog
+from verl.trainer.kinds.pictures import PictureLog
 from verl.viewer.rollout_store import LONGEST_SIDE, TRAIN, VALIDATION, RolloutStore, step_files
 
 STEPS = torch.arange(3).expand(4, 3)

@@ -1,17 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tool-call formats by their names in `worker.rollout.multi_turn.format`.
 
-To add one, write its file with a `CallFormat` and list it here and in `verl.config.multi_turn.FORMATS`.
+To add one, write a `CallFormat` and list it here and in `verl.config.multi_turn.FORMATS`.
 """
 
 import re
 
 from verl.agents.parsers.gemma4 import GEMMA4
-from verl.agents.parsers.glm import GLM
-from verl.agents.parsers.hermes import HERMES
 from verl.agents.parsers.interface import CallFormat
-from verl.agents.parsers.plain_json import PLAIN_JSON
-from verl.agents.parsers.qwen3_coder import QWEN3_CODER
+from verl.agents.parsers.json_calls import HERMES, PLAIN_JSON
+from verl.agents.parsers.tagged_calls import GLM, QWEN3_CODER
 
 OPTION = "worker.rollout.multi_turn.format"
 # The first whose sign a template has is that of its model.

@@ -14,12 +14,11 @@ import os
 import re
 import socket
 import tempfile
-import threading
 import time
 import uuid
 from collections.abc import Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from functools import partial
 from http.client import OK, responses
 from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address
 from pathlib import Path
@@ -30,6 +29,7 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 from yarl import URL
 
 from verl.data.media.sizes import DownloadOptions
+from verl.utils.background import in_background
 from verl.utils.shared_folder import Room
 
 FILE = re.compile(r"[0-9a-f]{38}(\.failed)?")
@@ -241,19 +241,10 @@ def _check_address(host: str, text: str, *, is_listed: bool) -> None:
 
 
 async def _resolve(host: str, port: int) -> list[ResolveResult]:
-    found: Future[list[Any]] = Future()
-    found.set_running_or_notify_cancel()
-
-    def look_up() -> None:
-        try:
-            found.set_result(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
-        except (OSError, ValueError) as error:
-            found.set_exception(error)
-
     # A daemon thread: asyncio's own executor would wait for a name server that does not answer.
-    threading.Thread(target=look_up, daemon=True).start()
+    look_up = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
     try:
-        infos = await asyncio.wrap_future(found)
+        infos = await asyncio.wrap_future(in_background(look_up, f"look up {host}"))
     except socket.gaierror as error:
         kind = ConnectionError if error.errno == socket.EAI_AGAIN else ValueError
         raise kind(f"{host} cannot be looked up: {error.strerror}") from error

@@ -20,8 +20,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from verl.logger.base import LOGGERS, Generation, Logger, Metrics, Run, json_line
-from verl.logger.console.bar import LiveBar, stdout_console
-from verl.logger.console.clock import StepClock, hours, numbered
+from verl.logger.console.bar import LiveBar, StepClock, hours, numbered, stdout_console
 from verl.logger.console.start_up import release_live_line
 from verl.logger.console.table import StepTable, area_lines, number
 

@@ -32,8 +32,7 @@ from verl.models.families.interface import (
 )
 from verl.models.families.tiny_sizes import TEXT, VISION, TinyModel
 from verl.models.vila.config import PARTS, PROJECTOR, TOKENS, TOWER, VilaConfig
-from verl.models.vila.processor import VilaProcessor
-from verl.models.vila.tiles import Wrapping, grids, image_units, passes
+from verl.models.vila.processor import VilaProcessor, Wrapping, grids, image_units, passes
 
 TILE = 56  # pixels of a tiny model's tiles, of 4 tokens
 PIXELS = {"image": "pixel_values", "video": "pixel_values_videos"}

@@ -8,20 +8,12 @@ import torch
 from torch import Tensor
 
 from verl.distributed.device import is_gpu
-from verl.models.head.logit_chunks import LogitTransform, spans
+from verl.models.head.logit_chunks import HeadProducts, spans
 
 BLOCK_ELEMENTS = 1 << 19  # logits whose softmax is taken at once on CPU: 2 MiB of float32 stay in the cache
 BLOCK_ELEMENTS_CUDA = 1 << 22  # two tensors of 16 MiB stay in the L2 cache of an A100 or H100
 
 Columns = TypeVar("Columns", bound=NamedTuple)
-
-
-class HeadProducts(NamedTuple):
-    """Products of M tokens with a head's weight, and the bias and transform that make them logits."""
-
-    values: Tensor  # (M, V), a contiguous part of a chunk
-    bias: Tensor | None  # (V,)
-    transform: LogitTransform
 
 
 class LogProbStatistics(NamedTuple):
@@ -94,9 +86,20 @@ class EagerSoftmax:
         dtype: torch.dtype,
         grad_bias: Tensor | None,
     ) -> Tensor:
+        # d log_prob / dz = onehot - p;    d entropy / dz = -p (log p + entropy)
         def block_gradient(rows: slice) -> Tensor:
-            z = logits_of(policy, rows, given.lse.dtype)
-            return _log_prob_gradient(z, targets[rows], rows_of(given, rows), policy.transform)
+            lse, grad_log_probs, entropy, grad_entropy = rows_of(given, rows)
+            z = logits_of(policy, rows, lse.dtype)
+            slope = policy.transform.slope(z)
+            log_p, grads = z.sub_(lse[:, None]), grad_log_probs[:, None]
+            if entropy is None or grad_entropy is None:
+                gradient = log_p.exp_().mul_(-grads)
+            else:
+                p = log_p.exp()
+                gradient = log_p.add_(entropy[:, None]).mul_(grad_entropy[:, None]).add_(grads)
+                gradient = gradient.mul_(p).neg_()
+            gradient.scatter_add_(1, targets[rows, None], grads.to(gradient.dtype))
+            return gradient.mul_(slope)
 
         return overwrite(policy.values, block_gradient, dtype, grad_bias)
 
@@ -178,23 +181,3 @@ def overwrite(
             grad_bias += gradient.sum(0)
         values[rows] = gradient
     return values.to(dtype)
-
-
-def _log_prob_gradient(
-    z: Tensor, targets: Tensor, given: LogProbGradients, transform: LogitTransform
-) -> Tensor:
-    """Compute the gradient with respect to `hidden @ weight.T` for a block of tokens; `z` is overwritten.
-
-    d log_prob / dz = onehot - p;    d entropy / dz = -p (log p + entropy)
-    """
-    lse, grad_log_probs, entropy, grad_entropy = given
-    slope = transform.slope(z)
-    log_p = z.sub_(lse[:, None])
-    if entropy is None or grad_entropy is None:
-        gradient = log_p.exp_().mul_(-grad_log_probs[:, None])
-    else:
-        p = log_p.exp()
-        gradient = log_p.add_(entropy[:, None]).mul_(grad_entropy[:, None]).add_(grad_log_probs[:, None])
-        gradient = gradient.mul_(p).neg_()
-    gradient.scatter_add_(1, targets[:, None], grad_log_probs[:, None].to(gradient.dtype))
-    return gradient.mul_(slope)

@@ -18,11 +18,6 @@ CHUNK_BYTES_CUDA = 1 << 30  # larger matrix products fill a GPU better
 PRODUCT_ROWS = 1 << 14  # rows of the weight's gradient per half-precision product, summed in float32
 
 
-# (tokens, products of heads, gradient of the bias to add to) to gradient of the first head's products, in the
-# dtype of its hidden states
-ChunkGradient = Callable[[slice, Sequence[Tensor], Tensor | None], Tensor]
-
-
 class LogitTransform(NamedTuple):
     """The transform of head products: `softcap * tanh(scale * x / softcap) / temperature`."""
 
@@ -58,6 +53,19 @@ class HeadLogits(NamedTuple):
         return self._replace(weight=self.weight[:size], bias=None if self.bias is None else self.bias[:size])
 
 
+class HeadProducts(NamedTuple):
+    """Products of M tokens with a head's weight, and the bias and transform that make them logits."""
+
+    values: Tensor  # (M, V), a contiguous part of a chunk
+    bias: Tensor | None  # (V,)
+    transform: LogitTransform
+
+
+# (tokens, products of heads, gradient of the bias to add to) to gradient of the first head's products, in the
+# dtype of its hidden states
+ChunkGradient = Callable[[slice, Sequence[HeadProducts], Tensor | None], Tensor]
+
+
 def autocast_head(head: HeadLogits) -> HeadLogits:
     """Cast the head to autocast's dtype, if autocast is enabled, and check the temperature."""
     if head.transform.temperature <= 0:
@@ -75,8 +83,8 @@ def chunk_rows(heads: Sequence[HeadLogits], chunk_bytes: int | None) -> int:
     return max(1, budget // sum(len(head.weight) * _logits_dtype(head.hidden).itemsize for head in heads))
 
 
-def chunks(heads: Sequence[HeadLogits], rows: int) -> Iterator[tuple[slice, list[Tensor]]]:
-    """Yield slices of the tokens and the product of each head; the next chunk overwrites the products."""
+def chunks(heads: Sequence[HeadLogits], rows: int) -> Iterator[tuple[slice, list[HeadProducts]]]:
+    """Yield slices of the tokens and the products of each head; the next chunk overwrites them."""
     num_tokens = len(heads[0].hidden)
     buffers = [
         head.hidden.new_empty(min(rows, num_tokens), len(head.weight), dtype=_logits_dtype(head.hidden))
@@ -84,7 +92,7 @@ def chunks(heads: Sequence[HeadLogits], rows: int) -> Iterator[tuple[slice, list
     ]
     for start, stop in spans(num_tokens, rows):
         products = [
-            _product(head.hidden[start:stop], head.weight, buffer[: stop - start])
+            HeadProducts(_product(head.hidden[start:stop], head.weight, buffer[: stop - start]), *head[2:])
             for head, buffer in zip(heads, buffers, strict=True)
         ]
         yield slice(start, stop), products

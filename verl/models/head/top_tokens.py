@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from verl.models.head.eager_softmax import HeadProducts, blocks, logits_of, overwrite, rows_of
+from verl.models.head.eager_softmax import blocks, logits_of, overwrite, rows_of
 from verl.models.head.logit_chunks import (
     HeadLogits,
+    HeadProducts,
     LogitTransform,
     autocast_head,
     chunk_rows,
@@ -37,10 +38,10 @@ def top_tokens(head: HeadLogits, k: int, chunk_bytes: int | None = None) -> TopT
         raise ValueError(f"k must be from 1 to {len(head.weight) - 1}, one less than the vocabulary, got {k}")
     head = autocast_head(head)
     ids = torch.empty(len(head.hidden), k, dtype=torch.int64, device=head.hidden.device)
-    for chunk, (values,) in chunks([head], chunk_rows([head], chunk_bytes)):
-        products, own = HeadProducts(values, head.bias, head.transform), ids[chunk]
-        for rows in blocks(values):
-            z = logits_of(products, rows, torch.promote_types(values.dtype, torch.float32))
+    for chunk, (products,) in chunks([head], chunk_rows([head], chunk_bytes)):
+        own, dtype = ids[chunk], torch.promote_types(products.values.dtype, torch.float32)
+        for rows in blocks(products.values):
+            z = logits_of(products, rows, dtype)
             own[rows] = z.topk(k, dim=1).indices
     return TopTokens(ids, linear_top_log_probs(head, ids, chunk_bytes))
 
@@ -71,8 +72,8 @@ class _LinearTopLogProbs(torch.autograd.Function):
         log_probs = hidden.new_empty(len(ids), ids.shape[1] + 1, dtype=accurate)
         lse, rest = (hidden.new_empty(len(ids), dtype=accurate) for _ in range(2))
         results = TopStatistics(log_probs, lse, rest)
-        for chunk, (values,) in chunks([HeadLogits(hidden, weight)], rows):
-            write_top_log_probs(HeadProducts(values, bias, transform), ids[chunk], rows_of(results, chunk))
+        for chunk, (products,) in chunks([HeadLogits(hidden, weight, bias, transform)], rows):
+            write_top_log_probs(products, ids[chunk], rows_of(results, chunk))
         ctx.save_for_backward(hidden, weight, bias, ids, lse, rest)
         ctx.transform, ctx.rows = transform, rows
         return log_probs
@@ -83,11 +84,11 @@ class _LinearTopLogProbs(torch.autograd.Function):
         hidden, weight, bias, ids, lse, rest = ctx.saved_tensors
         given = TopStatistics(grad_log_probs, lse, rest)
 
-        def chunk_grad(chunk: slice, products: Sequence[Tensor], grad_bias: Tensor | None) -> Tensor:
-            head = HeadProducts(products[0], bias, ctx.transform)
-            return top_log_prob_gradient(head, ids[chunk], rows_of(given, chunk), hidden.dtype, grad_bias)
+        def chunk_grad(chunk: slice, products: Sequence[HeadProducts], grad_bias: Tensor | None) -> Tensor:
+            part = rows_of(given, chunk)
+            return top_log_prob_gradient(products[0], ids[chunk], part, hidden.dtype, grad_bias)
 
-        heads = [HeadLogits(hidden, weight, bias)]
+        heads = [HeadLogits(hidden, weight, bias, ctx.transform)]
         return *head_gradients(ctx, heads, lse.dtype, chunk_grad), None, None, None
 
 

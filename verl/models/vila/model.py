@@ -19,7 +19,7 @@ from transformers import AutoModel, AutoModelForCausalLM, GenerationMixin, PreTr
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from verl.models.vila.config import DOWNSAMPLING, LLM, PARTS, VilaConfig
-from verl.models.vila.tiles import Grid, Wrapping
+from verl.models.vila.processor import Grid, Wrapping
 
 PLAIN = re.compile(r"mlp(\d+)x_gelu")
 
@@ -141,7 +141,7 @@ class VilaForConditionalGeneration(PreTrainedModel, GenerationMixin):
         self,
         input_ids: Tensor | None = None,
         pixel_values: Tensor | None = None,  # (tiles, 3, edge, edge): those of all images
-        image_grids: Sequence[Sequence[Grid]] = (),  # of each image, from `verl.models.vila.tiles.grids`
+        image_grids: Sequence[Sequence[Grid]] = (),  # of each image, from `verl.models.vila.processor.grids`
         pixel_values_videos: Tensor | None = None,  # (frames, 3, edge, edge): those of all videos
         video_frames: Sequence[int] = (),  # of each video
         inputs_embeds: Tensor | None = None,

@@ -147,12 +147,11 @@ def _shape(transformer: Any) -> ModelShape:
 
 def _encoding(encoders: Iterable[nn.Module], tokens: int) -> Work:
     """Each token is multiplied with every weight but the embeddings."""
-    weights = sum(count(encoder.parameters()) - _embeddings(encoder) for encoder in encoders)
+    weights = 0
+    for encoder in encoders:
+        embeddings = [each for each in encoder.modules() if isinstance(each, nn.Embedding)]
+        weights += count(encoder.parameters()) - sum(count(each.parameters()) for each in embeddings)
     return Work(products=2.0 * weights * tokens)
-
-
-def _embeddings(encoder: nn.Module) -> int:
-    return sum(count(each.parameters()) for each in encoder.modules() if isinstance(each, nn.Embedding))
 
 
 def _empty(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:

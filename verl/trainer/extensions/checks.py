@@ -19,9 +19,12 @@ from verl.optim.build import OPTIMIZERS
 from verl.optim.schedules import SCHEDULES
 from verl.trainer.extensions.algorithms import (
     check_estimator,
+    check_family,
     check_kl,
     check_loss,
     check_observer,
+    check_optimizer,
+    check_schedule,
     check_term,
 )
 from verl.trainer.extensions.protocol import ProtocolError, UsedExtension, extensions_in
@@ -36,7 +39,6 @@ from verl.trainer.extensions.rollouts import (
     check_logger,
     check_tool,
 )
-from verl.trainer.extensions.training import check_family, check_optimizer, check_schedule
 from verl.utils.rank_logger import get_logger
 from verl.utils.registry import HEADING, Registry, place_of
 from verl.utils.user_file import describe_error

@@ -19,14 +19,12 @@ from verl.logger.tracker import Tracker
 from verl.protocol import DataProto
 from verl.single_controller.ray.worker_group import RayWorkerGroup
 from verl.single_controller.worker import Worker
-from verl.trainer.evaluation.categories import Categories
 from verl.trainer.rollouts.collector import RolloutCollector
-from verl.trainer.rollouts.early_stop import make_early_stop
 from verl.trainer.rollouts.engines import Engines
-from verl.trainer.rollouts.group_filter import make_group_filter, make_quota
+from verl.trainer.rollouts.group_filter import make_early_stop, make_group_filter, make_quota
 from verl.trainer.rollouts.rollout_log import RolloutLog
 from verl.trainer.rollouts.sampler import Sampler
-from verl.trainer.validation import Validator
+from verl.trainer.validation import Categories, Validator
 from verl.workers.fsdp_worker import FSDPWorker
 
 

@@ -20,8 +20,7 @@ from rich.text import Text
 from verl.checkpoint.manifest import whole_steps
 from verl.checkpoint.tracker import read_record
 from verl.config.trainer import RunConfig
-from verl.logger.console.bar import stderr_console, stdout_console
-from verl.logger.console.clock import hours
+from verl.logger.console.bar import hours, stderr_console, stdout_console
 from verl.logger.file import METRICS_FILE
 from verl.viewer.rollout_store import FOLDER as ROLLOUTS
 

@@ -30,8 +30,14 @@ from verl.workers.roles.loss_terms import (
     with_masks,
 )
 from verl.workers.roles.routers import CHOICES, RouterReplay, column_of
-from verl.workers.roles.token_selection import MiniBatchSelection
-from verl.workers.roles.updater import MicroBatch, MiniBatch, Training, Updater, compute_experience
+from verl.workers.roles.updater import (
+    MicroBatch,
+    MiniBatch,
+    MiniBatchSelection,
+    Training,
+    Updater,
+    compute_experience,
+)
 
 if TYPE_CHECKING:  # a policy without teachers needs none of it
     from verl.workers.roles.teachers import Teachers

@@ -7,8 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from verl.algorithms.distillation import top_kl
-from verl.algorithms.kl import kl_divergence
+from verl.algorithms.kl import kl_divergence, top_kl
 from verl.batch_keys import (
     TEACHER_IDS,
     TEACHER_KEYS,

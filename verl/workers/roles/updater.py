@@ -9,7 +9,7 @@ and gradients are summed.
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from verl.algorithms.aggregation import LossDenominators, count_denominators
+from verl.algorithms.token_selection import SelectionInputs, TokenSelection
 from verl.config.model import TrainedModelConfig, as_number
+from verl.config.worker import ActorConfig
 from verl.distributed.device import to_device
 from verl.distributed.fsdp import clip_grad_norm
 from verl.protocol import DataProto
@@ -243,3 +245,56 @@ class Updater:
             shared.add_mean(f"perf/sp_whole_rows_{self.role}", each * schedule.is_whole, each)
         metrics = self.metrics if schedule.is_whole else shared
         return MiniBatch(part, masks, metrics, forward, schedule)
+
+
+class MiniBatchSelection:
+    """Selects tokens of mini batches for one model, which its loss treats differently.
+
+    A choice among all tokens of a mini batch (by covariance, `algorithms/token_selection.py`) would depend on
+    the micro batches if each made its own. So the log-probs of the whole mini batch are computed first, under
+    the weights before its update, and gathered; every rank makes the same choice and keeps its own rows. It
+    costs one more forward pass.
+    """
+
+    def __init__(
+        self,
+        config: ActorConfig,
+        forward: RowForward,
+        group: dist.ProcessGroup | None,
+        choose: TokenSelection,
+    ) -> None:
+        self.config, self.forward, self.group, self.choose = config, forward, group, choose
+        self.ratio = config.kl_cov_ratio if config.loss_type == "kl_cov" else config.clip_cov_ratio
+
+    def add_to(self, mini_batch: DataProto, temperature: float, seed: int) -> DataProto:
+        """Add `selected` (B, R) bool; collective over all ranks."""
+        tensors = mini_batch.batch
+        keep = tensors["loss_mask"].bool()  # (B, R)
+        log_probs = compute_log_probs(self.config, self.forward, self.group, mini_batch, temperature)
+        columns = torch.arange(keep.shape[1]).expand_as(keep)
+        row_ids = tensors["row_ids"][:, None].expand_as(keep)
+        values = torch.stack([log_probs, tensors["old_log_probs"], tensors["advantages"]])[:, keep]  # (3, n)
+        token_ids = torch.stack([row_ids, columns])[:, keep]  # (2, n)
+        all_values, own = self._gather(values)
+        all_token_ids, _ = self._gather(token_ids)
+        chosen = self.choose(
+            SelectionInputs(
+                *all_values.unbind(),
+                *all_token_ids.unbind(),
+                seed=seed,
+                clip_ratio_low=self.config.clip_ratio_low,
+                clip_ratio_high=self.config.clip_ratio_high,
+                ratio=self.ratio,
+                lower=self.config.clip_cov_lb,
+                upper=self.config.clip_cov_ub,
+            )
+        )
+        selected = torch.zeros_like(keep).masked_scatter(keep, chosen[own])
+        return mini_batch.merge(DataProto.from_dict({"selected": selected}))
+
+    def _gather(self, columns: Tensor) -> tuple[Tensor, slice]:
+        """Gather (k, n) of every rank as (k, N), n its own; also return the slice of this rank's columns."""
+        gathered: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(gathered, columns, group=self.group)
+        start = sum(part.shape[1] for part in gathered[: dist.get_rank(self.group)])
+        return torch.cat(gathered, dim=1), slice(start, start + columns.shape[1])

@@ -28,7 +28,7 @@ from verl.workers.continued_sampling import ContinuedSampling
 from verl.workers.conversations.driver import ConversationDriver
 from verl.workers.rollout.engines import build_rollout_engine
 from verl.workers.rollout.interface import Drafts, RolloutRequest, SamplingOptions, join_drafts
-from verl.workers.rollout.vllm.drafts import expand_to_tokens
+from verl.workers.rollout.vllm.cpu_patches import expand_to_tokens
 
 TEMPERATURE, LENGTH, LIKELY = 1.0, 3, 8
 PROMPT = [40, 41, 42, 42, 42, 42]

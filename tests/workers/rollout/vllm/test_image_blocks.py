@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from verl.workers.rollout.vllm.image_blocks import Row, split_rows
+from verl.workers.rollout.vllm.cpu_patches import Row, split_rows
 from verl.workers.rollout.vllm.vllm_import import import_vllm
 
 

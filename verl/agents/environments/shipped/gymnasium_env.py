@@ -60,7 +60,9 @@ class Gymnasium:
         first, _ = self.env.reset(seed=int(row["seed"]))
         text = self.instructions
         if text is None:
-            text = f"{_purpose(self.env, self.images)} Answer each turn with {self.rule}."
+            spec, seen = self.env.spec, "a picture" if self.images else described(self.env.observation_space)
+            name = spec.id if spec is not None else type(self.env.unwrapped).__name__
+            text = f"You act in {name}. Each turn shows {seen}. Answer each turn with {self.rule}."
         system = [{"role": "system", "content": text}] if text else []
         seen = self._seen(first)
         parts: list[dict[str, Any]] = [{"type": "image", "image": image} for image in seen.images]
@@ -173,12 +175,6 @@ def _named(names: Sequence[str], text: str) -> int | None:
 def _last_integer(text: str) -> int | None:
     found = INTEGER.findall(text)
     return int(found[-1]) if found and len(found[-1]) < MAX_DIGITS else None
-
-
-def _purpose(env: gymnasium.Env, images: bool) -> str:
-    name = env.spec.id if env.spec is not None else type(env.unwrapped).__name__
-    seen = "a picture" if images else described(env.observation_space)
-    return f"You act in {name}. Each turn shows {seen}."
 
 
 def _compact(values: Any) -> str:

@@ -5,6 +5,7 @@ With tensor parallelism every rank of a group makes the same calls in the same o
 random stream, and so computes the same responses.
 """
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import count
@@ -30,7 +31,6 @@ from verl.workers.rollout.interface import (
     media_token_ids,
 )
 from verl.workers.rollout.vllm import lora_sync, sleep_mode, vllm_import, weight_sync
-from verl.workers.rollout.vllm.drafts import count_drafts, forget_responses
 from verl.workers.rollout.vllm.engine_prompts import (
     prompt_embeddings,
     reads_embeddings,
@@ -284,3 +284,42 @@ def drain(engine: Any) -> None:
     core = engine.engine_core.engine_core
     while core.batch_queue or core.scheduler.has_requests():
         engine.step()
+
+
+def count_drafts(scheduler: Any) -> dict[str, Drafts]:
+    """Count what an engine's scheduler learns of drafts; vLLM itself does so only if it logs statistics.
+
+    Returns the counts of requests so far, by vLLM's names of them; take those of finished ones out.
+    """
+    counts: dict[str, Drafts] = {}
+    theirs = scheduler.make_spec_decoding_stats
+
+    @functools.wraps(theirs)
+    def counting(
+        spec_decoding_stats: Any,
+        num_draft_tokens: int,
+        num_accepted_tokens: int,
+        num_invalid_spec_tokens: Any,
+        request_id: str,
+    ) -> Any:
+        name = request_id.partition("-")[0]  # vLLM appends a dash and random digits to ours
+        counts[name] = counts.get(name, Drafts()).plus(num_draft_tokens, num_accepted_tokens)
+        return theirs(
+            spec_decoding_stats, num_draft_tokens, num_accepted_tokens, num_invalid_spec_tokens, request_id
+        )
+
+    scheduler.make_spec_decoding_stats = counting
+    return counts
+
+
+def forget_responses(runner: Any) -> None:
+    """Draft from responses of the coming weights only.
+
+    A resumed run has no older ones, and would draw other random numbers.
+    """
+    drafter = getattr(runner, "drafter", None)
+    cache = getattr(drafter, "suffix_cache", None)
+    if drafter is not None and cache is not None:
+        drafter.suffix_cache = type(cache)(
+            max_tree_depth=cache.max_tree_depth, max_cached_requests=cache.max_cached_requests
+        )
