@@ -4,7 +4,7 @@
 import pytest
 
 from verl.config.rollout import RolloutConfig
-from verl.diffusion.options import noisy_steps, trained_steps
+from verl.diffusion.sampler import noisy_steps, trained_steps
 
 
 @pytest.mark.parametrize(

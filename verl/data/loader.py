@@ -9,7 +9,6 @@ shorter, and no row is repeated. Bad rows are listed in the checkpoint folder.
 Processes read ahead: while a step uses a batch, they decode the media of the next one into the cache.
 """
 
-import os
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -72,7 +71,7 @@ class PromptLoader(Generic[D]):
         self.dataset, self.batch_size, self.shuffle, self.seed = dataset, batch_size, shuffle, seed
         self.drop_last, self.read_on = drop_last, read_on
         self.rows = rows
-        self._readers = readers or row_readers(dataset, batch_size, num_workers)
+        self._readers = readers or RowReaders(dataset, num_workers, batch_size)
         self.epoch = 0
         self.position = 0  # rows of this epoch that were used
         self.bad_rows: dict[int, BadRow] = {}  # found when they were read
@@ -199,8 +198,8 @@ class MixedLoader(PromptLoader[D]):
         num_workers: int,
         **options: Any,
     ) -> None:
-        share = -(-batch_size // len(sources)), -(-num_workers // len(sources))
-        options |= {"num_workers": num_workers, "readers": row_readers(dataset, *share)}
+        share = -(-num_workers // len(sources)), -(-batch_size // len(sources))
+        options |= {"num_workers": num_workers, "readers": RowReaders(dataset, *share)}
         super().__init__(dataset, batch_size, seed=seed, **options)
         self.weights = {name: weight for name, (_, weight) in sources.items()}
         self.turns = Turns(self.weights)
@@ -247,11 +246,6 @@ def _endless_items(name: str, part: PromptLoader) -> Iterator[Item]:
             yield item
         if not is_found:
             raise part.too_few(f"row of `data.sources.{name}` can be used")
-
-
-def row_readers(dataset: RowDataset, batch_size: int, num_workers: int) -> RowReaders:
-    workers = min(num_workers, len(dataset), len(os.sched_getaffinity(0)))
-    return RowReaders(dataset, workers, batch_size)
 
 
 def show_to_teachers(

@@ -82,13 +82,14 @@ class RowReaders:
     """Reads rows of a data set in processes, in a given order and some ahead of their use.
 
     Args:
-        num_workers: Number of processes; 0 reads in this one, and nothing ahead.
+        num_workers: Number of processes, at most one a core; 0 reads in this one, and nothing ahead.
         ahead: Rows that are read before they are used, at least.
     """
 
     def __init__(self, dataset: Any, num_workers: int, ahead: int) -> None:
-        self.dataset, self.num_workers = dataset, num_workers
-        self.ahead = max(2 * num_workers, ahead)
+        self.dataset = dataset
+        self.num_workers = min(num_workers, len(dataset), len(os.sched_getaffinity(0)))
+        self.ahead = max(2 * self.num_workers, ahead)
         self._read = partial(_read_row, dataset)
         self._server = ForkServer(dataset, fork)
 

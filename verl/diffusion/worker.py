@@ -8,8 +8,8 @@ from dataclasses import replace
 from verl.diffusion.engine import DiffusionEngine, FinishedPicture
 from verl.diffusion.families.registry import downloaded, family_of
 from verl.diffusion.model import DiffusionModel
-from verl.diffusion.options import schedule_of, size_of
 from verl.diffusion.prompts import PromptEncoder
+from verl.diffusion.sampler import schedule_of, size_of
 from verl.diffusion.step_forward import StepForward
 from verl.distributed.device import memory_metrics, reset_peak_memory
 from verl.distributed.sequence_parallel import SequenceParallel

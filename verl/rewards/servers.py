@@ -78,8 +78,8 @@ def connect(specs: Specs) -> dict[str, Any]:
 
 def _connected(spec: ServerSpec) -> Any:
     # Imported here, because they need `openai`, and most reward functions ask no model.
+    from verl.rewards.graders.endpoint import Classifier, Embedder, Scorer  # noqa: PLC0415
     from verl.rewards.graders.llm_judge import Judge  # noqa: PLC0415
-    from verl.rewards.graders.scorers import Classifier, Embedder, Scorer  # noqa: PLC0415
 
     config = spec.config
     if config.kind == "chat":

@@ -6,11 +6,8 @@ from pathlib import Path
 
 from verl.config.files.model_files import PIPELINE
 from verl.config.model import ModelConfig
-from verl.diffusion.families.flux import Flux
 from verl.diffusion.families.interface import DiffusionFamily
-from verl.diffusion.families.qwen_image import QwenImage
-from verl.diffusion.families.sd3 import SD3
-from verl.diffusion.families.wan import Wan
+from verl.diffusion.families.pipelines import SD3, Flux, QwenImage, Wan
 
 OPTION = "`worker.actor.model.model_path`"
 FAMILIES: tuple[DiffusionFamily, ...] = (SD3(), Flux(), QwenImage(), Wan())

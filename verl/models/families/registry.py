@@ -56,7 +56,7 @@ LISTED = (
     Listed("gemma:Gemma3", ("gemma3",), ("Gemma3Processor",)),
     Listed("gemma:Gemma4", ("gemma4",), ("Gemma4Processor",)),
     Listed("cohere:CohereVision", ("aya_vision", "cohere2_vision")),
-    Listed("deepseek_vl:DeepseekVL", ("deepseek_vl",)),
+    Listed("generic:DeepseekVL", ("deepseek_vl",)),
 )  # fmt: skip
 TEXT, GENERIC = Family(), GenericFamily()
 

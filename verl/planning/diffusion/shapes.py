@@ -28,7 +28,7 @@ from verl.config.rollout import RolloutConfig
 from verl.diffusion.families.interface import GUIDANCE, Conditions
 from verl.diffusion.families.registry import family_of
 from verl.diffusion.model import trained_part
-from verl.diffusion.options import size_of
+from verl.diffusion.sampler import size_of
 from verl.distributed.fsdp import fsdp_blocks, torch_dtype
 from verl.models.trainable import select_trainable
 from verl.planning.diffusion.planned import PictureShape, Work

@@ -2,8 +2,10 @@
 """Requests to a model behind an OpenAI-compatible server: bounded, with retries, each question once.
 
 The server is a fixed URL, or one that the run serves: then the replicas at its addresses take turns, and a
-request whose replica died goes to another, or waits until one has started again. Imports no torch, so a
-reward process starts fast. Needs the package `openai`, a dependency of vLLM.
+request whose replica died goes to another, or waits until one has started again. `fields` of a scoring,
+classifying or embedding model are more fields of the request, such as `use_activation=False` for the raw
+number of a reward model. Imports no torch, so a reward process starts fast. Needs the package `openai`, a
+dependency of vLLM.
 """
 
 import asyncio
@@ -13,7 +15,7 @@ import json
 import os
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
@@ -38,6 +40,8 @@ PASSING = (408, 409, 429)  # statuses that are retried, like those from 500
 MAX_CACHE_BYTES = 1 << 30
 BLOCK = 4096  # bytes that a short file takes on most file systems
 ANSWER_FILE = re.compile(r"[0-9a-f]{30,126}")
+Input = str | Sequence[Mapping[str, Any]]  # a text, or messages for the model's chat template
+
 logger = get_logger(__name__)
 
 
@@ -281,3 +285,41 @@ class AnswerCache:
     def _make_room(self, coming: int) -> None:
         with self._lock:
             self._room.make(coming)
+
+
+class Scorer(Endpoint):
+    """A cross-encoder or reranker, which compares two texts."""
+
+    async def score(self, query: str, document: str, **fields: Any) -> float:
+        """Return how well a document fits a query."""
+        body = {"text_1": query, "text_2": document, **fields}
+        return float((await first_entry(self, "../score", body))["score"])
+
+
+class Classifier(Endpoint):
+    """A sequence classification model, such as a reward model, which has one class."""
+
+    async def classify(self, text: Input, **fields: Any) -> list[float]:
+        """Return the model's number for each of its classes."""
+        return [
+            float(value) for value in (await first_entry(self, "../classify", _of(text) | fields))["probs"]
+        ]
+
+
+class Embedder(Endpoint):
+    """A model that turns texts into vectors."""
+
+    async def embed(self, text: Input, **fields: Any) -> list[float]:
+        return [
+            float(value) for value in (await first_entry(self, "embeddings", _of(text) | fields))["embedding"]
+        ]
+
+
+async def first_entry(endpoint: Endpoint, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a model answers about the only text of a request."""
+    answer = await endpoint.cached([path, dict(body)], path, {"model": endpoint.model, **body})
+    return json.loads(answer)["data"][0]
+
+
+def _of(text: Input) -> dict[str, Any]:
+    return {"input": text} if isinstance(text, str) else {"messages": list(text)}

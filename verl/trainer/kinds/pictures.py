@@ -21,7 +21,7 @@ from verl.data.media.sizes import MediaOptions
 from verl.data.readers import Readers, load_readers
 from verl.diffusion.engine import FinishedPicture
 from verl.diffusion.families.registry import downloaded, family_of
-from verl.diffusion.options import size_of, trained_steps
+from verl.diffusion.sampler import size_of, trained_steps
 from verl.diffusion.worker import DiffusionWorker
 from verl.logger.tracker import Tracker
 from verl.protocol import DataProto, objects
