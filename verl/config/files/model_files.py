@@ -105,11 +105,12 @@ def tokenizer_of(model: str | None) -> str | None:
     return next((str(folder / name) for name in TOKENIZERS if (folder / name).is_dir()), model)
 
 
-def folder_problem(model: str, option: str) -> str | None:
+def folder_problem(model: str, option: str, *, has_lora: bool = True) -> str | None:
     """Say why a folder holds no model, or None if it may be one. A problem completes "`OPTION` ...".
 
     Args:
         option: Key of the model's section, for remedies.
+        has_lora: The section has options of adapters.
     """
     folder = Path(model)
     if not folder.is_dir() or (folder / CONFIG).is_file() or (folder / POLICY).is_dir():
@@ -119,10 +120,10 @@ def folder_problem(model: str, option: str) -> str | None:
     adapter = read_json(folder / ADAPTER)
     if adapter is not None:
         base = adapter.get("base_model_name_or_path") or "its base model"
-        return (
-            f"({folder}) is a LoRA adapter, not a model: set `{option}.model_path={base}` and"
-            f" `{option}.lora.path={folder}`"
-        )
+        remedy = f"set `{option}.model_path={base}` and `{option}.lora.path={folder}`"
+        if not has_lora:
+            remedy = f"set it to a folder with the adapter merged into {base}"
+        return f"({folder}) is a LoRA adapter, not a model: {remedy}"
     names = sorted(path.name for path in folder.iterdir())
     inside = [name for name in names if (folder / name / CONFIG).is_file()]
     if len(inside) == 1:
