@@ -124,7 +124,7 @@ def test_the_missing_folder_of_a_path_is_named(here):
 def test_the_limit_of_a_model_follows_its_config(config, overrides, tokens):
     limit = length_limit(config, overrides)
 
-    assert (limit[0] if limit else None) == tokens
+    assert (limit.tokens if limit else None) == tokens
 
 
 def arguments_of(here, *more):

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
@@ -56,8 +56,15 @@ def downloaded(name: str) -> Path | None:
         return None
 
 
-def length_limit(config: dict[str, Any], overrides: dict[str, Any]) -> tuple[int, str] | None:
-    """Return the length above which vLLM refuses to start with this model, and its key in the config.
+class LengthLimit(NamedTuple):
+    """A number of tokens, and the key of a model's config that gives it."""
+
+    tokens: int
+    key: str
+
+
+def length_limit(config: dict[str, Any], overrides: dict[str, Any]) -> LengthLimit | None:
+    """Return the length above which vLLM refuses to start with this model.
 
     Where versions of vLLM differ, as for YaRN, it is the longer one.
     """
@@ -69,15 +76,15 @@ def length_limit(config: dict[str, Any], overrides: dict[str, Any]) -> tuple[int
     if not found or text.get("model_max_length") is not None:
         return None
     key = min(found, key=found.__getitem__)
-    return int(found[key] * _rope_factor(text)), key
+    return LengthLimit(int(found[key] * _rope_factor(text)), key)
 
 
 def context_problem(key: str, tokens: int, model: str, overrides: dict[str, Any]) -> Iterator[str]:
     """Yield that a length, the value of `key`, is beyond the model's: vLLM refuses to start with it."""
     config = read_model_config(model)
     limit = None if config is None else length_limit(config, overrides)
-    if limit is not None and tokens > limit[0]:
-        yield f"{key} must be at most {limit[0]}, the model's `{limit[1]}` in its config.json ({model})"
+    if limit is not None and tokens > limit.tokens:
+        yield f"{key} must be at most {limit.tokens}, the model's `{limit.key}` in its config.json ({model})"
 
 
 def _rope_factor(text: dict[str, Any]) -> float:
