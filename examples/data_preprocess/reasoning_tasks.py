@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from verl.trainer.command import at_least
+
 Row = dict[str, str]
 
 
@@ -90,8 +92,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "tasks", nargs="+", help="names of tasks, with options: NAME or NAME:OPTION=VALUE,..."
     )
     parser.add_argument("--output", type=Path, required=True, help="folder of the two files")
-    parser.add_argument("--rows", type=_positive, default=500, help="training rows of a task; %(default)s")
-    parser.add_argument("--val-rows", type=_positive, default=50, help="validation rows; %(default)s")
+    parser.add_argument("--rows", type=at_least(1), default=500, help="training rows of a task; %(default)s")
+    parser.add_argument("--val-rows", type=at_least(1), default=50, help="validation rows; %(default)s")
     parser.add_argument("--seed", type=int, default=1, help="of questions and their order; %(default)s")
     given: Any = parser.parse_args(arguments)
     try:
@@ -104,12 +106,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     write_rows(given.output, rows, given.val_rows, given.seed)
     return 0
-
-
-def _positive(text: str) -> int:
-    if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
-    return number
 
 
 if __name__ == "__main__":

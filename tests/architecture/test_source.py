@@ -8,7 +8,7 @@ from tests.architecture.source import PACKAGE, ROOT, source_files, tree_of
 from verl.distributed.backends import gpu_backends
 
 # The table of kinds of devices, their names as an option, and a key of checkpoints.
-NAME_KINDS = {"distributed/backends.py", "config/trainer.py", "checkpoint/sharded.py"}
+NAME_KINDS = {"distributed/backends.py", "config/trainer.py", "distributed/device.py"}
 KINDS = {kind.name for kind in gpu_backends()}
 LEFTOVERS = re.compile(r"\b(TODO|FIXME|XXX)\b")
 

@@ -15,8 +15,6 @@ from tests.helpers.distributed import run_distributed
 from verl.checkpoint.manifest import MANIFEST, read_manifest
 from verl.checkpoint.sharded import (
     load_shards,
-    random_state,
-    set_random_state,
 )
 from verl.config.model import FSDPConfig, ModelConfig, OptimConfig
 from verl.distributed.fsdp import clip_grad_norm, make_mesh
@@ -218,12 +216,3 @@ def test_a_folder_without_its_manifest_or_a_file_is_incomplete(saved_by_two, tmp
     (tmp_path / MANIFEST).unlink()
     with pytest.raises(FileNotFoundError, match="not complete"):
         read_manifest(tmp_path)
-
-
-def test_random_state_restores_all_three_generators():
-    state = random_state()
-    draws = random.random(), np.random.rand(), torch.rand(1).item()
-
-    set_random_state(state)
-
-    assert (random.random(), np.random.rand(), torch.rand(1).item()) == draws

@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
+import os
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
+from tests.architecture.source import ROOT
 from verl.cli.completion import COMMANDS, completion_script
 
 
@@ -10,7 +14,7 @@ def completed(command, *words):
     """Completions that a shell offers for the last word after the command."""
     quoted = " ".join(f"'{word}'" for word in (command, *words))
     script = f"{completion_script()}\nCOMP_WORDS=({quoted}); COMP_CWORD={len(words)}\n"
-    script += f'_{command.replace("-", "_")}\nprintf "%s\\n" "${{COMPREPLY[@]}}"\n'
+    script += f'$(complete -p {command} | sed "s/.*-F //; s/ .*//")\nprintf "%s\\n" "${{COMPREPLY[@]}}"\n'
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout.split()
@@ -60,3 +64,33 @@ def test_files_are_completed_for_options_that_name_them(tmp_path, monkeypatch):
 def test_fine_tuning_completes_its_own_options():
     assert completed("verl-sft", "worker.rollout.") == []
     assert "data.max_length=" in completed("verl-sft", "data.max_l")
+
+
+@pytest.fixture
+def commands_on_the_path(monkeypatch):
+    """The commands of this checkout, whichever is installed."""
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+
+@pytest.mark.parametrize(
+    ("command", "word", "expected"),
+    [
+        ("verl-merge", "--local", ["--local_dir"]),
+        ("verl-view", "--po", ["--port"]),
+        ("verl-chat", "--top", ["--top-k", "--top-p"]),
+        ("verl-init", "--k", ["--kind"]),
+        ("verl-eval", "--correct", ["--correct-at", "--correct-key"]),  # it reads a config, too
+    ],
+)
+def test_the_switches_of_every_command_are_those_of_its_help(command, word, expected, commands_on_the_path):
+    assert completed(command, word) == expected
+
+
+@pytest.mark.parametrize("words", [["global"], ["--local_dir", "global"]])
+def test_folders_are_completed_for_the_commands_that_read_them(words, tmp_path, monkeypatch):
+    (tmp_path / "global_step_4").mkdir()
+    monkeypatch.chdir(tmp_path)
+
+    for command in ("verl-merge", "verl-view", "verl-chat"):
+        assert completed(command, *words) == ["global_step_4"]

@@ -5,6 +5,7 @@ import csv
 import importlib.util
 import json
 import re
+import sys
 
 import pytest
 import yaml
@@ -173,6 +174,20 @@ def test_the_next_commands_are_printed_and_stand_in_the_readme(tmp_path, capsys)
     readme = (tmp_path / "run" / "README.md").read_text()
     for command in ("verl-data-check config=run.yaml", "verl-train config=run.yaml", "verl-view checkpoints"):
         assert command in printed and command in readme
+
+
+def test_the_next_commands_work_from_the_folder_of_the_run_in_the_shell_that_printed_them(
+    tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "bin/python"))
+    monkeypatch.setenv("PATH", "/usr/bin")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/verl-train").touch()
+
+    assert main([str(tmp_path / "run"), "--model", "a/b"]) == 0
+
+    assert f"  {tmp_path}/bin/verl-train config=run.yaml " in capsys.readouterr().out
+    assert f"{tmp_path}/bin" not in (tmp_path / "run" / "README.md").read_text()  # may be read elsewhere
 
 
 def test_help_answers_before_anything_heavy_is_imported():

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from verl.config.distillation import TeacherConfig
 from verl.config.files.model_files import (
     folder_problem,
     hub_problem,
@@ -123,7 +124,7 @@ def test_the_missing_folder_of_a_path_is_named(here):
 def test_the_limit_of_a_model_follows_its_config(config, overrides, tokens):
     limit = length_limit(config, overrides)
 
-    assert (limit[0] if limit else None) == tokens
+    assert (limit.tokens if limit else None) == tokens
 
 
 def arguments_of(here, *more):
@@ -169,6 +170,8 @@ def test_a_folder_that_is_no_model_is_told_with_what_it_is(here):
     assert f"set `{option}.model_path=owner/base` and `{option}.lora.path={adapter}`" in folder_problem(
         str(adapter), option
     )
+    (problem,) = TeacherConfig(str(adapter)).problems("distillation.teacher_models.big")
+    assert problem.endswith("not a model: set it to a folder with the adapter merged into owner/base")
 
 
 def test_a_model_without_weights_is_told_unless_it_is_a_checkpoint_to_export(here):

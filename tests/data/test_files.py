@@ -2,6 +2,7 @@
 """Every kind of data file gives the same rows."""
 
 import csv
+import datetime
 import json
 import os
 import pickle
@@ -17,8 +18,9 @@ from PIL import Image
 
 from tests.helpers.media import noise
 from verl.config.files.paths import data_source
+from verl.data.bad_rows import BadRowError
 from verl.data.files import load_rows
-from verl.data.plain_files import first_rows
+from verl.data.plain_files import Source, first_rows
 
 ROWS = [{"problem": f"{n} + 1?", "answer": str(n + 1), "level": "easy"} for n in range(10)]
 
@@ -366,3 +368,13 @@ def test_a_file_in_another_encoding_is_refused_with_the_line_and_the_remedy(cont
 
     with pytest.raises(ValueError, match=f"{name} cannot be read: {reason}"):
         all_rows(str(folder / name))
+
+
+def test_a_source_names_the_column_of_a_value_that_only_arrow_can_hold():
+    dates = pa.array([0, -800000], pa.date32())
+    table = datasets.Dataset(pa.table({"problem": ["a", "b"], "when": dates}))
+    source = Source("rows.parquet", table, table.column_names)
+
+    assert source.row(0) == {"problem": "a", "when": datetime.date(1970, 1, 1)}
+    with pytest.raises(BadRowError, match="column `when`: date value out of range; dates must"):
+        source.row(1)

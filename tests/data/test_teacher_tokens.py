@@ -26,6 +26,15 @@ def test_a_teacher_with_other_tokens_is_refused_with_some_of_them(tmp_path):
         check_teacher_tokens(distillation(other=teacher), train_tokenizer())
 
 
+def test_a_teacher_without_a_tokenizer_is_named_by_its_own_option(tmp_path):
+    teacher = TeacherConfig(str(tmp_path / "missing"), tokenizer_path=str(tmp_path / "missing"))
+
+    with pytest.raises(
+        ValueError, match=r"^`distillation\.teacher_models\.big\.model_path` \(or `tokenizer_p"
+    ):
+        check_teacher_tokens(distillation(big=teacher), train_tokenizer())
+
+
 def test_a_teacher_may_have_more_tokens_but_not_fewer():
     policy, larger = train_tokenizer(), train_tokenizer()
     larger.add_tokens(["<extra>"])

@@ -12,9 +12,11 @@ from verl.distributed.backends import BACKENDS
 from verl.distributed.device import (
     backend_of,
     memory_metrics,
+    random_state,
     resident_bytes,
     resolve_device,
     set_device,
+    set_random_state,
     set_seed,
     to_device,
 )
@@ -102,3 +104,18 @@ def test_tensors_of_a_type_reach_the_device_in_one_copy():
     assert sent["rows"][1:3] == (None, "name") and sent["pixels"].dtype == torch.float32
     assert torch.equal(same["ids"], values["ids"]) and torch.equal(same["pixels"], values["pixels"])
     assert same["rows"][0].tolist() == [7] and same["rows"][3][0].numel() == 0
+
+
+@pytest.mark.parametrize("is_listed", [False, True], ids=["tuples and tensors", "lists"])
+def test_random_state_restores_all_three_generators(is_listed):
+    np.random.randn()  # numpy keeps the second of a pair of normal numbers
+    state = random_state()
+    draws = random.random(), np.random.randn(), np.random.rand(), torch.rand(1).item()
+    if is_listed:  # as engines saved it in earlier versions
+        version, words, gauss = state["python"]
+        name, keys, *others = state["numpy"]
+        state |= {"python": [version, list(words), gauss], "numpy": [name, keys.tolist(), *others]}
+
+    set_random_state(state)
+
+    assert (random.random(), np.random.randn(), np.random.rand(), torch.rand(1).item()) == draws

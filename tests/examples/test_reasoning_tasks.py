@@ -97,6 +97,16 @@ def test_a_task_that_cannot_be_is_one_error_and_writes_nothing(tmp_path, capsys,
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("count", "rule"), [("two", "invalid integer value: 'two'"), ("0", "must be at least 1, got 0")]
+)
+def test_a_number_of_rows_is_an_integer_from_1(capsys, count, rule):
+    with pytest.raises(SystemExit):
+        main(["gcd", "--output", "out", "--val-rows", count])
+
+    assert f"argument --val-rows: {rule}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("answer", ["2", "x = 2", '{"task": "gcd"}', "[1]"])
 def test_a_row_of_other_data_names_the_program_that_writes_the_rows(answer):
     with pytest.raises(ValueError, match="is not that of a reasoning-gym row; write the rows with"):

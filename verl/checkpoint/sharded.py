@@ -12,7 +12,6 @@ actor/lora_adapter/       LoRA adapters in peft's format; the shards then omit t
 """
 
 import os
-import random
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import deepcopy
@@ -20,7 +19,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -40,7 +38,7 @@ from verl.checkpoint.manifest import (
     write_manifest,
 )
 from verl.checkpoint.storage import ShardReader, read_tensors
-from verl.distributed.device import gpu_random_state, set_gpu_random_state
+from verl.distributed.device import random_state, set_random_state
 from verl.distributed.fsdp import persistent_buffers, sharded_parameters, zeros_sharded_like
 from verl.models.lora_weights import tensors_to_save
 from verl.utils.rank_logger import get_logger
@@ -190,27 +188,6 @@ def save_huggingface_files(path: Path, *parts: Savable | None) -> None:
     for part in parts:
         if part is not None:
             part.save_pretrained(folder)
-
-
-def random_state() -> dict[str, Any]:
-    """Return the state of this process's global generators, in types that load safely."""
-    legacy = np.random.get_state()
-    assert isinstance(legacy, tuple), "numpy gives a dictionary only when asked"
-    name, keys, position, has_gauss, gauss = legacy
-    return {
-        "python": random.getstate(),
-        "numpy": (name, torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(gauss)),
-        "torch": torch.get_rng_state(),
-        "cuda": gpu_random_state(),  # of any kind of GPU; the name is that of earlier checkpoints
-    }
-
-
-def set_random_state(state: dict[str, Any]) -> None:
-    random.setstate(state["python"])
-    name, keys, *others = state["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), *others))
-    torch.set_rng_state(state["torch"])
-    set_gpu_random_state(state["cuda"])
 
 
 def _write_files(

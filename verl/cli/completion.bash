@@ -1,4 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
+# Lists the switches in the help of the command that is being typed.
+_verl_switches() { "${COMP_WORDS[0]}" --help 2>/dev/null | grep -oE -- '--[a-z][a-z_-]*[a-z]' | sort -u; }
+# Completes the commands that read no config: their switches, and files.
+_verl_complete_plain() {
+    local word=${COMP_WORDS[COMP_CWORD]}
+    if [[ $word == -* ]]; then
+        COMPREPLY=($(compgen -W "$(_verl_switches)" -- "$word"))
+    else
+        COMPREPLY=($(compgen -f -- "$word"))
+    fi
+}
+complete -o filenames -F _verl_complete_plain verl-{chat,examples,init,merge,tiny-model,view}
 # Completes KEY=VALUE. bash gives `KEY`, `=` and `VALUE` as three words, zsh gives one.
 _verl_complete() {
     local options=$1 switches=$2 values_of=$3 word=${COMP_WORDS[COMP_CWORD]} key= before=
@@ -17,7 +29,7 @@ _verl_complete() {
     elif [[ -n $key ]]; then
         COMPREPLY=($(compgen -P "$before" -W "$($values_of "$key")" -- "$word"))
     elif [[ $word == -* ]]; then
-        COMPREPLY=($(compgen -W "$switches" -- "$word"))
+        COMPREPLY=($(compgen -W "${switches:-$(_verl_switches)}" -- "$word"))
     else
         # A section at a time: `worker.`, then `worker.rollout.`, then its options.
         local length=0

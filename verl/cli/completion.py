@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Print what completes options and their values in a shell; for the commands that read a config.
+"""Print what completes options, their values and files in a shell.
 
 echo 'source <(verl-completion)' >> ~/.bashrc
 echo 'autoload -Uz bashcompinit && bashcompinit && source <(verl-completion)' >> ~/.zshrc
@@ -50,7 +50,7 @@ def completion_script() -> str:
         cases += f"        {ON}) echo '{clusters}' ;;\n"
         parts.append(f"{name}_options='{keys}'\n{name}_values() {{\n    case $1 in\n{cases}    esac\n}}\n")
     for command, config in COMMANDS.items():
-        switches = " ".join((*SWITCHES, *VALUE_SWITCHES)) if command in TRAINING else "--help --version"
+        switches = " ".join((*SWITCHES, *VALUE_SWITCHES)) if command in TRAINING else ""  # those of its help
         function = f"_{command.replace('-', '_')}"
         call = f"_verl_complete \"${names[config]}_options\" '{switches}' {names[config]}_values"
         parts.append(f"{function}() {{ {call}; }}\ncomplete -F {function} {command}\n")

@@ -15,6 +15,7 @@ Exit status: 0; 2 for bad input; 1 for an unsuitable machine or a failed worker;
 
 import argparse
 import json
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -28,6 +29,7 @@ from verl.trainer.command import at_least, load_with_notes, make_parser
 from verl.trainer.evaluation.report import Question
 from verl.trainer.run.exit_status import FOR_THE_USER, INTERRUPTED, told
 from verl.utils.standard_streams import outlive_readers
+from verl.utils.typed_command import command_path
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -85,9 +87,8 @@ def _evaluate(switches: argparse.Namespace) -> int:
         return told(error)
     text = json.dumps(evaluation.as_dict(), indent=2) + "\n" if switches.json else evaluation.table()
     sys.stdout.write(text)
-    sys.stderr.write(
-        f"written to {evaluation.folder}; look at the responses with: verl-view {evaluation.folder}\n"
-    )
+    look = shlex.join([str(command_path("verl-view")), str(evaluation.folder)])
+    sys.stderr.write(f"written to {evaluation.folder}; look at the responses with: {look}\n")
     return 0
 
 

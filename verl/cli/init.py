@@ -11,6 +11,7 @@ model, and none is made. Replace the rows by your own, then the template, the re
 Exit status: 0; 1 if the folder cannot be written; 2 if it holds something.
 """
 
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from typing import Any
 import yaml
 
 from verl.config.parsing import yaml_text
-from verl.utils.typed_command import command_parser
+from verl.utils.typed_command import command_parser, command_path
 
 TINY = "tiny-model"  # folder of the model that is made
 TEMPLATE_WORDS = ["Answer", "with", "one", "word"]
@@ -139,6 +140,8 @@ def commands_of(kind: Kind) -> list[tuple[str, str]]:
 
 
 def _say(folder: Path, kind: Kind, commands: list[tuple[str, str]]) -> None:
-    width = max(len(command) for command, _ in commands)
-    lines = [f"  {command.ljust(width)}  # {what}\n" for command, what in commands]
+    split = [(*command.split(), what) for command, what in commands]
+    shown = [(shlex.join([str(command_path(name)), *rest]), what) for name, *rest, what in split]
+    width = max(len(command) for command, _ in shown)
+    lines = [f"  {command.ljust(width)}  # {what}\n" for command, what in shown]
     sys.stdout.write(f"{folder}: {kind.task}\nnext:\n  cd {folder}\n{''.join(lines)}")

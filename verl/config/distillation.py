@@ -127,7 +127,7 @@ class TeacherConfig:
             yield from self._server_problems(path)
         elif self.model_path is None:
             yield f"`{path}.model_path` must be set: a model folder or a hub name"
-        elif (problem := folder_problem(self.model_path, path)) is not None:
+        elif (problem := folder_problem(self.model_path, path, has_lora=False)) is not None:
             yield f"`{path}.model_path` {problem}"
 
     def _server_problems(self, path: str) -> Iterator[str]:

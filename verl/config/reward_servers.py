@@ -139,7 +139,7 @@ class RewardServerConfig:
                 f" ({self.tensor_parallel_size}): replicas have this many GPUs each"
             )
         model = self.model_path or ""
-        problem = folder_problem(model, path) or weights_problem(model)
+        problem = folder_problem(model, path, has_lora=False) or weights_problem(model)
         if problem is not None:
             yield f"`{path}.model_path` {problem}"
         own = {entry.name for entry in fields(self)} & self.engine_arguments.keys()

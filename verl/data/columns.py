@@ -190,8 +190,8 @@ def _unread_media(
     """Yield sentences on such columns, and whether the rows cannot have been meant so."""
     rows = []
     for index in range(min(SAMPLED_ROWS, len(source.rows))):
-        with suppress(OverflowError):  # of a bad row, see `Rows`
-            rows.append(dict(source.rows[index]))
+        with suppress(BadRowError):
+            rows.append(source.row(index))
     readable = [kind for kind in KINDS if kinds is None or kind.name in kinds] or KINDS[:2]
     named = {kind.key: getattr(config, kind.key) for kind in readable}
     is_any_read = any(not _is_empty(row.get(column)) for row in rows for column in named.values())

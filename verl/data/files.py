@@ -25,7 +25,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from datasets.exceptions import DatasetsError
 
-from verl.data.bad_rows import BadRowError
 from verl.data.mapped_lines import read_lines
 from verl.data.plain_files import (
     DEFAULT_SPLIT,
@@ -69,11 +68,7 @@ class Rows:
     def __getitem__(self, index: int) -> Row:
         """Return a row; a BadRowError names the column of a value that Python cannot hold."""
         number, offset = self._locate(index)
-        rows = self.sources[number].rows
-        try:
-            row = dict(rows[offset])
-        except OverflowError as error:
-            raise _out_of_range(rows, offset) from error
+        row = self.sources[number].row(offset)
         return row | {self.column: self.mixed[number]} if self.mixed else row
 
     def by_source(self) -> dict[str, range]:
@@ -222,16 +217,6 @@ def _undecoded(feature: Any) -> Any:
     if isinstance(feature, datasets.List) and _undecoded(inner) is not inner:
         return datasets.List(_undecoded(inner))
     return feature
-
-
-def _out_of_range(table: datasets.Dataset, offset: int) -> BadRowError:
-    """Return the error of a row with a date or a duration that only Arrow can hold."""
-    for column in table.column_names:
-        try:
-            table.select_columns([column])[offset]
-        except OverflowError as error:
-            return BadRowError(f"column `{column}`: {error}; dates must be of the years 1 to 9999")
-    raise AssertionError("one of the columns is out of range")
 
 
 def _read_table(path: Path) -> Source:

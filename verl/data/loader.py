@@ -18,7 +18,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from verl.batch_keys import BATCH_KEYS
 from verl.config.data import DataConfig, RowsConfig
-from verl.config.distillation import DistillationConfig
+from verl.config.distillation import TEACHERS, DistillationConfig
 from verl.config.sft import SFTDataConfig
 from verl.data.bad_rows import BAD_ROW_REMEDY, REPORT_NAME, BadRow, BadRowReport
 from verl.data.dataset import Item, Overlong, RowDataset
@@ -254,10 +254,11 @@ def show_to_teachers(
 ) -> None:  # fmt: skip
     """Add the prompts of teachers that see other frames than the policy, if there are any."""
     views, width = {}, data.max_prompt_length
-    for number, teacher in enumerate(distillation.teachers.values()):
+    for number, (name, teacher) in enumerate(distillation.teachers.items()):
         if teacher.num_video_frames is not None:
             seen = media_of_teacher(teacher, options)
-            readers = load_readers(teacher.model, data.override_chat_template, seen, cache)
+            template, option = data.override_chat_template, f"{TEACHERS}.{name}"
+            readers = load_readers(teacher.model, template, seen, cache, option=option)
             own = replace(data, max_prompt_length=teacher.max_prompt_length or data.max_prompt_length)
             views[number] = dataset_class(data, RLHFDataset)(
                 data.train_files, readers.tokenizer, readers.processor, own,

@@ -17,6 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from verl.data.bad_rows import BadRowError
 from verl.utils.processes.child_process import ChildEndedError, limit_memory
 from verl.utils.processes.isolated_calls import IsolatedCalls
 
@@ -58,6 +59,16 @@ class Source:
         self.rows = rows
         # A file without a schema has the columns of all its rows.
         self.columns = sorted(columns if columns is not None else {key for row in rows for key in row})
+
+    def row(self, index: int) -> Row:
+        """Return a row; a BadRowError names the column of a date or duration that only Arrow can hold."""
+        try:
+            return dict(self.rows[index])
+        except OverflowError as error:
+            for column in self.columns if len(self.columns) > 1 else ():
+                Source(self.name, self.rows.select_columns([column]), [column]).row(index)
+            rule = "dates must be of the years 1 to 9999"
+            raise BadRowError(f"column `{self.columns[0]}`: {error}; {rule}") from error
 
 
 def named(source: Source, column: str) -> Source:

@@ -22,6 +22,7 @@ from verl.models.auto import AutoProcessor, AutoTokenizer, use_modelscope_hub_if
 from verl.models.families.interface import MediaFamily, MediaShape
 from verl.models.families.registry import family_of, load_config, register_family
 
+ACTOR = "worker.actor.model"  # the section of the policy
 PLAIN = "{% for message in messages %}{{ message.content }}{% endfor %}"  # text encoders read no roles
 PositionIds = Callable[[Tensor, MediaShape], Tensor | None]  # (L,) to (L,) or (4, L); None counts from 0
 
@@ -32,22 +33,14 @@ def load_tokenizer(
     trust_remote_code: bool = False,
     *,
     default_template: str | None = None,
+    option: str = ACTOR,
 ) -> PreTrainedTokenizerBase:
     """Load a tokenizer that can pad and render chats.
 
     `model_path` is a folder or a hub name; `override_chat_template` is the path of a Jinja file, and
-    `default_template` the chat template of a tokenizer that has none.
+    `default_template` the chat template of a tokenizer that has none. Errors name the section `option`.
     """
-    use_modelscope_hub_if_asked()
-    if (problem := hub_problem(str(model_path))) is not None:
-        raise ValueError(f"`worker.actor.model.model_path` (or `tokenizer_path`) {problem}")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(model_path), trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(
-            f"`worker.actor.model.model_path` (or `tokenizer_path`): {model_path} is neither a folder with a"
-            f" tokenizer nor a hub model that can be reached: {error}"
-        ) from error
+    tokenizer = read_tokenizer(model_path, trust_remote_code, option)
     if override_chat_template is not None:
         tokenizer.chat_template = read_chat_template(override_chat_template)
     if tokenizer.chat_template is None:
@@ -59,6 +52,20 @@ def load_tokenizer(
             raise ValueError(f"the tokenizer of {model_path} has neither a padding nor an end token")
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def read_tokenizer(model_path: str | Path, trust_remote_code: bool = False, option: str = ACTOR) -> Any:
+    """Load a tokenizer, which may lack a chat template and padding."""
+    use_modelscope_hub_if_asked()
+    if (problem := hub_problem(str(model_path))) is not None:
+        raise ValueError(f"`{option}.model_path` (or `tokenizer_path`) {problem}")
+    try:
+        return AutoTokenizer.from_pretrained(str(model_path), trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(
+            f"`{option}.model_path` (or `tokenizer_path`): {model_path} is neither a folder with a tokenizer"
+            f" nor a hub model that can be reached: {error}"
+        ) from error
 
 
 def load_processor(
@@ -97,10 +104,12 @@ def load_readers(
     options: MediaOptions,
     cache: MediaCache | None,
     tools: Sequence[Mapping[str, Any]] = (),
+    *,
+    option: str = ACTOR,
 ) -> Readers:
     """Load the tokenizer of a model, and its processor if it reads media.
 
-    Without a cache, decoded media stay in the process that decoded them.
+    Without a cache, decoded media stay in the process that decoded them. Errors name the section `option`.
     """
     assert model.model_path is not None and model.tokenizer_path is not None, "the config was checked"
     if model.is_pipeline:
@@ -110,7 +119,7 @@ def load_readers(
         return Readers(tokenizer, None, None, None)
     register_family(model.family)
     arguments = (model.tokenizer_path, template, model.trust_remote_code)
-    tokenizer, processor = load_tokenizer(*arguments), load_processor(*arguments)
+    tokenizer, processor = load_tokenizer(*arguments, option=option), load_processor(*arguments)
     if processor is not None:
         model_config = load_config(model.model_path, trust_remote_code=model.trust_remote_code)
         family = family_of(model_config)

@@ -104,13 +104,15 @@ class TeacherPrompts:
 def check_teacher_tokens(distillation: DistillationConfig, policy_tokenizer: Any) -> None:
     """Raise a ValueError unless each teacher's tokenizer is the policy's."""
     for name, teacher in distillation.teachers.items():
-        path = teacher.tokenizer_path
+        option, path = f"{TEACHERS}.{name}", teacher.tokenizer_path
         assert path is not None, "filled in when the config was checked"
         template = policy_tokenizer.chat_template  # the policy's is used, so that its own may be missing
-        tokenizer = load_tokenizer(path, None, teacher.trust_remote_code, default_template=template)
+        tokenizer = load_tokenizer(
+            path, None, teacher.trust_remote_code, default_template=template, option=option
+        )
         for reason in differences(policy_tokenizer, tokenizer):
             raise ValueError(
-                f"`{TEACHERS}.{name}` ({path}) must have the tokenizer of the policy: {reason}; choose a"
+                f"`{option}` ({path}) must have the tokenizer of the policy: {reason}; choose a"
                 " teacher of the policy's family"
             )
 

@@ -24,6 +24,7 @@ T = TypeVar("T")
 
 GIB = 1024**3
 PAGE = 4096
+GPU_STATE = "cuda"  # of any kind of GPU; the name is that of earlier checkpoints
 
 
 def resolve_device(name: str, cluster: Mapping[str, float] = MappingProxyType({})) -> str:
@@ -198,17 +199,32 @@ def set_seed(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def gpu_random_state() -> Tensor | None:
-    """Return the state of the current GPU's generator; None on a machine without one."""
-    backend = usable_gpu()
-    return None if backend is None else module_of(backend.name).get_rng_state()
+def random_state(device: str | None = None) -> dict[str, Any]:
+    """Return the state of this process's global generators, in types that load safely.
+
+    Of GPUs it has the current one's, unless `device` is none.
+    """
+    legacy: Any = np.random.get_state()
+    name, keys, position, has_gauss, gauss = legacy
+    gpu = usable_gpu() if device is None or is_gpu(device) else None
+    return {
+        "python": random.getstate(),
+        "numpy": (name, torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(gauss)),
+        "torch": torch.get_rng_state(),
+        GPU_STATE: None if gpu is None else module_of(gpu.name).get_rng_state(),
+    }
 
 
-def set_gpu_random_state(state: Tensor | None) -> None:
-    """Restore a result of `gpu_random_state`; no effect without a GPU."""
-    backend = usable_gpu()
-    if state is not None and backend is not None:
-        module_of(backend.name).set_rng_state(state)
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """Restore a result of `random_state`, or one that has lists instead of tuples and tensors."""
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    name, keys, *others = state["numpy"]
+    np.random.set_state((name, np.asarray(keys, dtype=np.uint32), *others))
+    torch.set_rng_state(state["torch"])
+    gpu = usable_gpu()
+    if state[GPU_STATE] is not None and gpu is not None:
+        module_of(gpu.name).set_rng_state(state[GPU_STATE])
 
 
 # Device values are peaks since `reset_peak_memory`.

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parsers of commands whose help shows the command as it was typed."""
+"""Commands as they are typed, and parsers whose help shows them so."""
 
 import argparse
 import platform
+import shutil
 import sys
 from pathlib import Path
 
@@ -22,6 +23,12 @@ def typed_command() -> str:
         return program.name
     is_inside = program.is_absolute() and program.is_relative_to(Path.cwd())
     return f"python3 {program.relative_to(Path.cwd()) if is_inside else program}"
+
+
+def command_path(name: str) -> Path:
+    """Return what starts an installed command in this shell: its name, or its script next to Python's."""
+    script = Path(sys.executable).with_name(name)
+    return script if shutil.which(name) is None and script.is_file() else Path(name)
 
 
 def command_parser(name: str, description: str | None) -> argparse.ArgumentParser:

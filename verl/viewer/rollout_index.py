@@ -87,9 +87,11 @@ class RolloutIndex:
         """Return the rows whose prompt, response or ground truth contains a text, ignoring case."""
         table = self.refresh()
         with self._search_lock:  # the page requests rows and histograms together: search once
-            if self._searched[0] != text or self._searched[1] is not table:
-                self._searched = (text, table, self._search(text))
-            return self._searched[2]
+            last_text, last_table, found = self._searched
+            if last_text != text or last_table is not table:
+                found = self._search(text)
+                self._searched = (text, table, found)
+            return found
 
     def group(self, kind: str, step: int, group: str) -> list[dict[str, Any]]:
         """Return all columns of the responses to a prompt as JSON values."""

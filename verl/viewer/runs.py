@@ -75,9 +75,11 @@ class RunFolder:
         path = self.folder / METRICS_FILE
         with self._lock:  # several views ask for the same log
             seen = signature(path) if os.path.isfile(path) and is_inside(path, self.folder) else None
-            if seen is None or seen != self._log[0]:
-                self._log = (seen, _columns(read_log(self.folder) if seen else []))
-            return self._log[1]
+            before, columns = self._log
+            if seen is None or seen != before:
+                columns = _columns(read_log(self.folder) if seen else [])
+                self._log = (seen, columns)
+            return columns
 
     def config(self) -> dict[str, Any]:
         """Options of the last start by path, `{"worker.rollout.n": 8}`; empty if unreadable."""

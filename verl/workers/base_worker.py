@@ -158,13 +158,13 @@ class ModelWorker(DeviceWorker):
         return sharded
 
     def _build_teacher(self, name: str, config: TeacherConfig) -> ShardedModel:
-        setup, model = self.setup, config.model
+        setup, model, option = self.setup, config.model, f"{TEACHERS}.{name}"
         if config.num_video_frames is not None:
             seen, template = media_of_teacher(config, self.options.media), self.options.override_chat_template
-            media = load_readers(model, template, seen, self.options.media_cache).media
+            media = load_readers(model, template, seen, self.options.media_cache, option=option).media
             assert media is not None, "its data set has media"
             setup = replace(setup, media=media)
-        return self._build_model(name, config, model, setup, option=f"{TEACHERS}.{name}")
+        return self._build_model(name, config, model, setup, option=option)
 
     def _build_teachers(self, config: DistillationConfig) -> None:
         """Build the frozen models that the policy learns from: `teacher_models` by name, and `teachers`."""

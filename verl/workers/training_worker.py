@@ -14,7 +14,7 @@ from torch import Tensor
 
 from verl.batch_keys import ROUTES, TEACHER_LOG_PROBS
 from verl.config.worker import WorkerConfig
-from verl.data.readers import load_tokenizer
+from verl.data.readers import load_tokenizer, read_tokenizer
 from verl.distributed.device import memory_metrics, reset_peak_memory
 from verl.distributed.fsdp import torch_dtype
 from verl.models.hub_names import HubNames
@@ -25,7 +25,7 @@ from verl.workers.engine_check import SampledRow, check_engine, differences
 from verl.workers.roles.actor import ActorTraining, DataParallelPPOActor, Updated
 from verl.workers.roles.critic import DataParallelPPOCritic
 from verl.workers.roles.prime import DataParallelPrimeModel, check_prime_tokenizer
-from verl.workers.roles.reward_model import RewardModelScorer, load_reward_tokenizer
+from verl.workers.roles.reward_model import OPTION, RewardModelScorer
 from verl.workers.roles.updater import Training, compute_log_probs
 from verl.workers.rollout.interface import EngineAdapter
 from verl.workers.rollout.vllm.lora_sync import engine_adapter
@@ -103,7 +103,7 @@ class TrainingWorker(ModelWorker):
             model = config.model
             assert model.tokenizer_path is not None, "filled in when the config was checked"
             arguments = (model.tokenizer_path, self.options.override_chat_template, model.trust_remote_code)
-            check_prime_tokenizer(load_tokenizer(*arguments), self.tokenizer)
+            check_prime_tokenizer(load_tokenizer(*arguments, option="worker.prime.model"), self.tokenizer)
         self.prime_model = self._build_model("prime", config, model, optim=config.optim)
         if model.lora.is_used:
             self.prime_reference, reference_forward = self.prime_model, self.prime_model.base_forward
@@ -128,7 +128,7 @@ class TrainingWorker(ModelWorker):
         self.reward_model = self._build_model("reward_model", config, model, head="scalar")
         self.scorer = RewardModelScorer(
             self.reward_model.forward,
-            load_reward_tokenizer(model.tokenizer_path, model.trust_remote_code),
+            read_tokenizer(model.tokenizer_path, model.trust_remote_code, OPTION),
             self.tokenizer,
             config,
             self.group,

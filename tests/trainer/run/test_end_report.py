@@ -2,6 +2,7 @@
 """The report at the end of a run."""
 
 import io
+import sys
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,11 @@ def make_run(folder, *, logger=("console", "file"), **options):
     return RunConfig(logger=logger, save_checkpoint_path=str(folder), **options)
 
 
+@pytest.fixture(autouse=True)
+def path_with_the_commands(monkeypatch):
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
+
+
 def test_a_run_says_what_it_reached_where_it_is_and_what_to_run_next(tmp_path):
     folder = tmp_path / "run"
     trainer = make_run(folder)
@@ -58,6 +64,25 @@ def test_paths_are_those_of_the_working_folder_and_quoted_for_a_shell(tmp_path, 
         "  curves            'my runs/first/experiment_log.jsonl'",
         "  look              verl-view 'my runs/first'",
         "  export            verl-merge --local_dir 'my runs/first/global_step_4/actor'",
+    ]
+
+
+def test_commands_that_the_shell_does_not_find_are_named_by_their_path(tmp_path, monkeypatch):
+    bin_folder = tmp_path / "my env/bin"
+    bin_folder.mkdir(parents=True)
+    for name in ("verl-view", "verl-merge", "tensorboard"):
+        (bin_folder / name).touch()
+    monkeypatch.setattr(sys, "executable", str(bin_folder / "python"))
+    monkeypatch.setenv("PATH", "/usr/bin")
+    monkeypatch.delenv("TENSORBOARD_DIR", raising=False)
+    monkeypatch.chdir(tmp_path)
+    trainer = make_run(tmp_path / "run", logger=("console", "file", "tensorboard"))
+    save(tmp_path / "run", 4, None)
+
+    assert end_report(trainer, Finished(1, 4, 1.0))[3:] == [
+        "  curves            'my env/bin/tensorboard' --logdir run/tensorboard",
+        "  look              'my env/bin/verl-view' run",
+        "  export            'my env/bin/verl-merge' --local_dir run/global_step_4/actor",
     ]
 
 

@@ -3,15 +3,18 @@
 
 import json
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
 
 from tests.helpers.chat_server import ChatServer, Reply
 from verl.config.distillation import DistillationLossConfig
+from verl.models.head.logit_chunks import HeadLogits
 from verl.protocol import DataProto, objects
 from verl.trainer.served_teachers import ServedTeachers, TeacherModel
-from verl.workers.roles.teachers import check_vocabulary, log_of_others
+from verl.workers.packing.divergences import Places
+from verl.workers.roles.teachers import Teachers, log_of_others
 
 SAMPLED = DistillationLossConfig("low_var_kl")
 
@@ -155,7 +158,24 @@ def test_rows_with_media_are_refused_before_any_request():
     assert server.requests == []
 
 
-def test_a_token_that_the_policy_does_not_have_is_an_error():
-    check_vocabulary(torch.tensor([[63]]), 64)
-    with pytest.raises(ValueError, match="finds token 64 likely, and the policy's vocabulary has 64"):
-        check_vocabulary(torch.tensor([[64]]), 64)
+@pytest.mark.parametrize(("largest", "is_known"), [(63, True), (64, False)])
+def test_a_token_that_the_policy_does_not_have_is_an_error_with_the_name_of_its_teacher(largest, is_known):
+    teachers = Teachers({"code": None, "math": None}, DistillationLossConfig("forward_kl_topk", topk=2))
+    micro = DataProto.from_single_dict(
+        {
+            "loss_mask": torch.tensor([[1]]),
+            "teacher_ids": torch.tensor([1]),
+            "teacher_top_ids": torch.tensor([[[3, largest]]]),
+            "teacher_top_log_probs": torch.tensor([[[-0.5, -2.0]]]),
+        }
+    )
+    divergence = teachers.divergence(micro, temperature=1.0)
+    none, first = torch.tensor([], dtype=torch.int64), torch.tensor([0])
+    places = [Places(none, none), Places(first, first)]  # the token is one of math's
+    policy = HeadLogits(torch.ones(1, 2), torch.zeros(64, 2))
+    message = (
+        "the teacher `math` finds token 64 likely, and the policy's vocabulary has 64.*_models.math.model_"
+    )
+
+    with nullcontext() if is_known else pytest.raises(ValueError, match=message):
+        divergence(policy, places)

@@ -2,13 +2,14 @@
 import pytest
 import torch
 
+from verl.data.readers import read_tokenizer
 from verl.models.tiny import save_tiny_model, train_tokenizer
 from verl.protocol import DataProto
 from verl.workers.roles.reward_model import (
+    OPTION,
     encode_conversations,
     has_same_conversations,
     has_same_tokens,
-    load_reward_tokenizer,
     response_texts,
 )
 
@@ -92,6 +93,6 @@ def test_a_template_that_refuses_a_conversation_is_named_by_its_option():
 def test_a_tokenizer_is_loaded_and_a_missing_one_is_named_by_its_option(tmp_path):
     save_tiny_model(tmp_path / "model", "qwen2", num_hidden_layers=1)
 
-    assert has_same_conversations(load_reward_tokenizer(str(tmp_path / "model")), train_tokenizer())
+    assert has_same_conversations(read_tokenizer(str(tmp_path / "model")), train_tokenizer())
     with pytest.raises(ValueError, match=r"`worker.reward_model.model.model_path` \(or `tokenizer_path`\)"):
-        load_reward_tokenizer(str(tmp_path / "nothing"))
+        read_tokenizer(str(tmp_path / "nothing"), option=OPTION)

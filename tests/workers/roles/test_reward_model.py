@@ -18,6 +18,7 @@ from verl.config.model import FSDPConfig, ModelConfig
 from verl.config.worker import RewardModelConfig
 from verl.data.media.loader import MediaLoader
 from verl.data.media.sizes import MediaOptions
+from verl.data.readers import read_tokenizer
 from verl.distributed.fsdp import make_mesh
 from verl.models.hub_names import auto_class
 from verl.models.scalar_head import make_scalar
@@ -25,7 +26,7 @@ from verl.models.tiny import save_tiny_model, train_tokenizer
 from verl.protocol import DataProto, objects
 from verl.workers.model_builder import build_model
 from verl.workers.packing.forward import PackedForward
-from verl.workers.roles.reward_model import RewardModelScorer, load_reward_tokenizer
+from verl.workers.roles.reward_model import RewardModelScorer
 
 PROMPT_LENGTH, RESPONSE_LENGTH = 24, 6
 PROMPTS = ["How many?", "What colour is the circle?", "1 + 2", "red"]
@@ -100,7 +101,7 @@ def make_scorer(folder, size=4, policy_model_type="qwen2", media=None):
     )  # fmt: skip
     return RewardModelScorer(
         PackedForward(model, model.config, media, "cpu"),
-        load_reward_tokenizer(str(folder)),
+        read_tokenizer(str(folder)),
         train_tokenizer(),
         config,
         dist.group.WORLD,
@@ -125,7 +126,7 @@ def rows_as_they_are():
 
 def rows_written_anew(folder):
     """The texts as the template puts them together; cut responses as far as they go."""
-    policy, tokenizer = train_tokenizer(), load_reward_tokenizer(str(folder))
+    policy, tokenizer = train_tokenizer(), read_tokenizer(str(folder))
     rows = []
     for row, response in enumerate(RESPONSES):
         kept = policy.decode(policy.encode(response)[:RESPONSE_LENGTH])
@@ -259,7 +260,7 @@ def test_scores_that_are_not_finite_are_refused(root, one_rank):
 
 def test_other_tokens_need_a_chat_template(root, one_rank):
     scorer = make_scorer(root / "other")
-    tokenizer = load_reward_tokenizer(str(root / "other"))
+    tokenizer = read_tokenizer(str(root / "other"))
     tokenizer.chat_template = None
 
     with pytest.raises(ValueError, match=r"no chat template: set `worker.reward_model.model.tokenizer_path`"):

@@ -78,3 +78,22 @@ def test_an_error_while_sampling_restores_the_stream_of_training():
         pass
 
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_stream_of_an_earlier_version_is_resumed():
+    rng = GenerationRng(3, "cpu")
+    saved = rng.state()
+    (version, words, gauss), (name, keys, *others) = saved["python"], saved["numpy"]
+    earlier = {
+        "torch_cpu": saved["torch"], "torch_cuda": None,
+        "numpy": [name, keys.tolist(), *others], "python": [version, list(words), gauss],
+    }  # fmt: skip
+    with rng.active():
+        expected = draw()
+
+    resumed = GenerationRng(4, "cpu")
+    resumed.set_state(earlier)
+
+    with resumed.active():
+        assert draw() == expected
+    assert resumed.state().keys() == saved.keys()

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
@@ -56,8 +56,15 @@ def downloaded(name: str) -> Path | None:
         return None
 
 
-def length_limit(config: dict[str, Any], overrides: dict[str, Any]) -> tuple[int, str] | None:
-    """Return the length above which vLLM refuses to start with this model, and its key in the config.
+class LengthLimit(NamedTuple):
+    """A number of tokens, and the key of a model's config that gives it."""
+
+    tokens: int
+    key: str
+
+
+def length_limit(config: dict[str, Any], overrides: dict[str, Any]) -> LengthLimit | None:
+    """Return the length above which vLLM refuses to start with this model.
 
     Where versions of vLLM differ, as for YaRN, it is the longer one.
     """
@@ -69,15 +76,15 @@ def length_limit(config: dict[str, Any], overrides: dict[str, Any]) -> tuple[int
     if not found or text.get("model_max_length") is not None:
         return None
     key = min(found, key=found.__getitem__)
-    return int(found[key] * _rope_factor(text)), key
+    return LengthLimit(int(found[key] * _rope_factor(text)), key)
 
 
 def context_problem(key: str, tokens: int, model: str, overrides: dict[str, Any]) -> Iterator[str]:
     """Yield that a length, the value of `key`, is beyond the model's: vLLM refuses to start with it."""
     config = read_model_config(model)
     limit = None if config is None else length_limit(config, overrides)
-    if limit is not None and tokens > limit[0]:
-        yield f"{key} must be at most {limit[0]}, the model's `{limit[1]}` in its config.json ({model})"
+    if limit is not None and tokens > limit.tokens:
+        yield f"{key} must be at most {limit.tokens}, the model's `{limit.key}` in its config.json ({model})"
 
 
 def _rope_factor(text: dict[str, Any]) -> float:
@@ -105,11 +112,12 @@ def tokenizer_of(model: str | None) -> str | None:
     return next((str(folder / name) for name in TOKENIZERS if (folder / name).is_dir()), model)
 
 
-def folder_problem(model: str, option: str) -> str | None:
+def folder_problem(model: str, option: str, *, has_lora: bool = True) -> str | None:
     """Say why a folder holds no model, or None if it may be one. A problem completes "`OPTION` ...".
 
     Args:
         option: Key of the model's section, for remedies.
+        has_lora: The section has options of adapters.
     """
     folder = Path(model)
     if not folder.is_dir() or (folder / CONFIG).is_file() or (folder / POLICY).is_dir():
@@ -119,10 +127,10 @@ def folder_problem(model: str, option: str) -> str | None:
     adapter = read_json(folder / ADAPTER)
     if adapter is not None:
         base = adapter.get("base_model_name_or_path") or "its base model"
-        return (
-            f"({folder}) is a LoRA adapter, not a model: set `{option}.model_path={base}` and"
-            f" `{option}.lora.path={folder}`"
-        )
+        remedy = f"set `{option}.model_path={base}` and `{option}.lora.path={folder}`"
+        if not has_lora:
+            remedy = f"set it to a folder with the adapter merged into {base}"
+        return f"({folder}) is a LoRA adapter, not a model: {remedy}"
     names = sorted(path.name for path in folder.iterdir())
     inside = [name for name in names if (folder / name / CONFIG).is_file()]
     if len(inside) == 1:

@@ -53,6 +53,13 @@ def done_before(checkpoint: Path | None, rows_per_step: int) -> Done:
     return Done(step, state.get("rows", step * rows_per_step))
 
 
+class Pending(NamedTuple):
+    """A checkpoint that is being written."""
+
+    step: int
+    score: float | None  # of the last validation
+
+
 class Validated(NamedTuple):
     """The score of a validation; higher is better."""
 
@@ -80,14 +87,14 @@ class RunState:
 
     def __post_init__(self) -> None:
         self.checkpoints = CheckpointTracker(self.config.checkpoint_folder, self.config.save_limit)
-        self._pending: tuple[int, float | None] | None = None  # step and score of one being written
+        self._pending: Pending | None = None
         self._score: float | None = None  # of the last validation, at this step or before
 
     @property
     def is_saved(self) -> bool:
         """Return whether a checkpoint of the current step is written, or begun."""
         if self._pending is not None:
-            return self._pending[0] == self.step
+            return self._pending.step == self.step
         return self.saved is not None and checkpoint_step(self.saved) == self.step
 
     @property
@@ -108,7 +115,7 @@ class RunState:
     def save(self) -> None:
         """Begin a checkpoint of the current step; with `trainer.async_save` training does not wait for it."""
         self._finish()  # one checkpoint is written at a time
-        self._pending = self.step, self._score
+        self._pending = Pending(self.step, self._score)
         try:
             folder = self.checkpoints.begin(self.step)
             self._write_own_files(folder)
@@ -176,7 +183,7 @@ class RunState:
             self._abandon(error)
             return
         try:
-            self.saved = self.checkpoints.publish(*self._pending)
+            self.saved = self.checkpoints.publish(self._pending.step, self._pending.score)
         except OSError as os_error:
             self._abandon(str(os_error))
             return
@@ -189,7 +196,7 @@ class RunState:
         self.checkpoints.clear()
         logger.warning(
             "a checkpoint could not be written, the next step tries again: step=%d free_mib=%.0f cause=%s",
-            self._pending[0], free, error,
+            self._pending.step, free, error,
         )  # fmt: skip
         self._pending, self.save_error = None, error
 

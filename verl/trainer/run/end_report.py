@@ -22,10 +22,12 @@ from verl.checkpoint.tracker import read_record
 from verl.config.trainer import RunConfig
 from verl.logger.console.bar import hours, stderr_console, stdout_console
 from verl.logger.file import METRICS_FILE
+from verl.utils.imports import deferred
 from verl.viewer.rollout_store import FOLDER as ROLLOUTS
 
 LABEL_WIDTH = 17
 SERVICES = ("wandb", "swanlab", "mlflow")
+command_path = deferred("verl.utils.typed_command", "command_path")  # training itself parses no command
 
 
 @dataclass(frozen=True)
@@ -86,14 +88,18 @@ def _entries(trainer: RunConfig, finished: Finished) -> Iterator[tuple[str, str]
         yield "curves", _shown(folder / METRICS_FILE)
     if "tensorboard" in trainer.logger:
         root = os.environ.get("TENSORBOARD_DIR")
-        yield "curves", f"tensorboard --logdir {_shown(Path(root) if root else folder / 'tensorboard')}"
+        yield "curves", _line("tensorboard", "--logdir", Path(root) if root else folder / "tensorboard")
     for service in SERVICES:
         if service in trainer.logger:
             yield "curves", f"{service}: {trainer.project_name}/{trainer.experiment_name}"
     if has_log or (folder / ROLLOUTS).is_dir():
-        yield "look", f"verl-view {_shown(folder)}"
+        yield "look", _line("verl-view", folder)
     if best is not None:
-        yield "export", f"verl-merge --local_dir {_shown(best / 'actor')}"
+        yield "export", _line("verl-merge", "--local_dir", best / "actor")
+
+
+def _line(command: str, *words: str | Path) -> str:
+    return " ".join(_shown(Path(word)) for word in (command_path(command), *words))
 
 
 def _best(folder: Path, saved: list[Path]) -> Path | None:

@@ -20,6 +20,7 @@ class TokenTargets(NamedTuple):
 
     tokens: Tensor  # (K,) int64 on CPU, ascending
     distributions: Distributions  # of these K tokens, on the device
+    source: str  # whose they are, for errors
 
 
 class Places(NamedTuple):
@@ -34,13 +35,13 @@ class Divergence:
     """Compares a policy with targets, each token with its own."""
 
     targets: Sequence[TokenTargets]  # of different tokens
-    function: Callable[[HeadLogits, Distributions], Tensor]  # of as many tokens in both, to (k,) nats
+    function: Callable[[HeadLogits, Distributions, str], Tensor]  # of as many tokens in both, to (k,) nats
 
     def places(self, num_tokens: int, rows: SPRows) -> list[Places]:
         """Find this rank's tokens among the targets, on CPU."""
         held = torch.arange(num_tokens) if rows.owned is None else rows.owned  # (m,)
         found = []
-        for tokens, _ in self.targets:
+        for tokens, *_ in self.targets:
             number = torch.full((num_tokens,), -1).index_copy(0, tokens, torch.arange(len(tokens)))
             targets = number[held]  # (m,)
             own = (targets >= 0).nonzero()[:, 0]
@@ -50,7 +51,7 @@ class Divergence:
     def __call__(self, policy: HeadLogits, places: Sequence[Places]) -> Tensor:
         """Compute the divergences of this rank's m tokens, (m,) float32; zero without a target."""
         total = torch.zeros(len(policy.hidden), device=policy.hidden.device)
-        for (_, distributions), (own, targets) in zip(self.targets, places, strict=True):
-            found = self.function(policy.of_tokens(own), distributions.of_tokens(targets))
+        for (_, distributions, source), (own, targets) in zip(self.targets, places, strict=True):
+            found = self.function(policy.of_tokens(own), distributions.of_tokens(targets), source)
             total = total.index_copy(0, own, found.to(total.dtype))
         return total

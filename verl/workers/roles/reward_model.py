@@ -14,12 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoTokenizer
 
 from verl.config.model import as_number
 from verl.config.worker import RewardModelConfig
 from verl.data.messages import Message
-from verl.models.auto import use_modelscope_hub_if_asked
 from verl.models.families.registry import family_of
 from verl.protocol import DataProto
 from verl.workers.packing.forward import PackedForward
@@ -103,18 +101,6 @@ class RewardModelScorer:
                 " videos, which a reward model can only score with the tokens, the chat template and the"
                 f" model type ({self.policy_model_type}) of `worker.actor.model.model_path`"
             )
-
-
-def load_reward_tokenizer(tokenizer_path: str, trust_remote_code: bool = False) -> Any:
-    """Load a reward model's tokenizer, which unlike the policy's may lack a chat template and padding."""
-    use_modelscope_hub_if_asked()
-    try:
-        return AutoTokenizer.from_pretrained(tokenizer_path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(
-            f"`worker.reward_model.model.model_path` (or `tokenizer_path`): {tokenizer_path} is neither a"
-            f" folder with a tokenizer nor a hub model that can be reached: {error}"
-        ) from error
 
 
 def has_same_tokens(tokenizer: Any, policy_tokenizer: Any) -> bool:

@@ -17,7 +17,7 @@ from verl.batch_keys import (
     TEACHER_TOP_IDS,
     TEACHER_TOP_LOG_PROBS,
 )
-from verl.config.distillation import DistillationLossConfig
+from verl.config.distillation import TEACHERS, DistillationLossConfig
 from verl.config.model import TrainedModelConfig
 from verl.models.families.mrope import continue_positions
 from verl.models.fused_log_probs import TokenLogProbs, linear_kl
@@ -60,7 +60,7 @@ class Teachers:
             return None
         rows, _ = micro.batch["loss_mask"].nonzero(as_tuple=True)  # (M,): the row of each token
         targets = []
-        for number, forward in enumerate(self.forwards.values()):
+        for number, (name, forward) in enumerate(self.forwards.items()):
             is_own = self._is_own(micro, number)
             own = micro[is_own.nonzero()[:, 0]]
             given = (
@@ -68,7 +68,7 @@ class Teachers:
                 if forward is None
                 else forward.head_logits(seen_by_teachers(own), temperature)
             )
-            targets.append(TokenTargets(is_own[rows].nonzero()[:, 0], given))
+            targets.append(TokenTargets(is_own[rows].nonzero()[:, 0], given, name))
         return Divergence(targets, self._compare)
 
     def loss_term(self) -> LossTerm:
@@ -126,7 +126,7 @@ class Teachers:
         top = torch.cat([top, log_of_others(top)], -1)
         return TopTokens(tensors[TEACHER_TOP_IDS][mask].long().to(self.device), top.to(self.device))
 
-    def _compare(self, policy: HeadLogits, teacher: Distributions) -> Tensor:
+    def _compare(self, policy: HeadLogits, teacher: Distributions, name: str) -> Tensor:
         is_forward = self.loss.is_forward
         if isinstance(teacher, HeadLogits):
             # vocabularies of models with one tokenizer differ in unused entries at the end
@@ -136,7 +136,7 @@ class Teachers:
                 return linear_kl(policy, teacher, is_forward=is_forward)
             teacher = top_tokens(teacher, self.loss.topk)
         assert isinstance(teacher, TopTokens), "there are two kinds"
-        check_vocabulary(teacher.ids, len(policy.weight))
+        check_vocabulary(name, teacher.ids, len(policy.weight))
         return top_kl(linear_top_log_probs(policy, teacher.ids), teacher.log_probs, is_forward=is_forward)
 
 
@@ -149,12 +149,12 @@ def log_of_others(top: Tensor) -> Tensor:
     return others.clamp_min(torch.finfo(torch.float32).eps).log().to(top.dtype)
 
 
-def check_vocabulary(ids: Tensor, size: int) -> None:
+def check_vocabulary(name: str, ids: Tensor, size: int) -> None:
     """Raise a ValueError if a teacher named a token that the policy does not have."""
     if ids.numel() and (largest := int(ids.max())) >= size:
         raise ValueError(
-            f"a teacher behind a server finds token {largest} likely, and the policy's vocabulary has {size}:"
-            " lower `distillation.distillation_loss.topk`, or load the teacher with `model_path`"
+            f"the teacher `{name}` finds token {largest} likely, and the policy's vocabulary has {size}:"
+            f" lower `distillation.distillation_loss.topk`, or load it with `{TEACHERS}.{name}.model_path`"
         )
 
 

@@ -6,49 +6,23 @@ keeps a second set of states and swaps the two around generation. Ranks of one t
 equal streams, or they sample different tokens without any error.
 """
 
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
-import torch
+from verl.distributed.device import GPU_STATE, is_gpu, random_state, set_random_state, set_seed
 
-from verl.distributed.device import gpu_random_state, is_gpu, set_gpu_random_state, set_seed
-
-
-def capture(device: str) -> dict[str, Any]:
-    """Return the states of all global generators; of GPUs only the current device's.
-
-    They are tensors, numbers and lists, which `torch.load(weights_only=True)` reads.
-    """
-    numpy_state: Any = np.random.get_state()
-    name, keys, *position = numpy_state
-    version, words, gauss = random.getstate()
-    return {
-        "torch_cpu": torch.get_rng_state(),
-        "torch_cuda": gpu_random_state() if is_gpu(device) else None,  # the name is that of checkpoints
-        "numpy": [name, keys.tolist(), *position],
-        "python": [version, list(words), gauss],
-    }
-
-
-def restore(state: dict[str, Any]) -> None:
-    torch.set_rng_state(state["torch_cpu"])
-    set_gpu_random_state(state["torch_cuda"])
-    np.random.set_state(tuple(state["numpy"]))
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(words), gauss))
+OLD_NAMES = {"torch_cpu": "torch", "torch_cuda": GPU_STATE}  # in the checkpoints of earlier versions
 
 
 @contextmanager
 def preserved_rng(device: str) -> Iterator[None]:
     """Restore the global generators after the block."""
-    before = capture(device)
+    before = random_state(device)
     try:
         yield
     finally:
-        restore(before)
+        set_random_state(before)
 
 
 class GenerationRng:
@@ -58,22 +32,23 @@ class GenerationRng:
         self.device = device
         with preserved_rng(device):
             set_seed(seed)  # of all GPUs as well
-            self._state = capture(device)
+            self._state = random_state(device)
 
     @contextmanager
     def active(self) -> Iterator[None]:
         """Draw from this stream inside the block."""
         with preserved_rng(self.device):
-            restore(self._state)
+            set_random_state(self._state)
             try:
                 yield
             finally:
-                self._state = capture(self.device)
+                self._state = random_state(self.device)
 
     def state(self) -> dict[str, Any]:
         return self._state
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Restore a result of `state`."""
-        gpu = state["torch_cuda"] if is_gpu(self.device) else None
-        self._state = state | {"torch_cuda": self._state["torch_cuda"] if gpu is None else gpu}
+        state = {OLD_NAMES.get(name, name): value for name, value in state.items()}
+        gpu = state[GPU_STATE] if is_gpu(self.device) else None
+        self._state = state | {GPU_STATE: self._state[GPU_STATE] if gpu is None else gpu}
