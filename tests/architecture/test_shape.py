@@ -6,17 +6,17 @@ import pytest
 from tests.architecture.shape import measure
 
 CEILINGS = {
-    "lines": 69_986,
-    "files": 448,
-    "percent of the largest room": 15,
+    "lines": 69_985,
+    "files": 420,
+    "percent of the largest room": 14,
     "files over 400 lines": 0,
-    "files under 60 lines": 48,
-    "files that share a name": 74,
+    "files under 60 lines": 34,
+    "files that share a name": 66,
     "longest function": 45,
     "functions that take PPOConfig": 9,
-    "modules below the trainer": 119,
-    "modules below the actor": 61,
-    "modules below the data set": 60,
+    "modules below the trainer": 113,
+    "modules below the actor": 58,
+    "modules below the data set": 59,
     "lines of README.md": 175,
 }
 

@@ -105,7 +105,7 @@ def test_a_source_shows_each_of_its_rows_once_an_epoch_in_an_order_of_its_own(mo
         epochs = [own[start : start + size] for start in range(0, len(own) - size + 1, size)]
         assert len(epochs) >= 2 and all(len(set(epoch)) == size for epoch in epochs)
         assert epochs[0] != epochs[1]
-        assert loader.epochs()[name] == pytest.approx(len(own) / size)
+        assert loader.parts[name].epochs == pytest.approx(len(own) / size)
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -159,7 +159,7 @@ def test_other_weights_count_from_the_step_at_which_they_came(model, tmp_path):
 
     counts = Counter(itertools.chain(*drawn(resumed, 7)[0]))
     assert counts == {"maths": 16, "code": 4, "chat": 8}
-    assert resumed.epochs()["maths"] > 16 / 7  # its rows went on from where they were
+    assert resumed.parts["maths"].epochs > 16 / 7  # its rows went on from where they were
 
 
 def test_conversations_are_mixed_as_prompts_are(model, tmp_path):

@@ -22,7 +22,7 @@ from verl.checkpoint.pipelines import merge_pipeline
 from verl.cli.merge import main
 from verl.config.files.paths import model_source
 from verl.config.model import ModelConfig
-from verl.diffusion.families.pipelines import SD3
+from verl.diffusion.families.registry import SD3
 from verl.trainer.model_checks import export_checkpoints
 
 pytestmark = pytest.mark.heavy

@@ -52,11 +52,7 @@ VALUE_BYTES = 4  # at least, of a decoded value
 
 
 class Rows:
-    """The rows of all sources, concatenated.
-
-    Args:
-        mixed: Name of the source of a mixture that each file belongs to, which its rows have in `column`.
-    """
+    """The rows of all files, concatenated; in a mixture, `column` has the name that `mixed` gives a file."""
 
     def __init__(self, sources: list[Source], mixed: Sequence[str] = (), column: str = "") -> None:
         self.sources, self.mixed, self.column = sources, mixed, column

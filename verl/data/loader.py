@@ -72,6 +72,7 @@ class PromptLoader(Generic[D]):
         self.drop_last, self.read_on = drop_last, read_on
         self.rows = rows
         self._readers = readers or RowReaders(dataset, num_workers, batch_size)
+        self.parts: dict[str, PromptLoader[D]] = {}  # of a mixture, by source
         self.epoch = 0
         self.position = 0  # rows of this epoch that were used
         self.bad_rows: dict[int, BadRow] = {}  # found when they were read
@@ -86,6 +87,11 @@ class PromptLoader(Generic[D]):
             return range(len(self.dataset))
         first, end = (bisect_left(self.dataset.indices, row) for row in (self.rows.start, self.rows.stop))
         return range(first, end)
+
+    @property
+    def epochs(self) -> float:
+        """Number of times that the rows were used."""
+        return self.epoch + self.position / len(self.positions)
 
     def __len__(self) -> int:
         whole, rest = divmod(len(self.positions), self.batch_size)
@@ -185,7 +191,6 @@ class MixedLoader(PromptLoader[D]):
 
     Args:
         sources: For each source, the numbers of its rows over all files and its weight.
-        options: Those of `PromptLoader`.
     """
 
     def __init__(
@@ -216,10 +221,6 @@ class MixedLoader(PromptLoader[D]):
         while True:
             items = [next(usable[self.turns.take()]) for _ in range(self.batch_size)]
             yield DataProto.from_single_dict(self.dataset.batch(items))
-
-    def epochs(self) -> dict[str, float]:
-        """Return how often each source's rows were used."""
-        return {name: part.epoch + part.position / len(part.positions) for name, part in self.parts.items()}
 
     def state_dict(self) -> dict[str, Any]:
         parts = {name: [part.epoch, part.position] for name, part in self.parts.items()}

@@ -104,10 +104,7 @@ def compute_batch_metrics(batch: DataProto, step: int) -> Metrics:
 
 
 def metrics_by_source(batch: DataProto, column: str) -> Metrics:
-    """Statistics of each source of a mixture, `source/NAME/...`.
-
-    The mean score and length of its responses, and its shares of the responses and of the trained tokens.
-    """
+    """Statistics of each source: of its responses, and its shares of all and of the trained tokens."""
     names, metrics = batch.non_tensor_batch[column], Metrics()
     scores = batch.batch["token_level_scores"].sum(-1)  # (B,)
     responses, trained = (batch.batch[key].bool().sum(-1) for key in ("response_mask", "loss_mask"))  # (B,)

@@ -23,14 +23,7 @@ from verl.config.ppo import PPOConfig
 from verl.config.sft import SFTConfig
 from verl.config.trainer import PARTIAL, STREAM, AsyncConfig, RunTree, TrainerConfig
 from verl.config.worker import RewardConfig, WorkerConfig
-from verl.data.loader import (
-    Loaders,
-    MixedLoader,
-    PromptLoader,
-    make_loaders,
-    make_sft_loaders,
-    show_to_teachers,
-)
+from verl.data.loader import Loaders, PromptLoader, make_loaders, make_sft_loaders, show_to_teachers
 from verl.data.media.cache import MediaCache
 from verl.data.media.sizes import MediaOptions
 from verl.data.readers import Readers, load_readers, media_options
@@ -198,15 +191,13 @@ def open_served_teachers(distillation: DistillationConfig, servers: RewardServer
 
 def source_stages(loaders: Loaders, data: DataConfig) -> list[RewardStage]:
     """Return the reward stage that adds the metrics of each source of a mixture, if there is one."""
-    loader = loaders.train
-    if not isinstance(loader, MixedLoader):
-        return []
+    parts = loaders.train.parts if loaders.train else {}
 
     def measure(batch: DataProto, timer: StageTimer) -> tuple[DataProto, Metrics]:
-        epochs = {f"source/{name}/epoch": epoch for name, epoch in loader.epochs().items()}
+        epochs = {f"source/{name}/epoch": part.epochs for name, part in parts.items()}
         return batch, metrics_by_source(batch, data.source_key) | epochs
 
-    return [measure]
+    return [measure] if parts else []
 
 
 def num_rows(loaders: Loaders) -> int:
