@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from transformers import AutoConfig, AutoModelForTokenClassification, AutoTokenizer, GenerationConfig
 
-from tests.helpers.checkpoints import save_shards
+from tests.helpers.checkpoints import modes_of, save_shards
 from tests.helpers.distributed import run_distributed
 from verl.checkpoint.export_files import unread_tensors
 from verl.checkpoint.legacy_shards import find_shard_files
@@ -201,14 +201,22 @@ def test_file_sizes_are_bounded_and_merging_again_replaces_the_files(models, che
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600)])
-def test_who_may_read_the_exported_weights_is_left_to_the_umask(checkpoints, umask, mode):
+def test_who_may_read_an_export_is_left_to_the_umask(models, tmp_path, umask, mode):
     before = os.umask(umask)
     try:
-        folder = merge_checkpoint(checkpoints / "qwen2")
+        save_adapter(tmp_path / "actor", models, models["qwen2"])
+        AutoTokenizer.from_pretrained(models["qwen2"]).save_pretrained(tmp_path / "actor" / "huggingface")
+        folder = merge_checkpoint(tmp_path / "actor", max_file_bytes=600_000)
     finally:
         os.umask(before)
 
-    assert (folder / "model.safetensors").stat().st_mode & 0o777 == mode
+    names = modes_of(folder)
+    assert {"model.safetensors.index.json", "config.json", "tokenizer.json"} < names.keys()
+    assert set(names.values()) == {mode}
+    assert modes_of(tmp_path / "actor" / "lora_adapter") == {
+        "adapter_config.json": mode,
+        "adapter_model.safetensors": mode,
+    }
 
 
 def test_others_may_read_the_weights_of_a_tiny_model_as_its_config(models):

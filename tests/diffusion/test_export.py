@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from examples.quickstart.tiny_pipelines import save_tiny_sd3
 from tests.diffusion import models
 from tests.diffusion.training import KINDS, build, images, save, update
+from tests.helpers.checkpoints import modes_of
 from tests.helpers.distributed import run_distributed
 from verl.checkpoint.merger import merge_checkpoint
 from verl.checkpoint.pipelines import merge_pipeline
@@ -149,6 +150,20 @@ def test_a_changed_export_leaves_the_base_as_it_is(actor, sd3_folder):
         file.write(b"changed")
 
     assert (sd3_folder / "vae" / "diffusion_pytorch_model.safetensors").read_bytes()[:7] != b"changed"
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_others_may_read_an_export_whose_base_is_private(actor, sd3_folder, tmp_path, kind):
+    base = shutil.copytree(sd3_folder, tmp_path / "base")
+    for name in modes_of(base):
+        (base / name).chmod(0o600)
+    local_dir = actor(kind)
+
+    exported = merge_checkpoint(local_dir, base_model=str(base))
+
+    modes = modes_of(exported) | modes_of(local_dir / "lora_adapter")
+    assert {"vae/config.json", "transformer/diffusion_pytorch_model.safetensors"} < modes.keys()
+    assert set(modes.values()) == {0o644}
 
 
 def test_an_export_that_was_interrupted_is_repeated(checkpoints, actor):

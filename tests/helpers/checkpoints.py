@@ -24,3 +24,9 @@ def stored_tensors(folder: Path) -> dict[str, torch.Tensor]:
         for file in folder.glob("*/model.safetensors")
         for name, tensor in load_file(file).items()
     }
+
+
+def modes_of(folder: Path) -> dict[str, int]:
+    """Return the permission bits of each file in a folder and those inside it, by its path."""
+    files = [file for file in folder.rglob("*") if file.is_file()]
+    return {str(file.relative_to(folder)): file.stat().st_mode & 0o777 for file in files}

@@ -152,7 +152,7 @@ def _copy_folder(source: Path, target: Path) -> None:
     # Not by hard links: what writes into the export later would change the base model.
     partial = target.with_name(f"{target.name}{PARTIAL}")
     shutil.rmtree(partial, ignore_errors=True)  # of an interrupted export
-    shutil.copytree(source, partial)
+    shutil.copytree(source, partial, copy_function=shutil.copyfile)  # who may read is left to the umask
     replace_folder(partial, target)
 
 
