@@ -71,6 +71,30 @@ def test_right_answers_score_1_alone_or_in_tags_and_wrong_ones_less(folder):
     assert all(score["overall"] < 1 and score["accuracy"] == 0 for score in wrong + empty)
 
 
+@pytest.mark.parametrize(
+    ("find", "answer", "response"),
+    [
+        ("number", "12", "7 + 5 is 12."),
+        ("number", "-3", "It is 4 - 7 = -3"),
+        ("word", "Yes", "The answer is: Yes."),
+    ],
+)
+def test_the_last_number_or_word_of_a_sentence_may_be_the_answer(find, answer, response):
+    task = {"number": "chain_sum", "word": "syllogism"}[find]
+    truth = json.dumps({"task": task, "answer": answer, "metadata": {}})
+    inputs = [
+        {"response": text, "ground_truth": truth} for text in (response, "", f"<answer>{answer}</answer>")
+    ]
+
+    assert [score["accuracy"] for score in compute_score(inputs, find=find)] == [1.0, 0.0, 1.0]
+    assert compute_score(inputs)[0]["accuracy"] == 0.0
+
+
+def test_an_unknown_way_to_find_the_answer_is_refused():
+    with pytest.raises(ValueError, match=r"`find` must be one of \['number', 'word'\], got 'digit'"):
+        compute_score([], find="digit")
+
+
 def test_options_of_a_task_are_those_of_reasoning_gym(tmp_path):
     assert main(["chain_sum:min_terms=5,max_terms=5", "--output", str(tmp_path), "--rows", "9"]) == 0
 
