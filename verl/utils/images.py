@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images and frames as viewers and players show them.
+"""Images and frames as viewers and players show them, and their files opened safely.
 
 Images are turned as their EXIF data say, put on white and converted to 8-bit RGB; frames of videos are turned
 by the display matrix of their file and have square pixels. The policy, the rollout engine, judges, tools, the
 viewer and the data check read every image and frame through here.
 """
 
+import io
+from collections.abc import Sequence
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -13,6 +15,10 @@ from PIL import ExifTags, Image
 
 # That Pillow decodes itself, tried in this order; a Pillow may lack some.
 IMAGE_FORMATS = "JPEG PNG WEBP GIF BMP PPM TIFF AVIF JPEG2000 DDS DIB ICNS ICO PCX PSD QOI SGI TGA"
+VIDEO_FORMATS = (
+    "mov", "matroska", "avi", "gif", "mpegts", "mpeg", "mpegvideo", "m4v", "h264", "hevc", "ivf", "flv",
+    "asf", "ogg",
+)  # fmt: skip
 # By the orientation of EXIF data, from 1; the last four swap width and height.
 TURNS = ("", "FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM")
 TURNS += ("TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90")
@@ -22,6 +28,22 @@ def open_image(source: str | BinaryIO) -> Image.Image:
     """Open an image of one of the formats; for PostScript, Pillow would run a program."""
     Image.init()
     return Image.open(source, formats=[name for name in IMAGE_FORMATS.split() if name in Image.OPEN])
+
+
+def open_container(source: str | bytes, formats: Sequence[str] = VIDEO_FORMATS) -> Any:
+    """Open a file in one of FFmpeg's formats, as PyAV's `InputContainer`.
+
+    Other demuxers open what a file names: playlists other files, session descriptions network ports.
+    """
+    import av  # noqa: PLC0415 - images need none
+    import av.error  # noqa: PLC0415
+
+    safe = {"format_whitelist": ",".join(formats), "protocol_whitelist": "file"}
+    file = io.BytesIO(source) if isinstance(source, bytes) else source
+    try:
+        return av.open(file, "r", container_options=safe)
+    except av.error.ArgumentError as error:  # all that FFmpeg says of a format that is not listed
+        raise ValueError(f"it is damaged, or in none of the formats {', '.join(formats)}") from error
 
 
 def shown_size(image: Image.Image) -> tuple[int, int]:

@@ -5,7 +5,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.data.media.test_hostile_videos import PLAYLISTS, opened_files
 from tests.helpers.chat_server import image_of
+from tests.helpers.films import save_film
 from tests.helpers.media import image_bytes, save_image, save_video
 from verl.rewards.graders.chat_media import MediaLimits, media_parts
 
@@ -21,6 +23,17 @@ def test_images_come_in_their_order_from_paths_bytes_and_dictionaries(tmp_path):
 
 def test_a_row_without_media_has_no_parts():
     assert media_parts(None) == media_parts({}) == media_parts({"audios": ["a.wav"]}) == []
+
+
+@pytest.mark.parametrize("name", PLAYLISTS)
+def test_a_playlist_in_the_place_of_a_video_opens_no_other_file(name, tmp_path):
+    save_film(tmp_path / "other.ts", "libx264", 12, 12)
+    (tmp_path / name).write_bytes(PLAYLISTS[name])
+
+    with opened_files(tmp_path) as opened, pytest.raises(ValueError, match="in none of the formats mov, "):
+        media_parts({"videos": [str(tmp_path / name)]})
+
+    assert opened == {name}
 
 
 def test_an_image_above_the_limit_is_reduced_and_keeps_its_aspect_ratio(tmp_path):

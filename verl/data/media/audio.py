@@ -2,16 +2,14 @@
 """Read audio with PyAV, as one channel at the rate that a model hears."""
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 
 import av
-import av.error
 import numpy as np
-from av.container import InputContainer
 
-from verl.data.media.references import openable
+from verl.utils.images import open_container
 
 FORMATS = (
     "wav", "w64", "aiff", "au", "mp3", "flac", "ogg", "aac", "amr", "mov", "matroska", "avi", "mpegts",
@@ -30,21 +28,9 @@ class AudioOptions:
     audio_end: float | None = None
 
 
-def open_container(source: str | bytes, formats: Sequence[str] = FORMATS) -> InputContainer:
-    """Open a file in one of FFmpeg's formats.
-
-    Other demuxers open what a file names: playlists other files, session descriptions network ports.
-    """
-    safe = {"format_whitelist": ",".join(formats), "protocol_whitelist": "file"}
-    try:
-        return av.open(openable(source), "r", container_options=safe)
-    except av.error.ArgumentError as error:  # all that FFmpeg says of a format that is not listed
-        raise ValueError(f"it is damaged, or in none of the formats {', '.join(formats)}") from error
-
-
 def has_audio(source: str | bytes) -> bool:
     """Return whether a file has an audio stream, without decoding."""
-    with open_container(source) as container:
+    with open_container(source, FORMATS) as container:
         return bool(container.streams.audio)
 
 
@@ -78,7 +64,7 @@ def read_audio(source: str | bytes, options: AudioOptions) -> np.ndarray:
 def _resampled(source: str | bytes, rate: int) -> Iterator[np.ndarray]:
     # The channels stay apart: FFmpeg would mix them by their power, models hear their mean.
     resampler = av.AudioResampler(format="fltp", rate=rate)
-    with open_container(source) as container:
+    with open_container(source, FORMATS) as container:
         if not container.streams.audio:
             raise ValueError("the file has no audio stream")
         # After the last frame, None gives what the filter holds back.

@@ -16,7 +16,6 @@ import av.error
 import numpy as np
 from av.container import InputContainer
 
-from verl.data.media.audio import open_container
 from verl.data.media.video_seek import (
     EXACT_FORMATS,
     Packets,
@@ -27,16 +26,12 @@ from verl.data.media.video_seek import (
     index_timeline,
     read_packets,
 )
-from verl.utils.images import shown_frame, shown_frame_size
+from verl.utils.images import open_container, shown_frame, shown_frame_size
 
 # The last frame is repeated for frames that the container announces but the decoder does not deliver (edit
 # lists, a truncated last group), up to this share of the video.
 MISSING_RATIO = 0.02
 DECODING_THREADS = 4  # before a jump, each one decodes a frame that is not needed
-FORMATS = (
-    "mov", "matroska", "avi", "gif", "mpegts", "mpeg", "mpegvideo", "m4v", "h264", "hevc", "ivf", "flv",
-    "asf", "ogg",
-)  # fmt: skip
 GIF = "gif"  # whose packets have times, but which cannot be read from the middle
 RATE_ERROR = 0.02  # of the rate that a container names
 TURNING_FORMATS = ("mov", "matroska")  # may have a display matrix, which decoded frames tell
@@ -294,8 +289,8 @@ def resize_frame(pixels: np.ndarray, size: tuple[int, int]) -> np.ndarray:
 
 @contextmanager
 def opened_video(source: str | bytes) -> Iterator[tuple[InputContainer, av.VideoStream]]:
-    """Open the first video stream of a file in one of `FORMATS`; a ValueError says why it cannot be read."""
-    with open_container(source, FORMATS) as container:
+    """Open the first video stream of a file; a ValueError says why it cannot be read."""
+    with open_container(source) as container:
         if not container.streams.video:
             raise ValueError("the file has no video stream")
         stream = container.streams.video[0]

@@ -17,12 +17,11 @@ from typing import Any
 import av
 from PIL import Image
 
-from verl.utils.images import frame_image, open_image, to_rgb
+from verl.utils.images import frame_image, open_container, open_image, to_rgb
 
 Part = dict[str, Any]  # an entry of a message's `content`
 Reference = str | bytes | dict[str, Any]
 
-SAFE = {"protocol_whitelist": "file"}  # a file may name others, which are not fetched
 QUALITY = 90  # of JPEG
 KEPT = 32  # encoded media of a process: the responses to a prompt share them
 
@@ -100,7 +99,7 @@ def _modified(source: str | bytes) -> int:
 
 @lru_cache(maxsize=KEPT)
 def _encoded_image(source: str | bytes, _modified: int, max_pixels: int) -> str:
-    with open_image(_openable(source)) as image:
+    with open_image(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
         return _data_url(to_rgb(image), max_pixels)
 
 
@@ -108,7 +107,7 @@ def _encoded_image(source: str | bytes, _modified: int, max_pixels: int) -> str:
 def _encoded_frames(
     source: str | bytes, _modified: int, start: float, end: float | None, limits: MediaLimits
 ) -> tuple[tuple[float, str], ...]:
-    with av.open(_openable(source), container_options=SAFE) as container:
+    with open_container(source) as container:
         stream = container.streams.video[0]
         frames = _frames_at(container, start, end, limits.max_frames)
         return tuple(
@@ -155,10 +154,6 @@ def _duration(container: Any, stream: Any) -> float:
     if container.duration:
         return container.duration / av.time_base
     return sum(1 for _ in container.demux(stream)) / float(stream.average_rate or 1)
-
-
-def _openable(source: str | bytes) -> Any:
-    return io.BytesIO(source) if isinstance(source, bytes) else source
 
 
 def _data_url(image: Image.Image, max_pixels: int) -> str:
