@@ -157,12 +157,6 @@ class GenericFamily(VisionFamily):
 # --- modules
 
 
-class DeepseekVL(GenericFamily):
-    """DeepSeek-VL in transformers' format, which vLLM does not have: the engine is its language model."""
-
-    embeds_prompts = True
-
-
 _structures: dict[tuple[str, str], Structure] = {}  # by the types of a model and its language model
 
 

@@ -55,8 +55,8 @@ LISTED = (
     Listed("glm_v:GlmV", ("glm4v", "glm4v_moe", "glm46v"), ("Glm4vProcessor", "Glm46VProcessor")),
     Listed("gemma:Gemma3", ("gemma3",), ("Gemma3Processor",)),
     Listed("gemma:Gemma4", ("gemma4",), ("Gemma4Processor",)),
-    Listed("cohere:CohereVision", ("aya_vision", "cohere2_vision")),
-    Listed("generic:DeepseekVL", ("deepseek_vl",)),
+    Listed("nearly_generic:CohereVision", ("aya_vision", "cohere2_vision")),
+    Listed("nearly_generic:DeepseekVL", ("deepseek_vl",)),
 )  # fmt: skip
 TEXT, GENERIC = Family(), GenericFamily()
 

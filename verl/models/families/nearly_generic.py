@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Aya Vision and Command A Vision, whose classes in transformers leave out the scale of their logits."""
+"""Models of which the generic family gets all but one thing right."""
 
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ class LogitScale(NamedTuple):
 
 
 class CohereVision(GenericFamily):
-    """Everything but the logits is found as for a model without a file."""
+    """Aya Vision and Command A Vision, whose classes in transformers leave out the scale of their logits."""
 
     def engine_overrides(self, config: Any) -> dict[str, Any]:
         # vLLM (0.32, commandr.py:244) adds a token to the window, which transformers' class does not.
@@ -35,3 +35,9 @@ class CohereVision(GenericFamily):
         is_repaired = any(isinstance(hook, LogitScale) for hook in head._forward_hooks.values())
         if not is_repaired and not is_scalar(model.config):
             head.register_forward_hook(LogitScale(model.config.get_text_config().logit_scale))
+
+
+class DeepseekVL(GenericFamily):
+    """DeepSeek-VL in transformers' format, which vLLM does not have: the engine is its language model."""
+
+    embeds_prompts = True
