@@ -6,7 +6,7 @@ import pytest
 from tests.architecture.shape import measure
 
 CEILINGS = {
-    "lines": 69_983,
+    "lines": 69_986,
     "files": 420,
     "percent of the largest room": 14,
     "files over 400 lines": 0,

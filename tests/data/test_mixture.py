@@ -246,13 +246,30 @@ def test_a_column_that_would_be_lost_is_refused_by_name(look, model, tmp_path):
     assert set(batch.non_tensor_batch["origin"]) <= set(sources)
 
 
+@pytest.mark.parametrize("key", ["prompts", "ground_truth", "uid"])
+def test_the_name_of_a_batch_key_is_no_column_of_sources(key, model, tmp_path):
+    with pytest.raises(ValueError, match=rf"`data.source_key` \({key}\) must not be the name of a batch key"):
+        open_mixture(model, tmp_path, make_sources(tmp_path), source_key=key)
+
+
+def test_a_source_whose_rows_are_all_bad_is_refused_with_the_first_of_them(model, tmp_path):
+    file = write(tmp_path / "bad.jsonl", [{"prompt": None, "answer": 1}] * 3)
+    sources = make_sources(tmp_path) | {"bad": SourceConfig(train_files=file)}
+
+    with pytest.raises(
+        ValueError,
+        match=r"no row of `data.sources.bad` can be used: 3 of 3 rows are bad, first .*bad.jsonl, row 0",
+    ):
+        open_mixture(model, tmp_path, sources, on_bad_row="skip")
+
+
 def test_a_source_without_a_usable_row_is_refused_by_name(model, tmp_path):
     file = write(tmp_path / "long.jsonl", [{"prompt": "word " * 200, "answer": 1}])
     sources = make_sources(tmp_path) | {"long": SourceConfig(train_files=file)}
 
     with pytest.raises(ValueError, match=r"no row of `data.sources.long` can be used"):
         open_mixture(model, tmp_path, sources)
-    with pytest.raises(ValueError, match=r"no row of `data.sources.long` can be used.*1 too long"):
+    with pytest.raises(ValueError, match=r"no row of `data.sources.long` can be used.* too long"):
         next(iter(open_mixture(model, tmp_path, sources, streaming=True)))
 
 
@@ -266,7 +283,7 @@ def test_a_source_without_a_usable_row_is_refused_by_name(model, tmp_path):
         ),
         (
             dict(sources={"a": SourceConfig(train_files="a.jsonl")}, train_files="b.jsonl"),
-            "`data.train_files` must not be set along with",
+            "`data.train_files` must be empty with `data.sources`: clear it, `data.train_files=`",
         ),
     ],
 )

@@ -150,7 +150,7 @@ class RowsConfig:
                 yield f"`{path}.media_url_hosts` must be names such as files.example.org, got {host!r}"
         for name in FILES:
             if self._files_of_sources(name) not in ([], _listed(getattr(self, name))):
-                yield f"`{path}.{name}` must not be set along with `{name}` of `{path}.sources`: add a source"
+                yield f"`{path}.{name}` must be empty with `{path}.sources`: clear it, `{path}.{name}=`"
 
 
 @dataclass(frozen=True)

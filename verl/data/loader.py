@@ -128,10 +128,10 @@ class PromptLoader(Generic[D]):
 
     def too_few(self, what: str) -> ValueError:
         """Return the error of rows of which an epoch is not enough."""
-        first_bad = next(iter(self.bad_rows.values()), None)
+        rows = range(len(self.dataset.rows)) if self.rows is None else self.rows
+        bad = [row for row in [*self.dataset.bad_rows, *self.bad_rows.values()] if row.index in rows]
         return ValueError(
-            f"no {what}: {len(self.bad_rows)} of {len(self.positions)} rows are bad, first {first_bad}, and"
-            f" {self.num_overlong} too long"
+            f"no {what}: {len(bad)} of {len(rows)} rows are bad, first {next(iter(bad), None)}, rest too long"
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -149,7 +149,7 @@ class PromptLoader(Generic[D]):
         if changed and not allow_changes:
             raise ValueError(
                 f"the data differ from the checkpoint's, (then, now): {changed}: resume with the same"
-                " `data.train_files`, `data.seed` and filter options"
+                " `data.train_files` or `data.sources`, `data.seed` and filter options"
             )
         self.epoch, self.position = state["epoch"], min(state["position"], len(self.positions))
 

@@ -13,19 +13,15 @@ import torch
 class Turns:
     """Whose turn it is: after any number of turns, each source had its share of them to within one.
 
-    The rule of R. Tijdeman, The chairman assignment problem (1980): of the sources that are not ahead of
-    their share, the one whose turn is due first. With S sources no count is further than 1 - 1 / (2 S - 2)
-    from its share, and no other rule can promise less.
-
-    Attributes:
-        counts: Turns that each source had.
+    The rule of R. Tijdeman, The chairman assignment problem (1980): of the sources not ahead of their share,
+    the one whose turn is due first. With S sources, counts are within 1 - 1 / (2 S - 2) of the shares.
     """
 
     def __init__(self, weights: Mapping[str, float]) -> None:
         exact = {name: Fraction(str(weight)) for name, weight in weights.items()}
         self.shares = {name: weight / sum(exact.values()) for name, weight in exact.items()}
         self.slack = Fraction(1, max(1, 2 * len(exact) - 2))
-        self.counts = dict.fromkeys(exact, 0)
+        self.counts = dict.fromkeys(exact, 0)  # turns that each source had
 
     def take(self) -> str:
         """Return the name of the source that is next."""

@@ -48,6 +48,8 @@ class RLHFDataset(RowDataset):
     def __init__(self, *arguments: Any, reserved: Container[str] = (), **options: Any) -> None:
         # `reserved` are names that columns must not use in a batch.
         super().__init__(*arguments, **options)
+        if self.rows.mixed and (self.rows.column in TENSORS + COLUMNS or self.rows.column in reserved):
+            raise ValueError(f"`data.source_key` ({self.rows.column}) must not be the name of a batch key")
         self._names = self._column_names(reserved)
         self._unknown: set[str] = set()  # columns that were warned of
 

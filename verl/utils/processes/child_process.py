@@ -25,6 +25,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, NoReturn
 
+from verl.utils.cuda_builds import CHILD_SITE, child_environment
 from verl.utils.standard_streams import outlive_readers
 
 Serve = Callable[[Connection], object]
@@ -144,7 +145,8 @@ class ChildProcess:
         handles = [theirs.fileno(), report.fileno()]
         # Says in `ps` what the process does.
         label = getattr(serve, "module", None) or getattr(serve, "func", serve).__module__
-        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        repair = [str(CHILD_SITE)] if child_environment() else []
+        path = os.pathsep.join([*repair, *(entry or os.getcwd() for entry in sys.path)])
         word = uuid.uuid4().hex
         family = f"{os.environ.get(FAMILY, '')}:{word}"
         with STARTING:
