@@ -40,15 +40,23 @@ from asking import ask, read_film, read_frames, read_image, read_sound
 from digits import DIGITS, write_digits
 from events import ANSWERS, NUM_FRAMES, write_event_questions
 from moving import NUM_SAMPLED, write_video_questions
-from paintings import paint_pictures, paint_videos, write_pictures, write_prompts
 from runs import HERE, ROOT, curve, make_parser, output_folder
 from shapes import write_questions
 from sums import answer_sums, write_model, write_sums
-from tiny_pipelines import save_tiny_sd3, save_tiny_wan
 from tones import PITCHES, write_tone_questions
 
 from verl.logger.file import read_log
 from verl.models.tiny import save_tiny_model
+from verl.utils.imports import deferred
+
+# Only the demos that paint need diffusers.
+paint_pictures, paint_videos, write_pictures, write_prompts = (
+    deferred("paintings", name)
+    for name in ("paint_pictures", "paint_videos", "write_pictures", "write_prompts")
+)
+save_tiny_sd3, save_tiny_wan = (
+    deferred("tiny_pipelines", name) for name in ("save_tiny_sd3", "save_tiny_wan")
+)
 
 ACCURACY = "val/accuracy_reward"
 Panels = dict[str, tuple[str, tuple[float, float] | None]]  # title: metric, its range
