@@ -272,6 +272,15 @@ def text(row: Row, column: str) -> str:
     return value
 
 
+def single_message(prompt: Any) -> str:
+    """Return a prompt that is text, or the only message of a chat."""
+    if isinstance(prompt, str):
+        return prompt
+    if not isinstance(prompt, list) or len(prompt) != 1 or prompt[0].get("role") != "user":
+        raise BadRowError("the prompt is not one message of the user")
+    return text(prompt[0], "content")
+
+
 def either(row: Row, first: str, second: str) -> Any:
     """Return the first column that has a value."""
     value = row.get(first)

@@ -10,11 +10,10 @@ format; they are removed because the prompt template has its own.
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run from a clone without installing
 
-from examples.data_preprocess.common import DataSet, main, text
+from examples.data_preprocess.common import DataSet, main, single_message, text
 from verl.data.bad_rows import BadRowError
 from verl.data.files import Row
 
@@ -24,20 +23,12 @@ TAIL = re.compile(r'\s*Remember to put your answer on its own line after "Answer
 
 def convert(row: Row) -> Row:
     return {
-        "problem": _without_instructions(_single_message(row["prompt"])),
+        "problem": _without_instructions(single_message(row["prompt"])),
         "answer": text(row["reward_model"] or {}, "ground_truth"),
         "ability": row.get("ability"),
         "id": (row.get("extra_info") or {}).get("index"),
         "data_source": row.get("data_source"),
     }
-
-
-def _single_message(prompt: Any) -> str:
-    if isinstance(prompt, str):
-        return prompt
-    if not isinstance(prompt, list) or len(prompt) != 1 or prompt[0].get("role") != "user":
-        raise BadRowError("the prompt is not one message of the user")
-    return text(prompt[0], "content")
 
 
 def _without_instructions(prompt: str) -> str:

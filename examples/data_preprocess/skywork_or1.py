@@ -16,7 +16,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run from a clone without installing
 
-from examples.data_preprocess.common import DataSet, main, text
+from examples.data_preprocess.common import DataSet, main, single_message, text
 from verl.data.bad_rows import BadRowError
 from verl.data.files import Row
 
@@ -31,9 +31,8 @@ def convert(model: str, row: Row) -> Row:
         raise BadRowError(f"it has no difficulty for {model}")
     if not 0 < level < ATTEMPTS:
         raise BadRowError(f"{model} answers it {'always' if level == 0 else 'never'}")
-    [message] = row["prompt"]
     return {
-        "problem": text(message, "content"),
+        "problem": single_message(row["prompt"]),
         "answer": _answer(text(row["reward_model"] or {}, "ground_truth"), row["ability"]),
         "ability": row["ability"],
         "level": level,

@@ -97,6 +97,7 @@ def test_skyworks_answers_are_texts_and_tests(ability, truth, answer):
             "no difficulty for DeepSeek-R1-Distill-Qwen-7B",
         ),
         (skywork_row(truth='["1", "2"]'), "several right answers"),
+        (skywork_row() | {"prompt": [{"role": "system", "content": "?"}] * 2}, "not one message of the user"),
     ],
 )
 def test_skyworks_rows_that_teach_the_model_nothing_are_left_out(row, reason):

@@ -129,9 +129,12 @@ class PromptLoader(Generic[D]):
     def too_few(self, what: str) -> ValueError:
         """Return the error of rows of which an epoch is not enough."""
         rows = range(len(self.dataset.rows)) if self.rows is None else self.rows
-        bad = [row for row in [*self.dataset.bad_rows, *self.bad_rows.values()] if row.index in rows]
+        at_start = [row for row in self.dataset.bad_rows if row.index in rows]
+        too_long = len(rows) - len(self.positions) - len(at_start) + self.num_overlong
+        bad = [*at_start, *(row for row in self.bad_rows.values() if row.index in rows)]
         return ValueError(
-            f"no {what}: {len(bad)} of {len(rows)} rows are bad, first {next(iter(bad), None)}, rest too long"
+            f"no {what}: {len(bad)} of {len(rows)} rows are bad, first {next(iter(bad), None)}, and"
+            f" {too_long} too long"
         )
 
     def state_dict(self) -> dict[str, Any]:
