@@ -20,6 +20,7 @@ from torch import Tensor
 
 # Columns that several stages read: importing a name from here pulls in no stage.
 BEGUN = "begun"  # unfinished responses of each prompt, by sample; engines continue them
+SAMPLED_ROW = "sampled_row"  # index of the row that a sampler drew
 TEACHER_IDS = "teacher_ids"
 TEACHER_LOG_PROBS = "teacher_log_probs"  # (B, R): of the sampled tokens
 TEACHER_TOP_IDS = "teacher_top_ids"  # (B, R, Z) int32: the most likely tokens, from a server
@@ -61,6 +62,7 @@ TABLE = (
     BatchKey("prompt_messages", "B", "object", "loader", "reward model"),
     BatchKey("ground_truth", "B", "object", "loader", "reward"),
     BatchKey("multi_modal_data", "B", "object", "loader", "rollout, log-probs, values, update"),
+    BatchKey("sampled_row", "B", "object", "loader (`data.sampler`)", "loader"),
     BatchKey("uid", "B", "object", "collector", "collector, advantage"),
     BatchKey("responses", "B R", "int64", "rollout", "reward, log-probs, values, update"),
     BatchKey("response_mask", "B R", "mask", "rollout", "reward, reward model, metrics, rollout log"),

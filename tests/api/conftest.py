@@ -6,7 +6,7 @@ import yaml
 
 from tests.helpers.fine_tuning import arguments_for, write_conversations
 from tests.helpers.quickstart import make_folder
-from tests.helpers.training import quickstart_arguments
+from tests.helpers.training import SAMPLERS, quickstart_arguments
 from tests.helpers.warm_runs import warm_processes
 
 
@@ -38,10 +38,14 @@ def as_mapping(arguments):
 
 @pytest.fixture
 def questions(folder, tmp_path):
-    """The file and the overrides of a run of two steps in one process, with transformers as its engine."""
+    """The file and the overrides of a run of two steps in one process, with transformers as its engine.
+
+    A sampler draws its rows, so that runs that resume are runs that resume a sampler.
+    """
     arguments = quickstart_arguments(
         folder, folder / "model", "worker.rollout.name=hf", "trainer.n_gpus_per_node=1",
         "trainer.max_steps=2", "trainer.save_freq=1", f"trainer.save_checkpoint_path={tmp_path / 'run'}",
+        f"data.sampler={SAMPLERS}/by_pass_rate.py:ByPassRate",
     )  # fmt: skip
     return as_mapping(arguments)
 

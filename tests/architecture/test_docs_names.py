@@ -38,6 +38,7 @@ NUMBERS = (
     "twelve",
     "thirteen",
     "fourteen",
+    "fifteen",
 )
 COUNTS = {  # what is counted: how many there are
     r"(?:advantage )?estimators": len(ADV_ESTIMATORS.names()),

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import pytest
 
+from tests.helpers.training import SAMPLERS
 from verl.config.files.paths import function_in_file
 from verl.config.ppo import PPOConfig
 from verl.config.schema import ConfigError, config_notes, load_config
@@ -334,6 +335,19 @@ def test_what_continued_responses_exclude_is_refused_with_a_mode_that_can(minima
     problems = problems_of(minimal, *MODES[mode], *arguments)
 
     assert any(problem.startswith(rule.format(mode=mode)) for problem in problems), problems
+
+
+@pytest.mark.parametrize("mode", [GROWING, MODES["partial"]])
+def test_a_run_with_a_sampler_repeats_only_with_one_engine(minimal, mode):
+    sampler = f"data.sampler={SAMPLERS}/by_pass_rate.py:ByPassRate"
+    load(minimal, *mode, sampler)
+
+    (problem,) = problems_of(minimal, *mode, sampler, "trainer.async.deterministic=true")
+
+    assert problem == (
+        "`trainer.async_training.deterministic` must be false with `data.sampler` and several engines, got 2:"
+        " they finish groups in any order, and the sampler draws by their scores"
+    )
 
 
 CONVERSATION = ("worker.rollout.multi_turn.enable=true", "worker.rollout.multi_turn.tools=[calculator]")

@@ -14,10 +14,9 @@ from tests.helpers.training import QUICKSTART
 from verl.config.data import DataConfig
 from verl.config.distillation import DistillationConfig, DistillationLossConfig, TeacherConfig
 from verl.config.model import ModelConfig
-from verl.data.loader import show_to_teachers
 from verl.data.media.sizes import MediaOptions
 from verl.data.readers import load_readers
-from verl.data.rl_dataset import RLHFDataset
+from verl.data.rl_dataset import RLHFDataset, show_to_teachers
 from verl.models.tiny import save_tiny_model
 from verl.protocol import DataProto
 

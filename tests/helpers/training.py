@@ -14,6 +14,7 @@ from verl.trainer.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICKSTART = ROOT / "examples" / "quickstart"
+SAMPLERS = QUICKSTART.parent / "sampler"
 
 SMALL = [
     "data.rollout_batch_size=4",

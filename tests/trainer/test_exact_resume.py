@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.runs import Run, assert_same, killed_and_resumed, saved_tensors
-from tests.helpers.training import QUICKSTART, mixed, quickstart_arguments, read_metrics
+from tests.helpers.training import QUICKSTART, SAMPLERS, mixed, quickstart_arguments, read_metrics
 from verl.models.tiny import save_tiny_model
 
 sys.path.insert(0, str(QUICKSTART))
@@ -29,8 +29,14 @@ MUON = [
     "worker.actor.optim.lr_scheduler_type=wsd",
     "worker.actor.optim.lr_decay_ratio=0.9",
 ]
+SAMPLED = [
+    f"data.sampler={SAMPLERS}/by_pass_rate.py:ByPassRate",
+    "data.sampler_kwargs={score: accuracy, rest: 1}",
+]
 KINDS = {
     "text, mixed": ("qwen2", []),
+    "text, mixed, sampled": ("qwen2", SAMPLED),
+    "text, filtered, sampled": ("qwen2", [*FILTER, *SAMPLED]),
     "text, filtered": ("qwen2", FILTER),
     "images": ("qwen2_5_vl", []),
     "images, filtered": ("qwen2_5_vl", FILTER),

@@ -20,11 +20,16 @@ HEAD = """\
 import torch
 from verl.algorithms.advantage_types import Advantages
 from verl.algorithms.policy_loss_types import PolicyLoss, policy_loss, policy_terms
+from verl.data.order import RowSampler
 from verl.logger.base import Logger
 from verl.models.families.interface import Family
 from verl.models.families.qwen_vl import QwenVL
 from verl.utils.registry import needs
 
+"""
+STATELESS = """
+    def state_dict(self): return {}
+    def load_state_dict(self, state): ...
 """
 OPTIONS = {
     "estimator": "algorithm.adv_estimator",
@@ -35,6 +40,7 @@ OPTIONS = {
     "engine": "worker.rollout.name",
     "logger": "trainer.logger",
     "dataset": "data.dataset",
+    "sampler": "data.sampler",
     "family": "worker.actor.model.family",
 }
 
@@ -76,6 +82,20 @@ GOOD = {
 
         class good(RLHFDataset):
             pass
+        """,
+    "sampler": """
+        class good(RowSampler):
+            next = 0
+
+            def draw(self, count):
+                self.next += 1
+                return [self.next % 4]
+
+            def state_dict(self):
+                return {"next": self.next}
+
+            def load_state_dict(self, state):
+                self.next = state["next"]
         """,
     "family": """
         class MyFamily(Family):
@@ -282,6 +302,35 @@ BAD = {
                 return batch | {"prompts": batch["prompts"][:, 1:]}
         """,
         "must make batches of the key table: ",
+    ),
+    "a sampler of another base": (
+        "sampler",
+        "class bad(list): ...\n",
+        "must be a class derived from RowSampler",
+    ),
+    "a sampler without a state": (
+        "sampler",
+        "class bad(RowSampler):\n    def draw(self, count): return [0]\n",
+        "TypeError: Can't instantiate abstract class bad with abstract methods load_state_dict, state_dict",
+    ),
+    "a sampler that draws rows that are not there": (
+        "sampler",
+        f"class bad(RowSampler):{STATELESS}    def draw(self, count): return [count]\n",
+        "must draw 1 to 4 indices below 4, got [4]",
+    ),
+    "a sampler whose resumed run draws other rows": (
+        "sampler",
+        f"""class bad(RowSampler):{STATELESS}
+    def draw(self, count):
+        self.seed += 1
+        return [self.seed % 4]
+""",
+        "must draw the same rows after `load_state_dict`, got [3] and [2]",
+    ),
+    "a sampler that cannot be stored": (
+        "sampler",
+        f"class bad(RowSampler):{STATELESS}    def draw(self, count): return [0]\n".replace("{}", "open"),
+        "It raised",
     ),
     "a family that is a name": (
         "family",

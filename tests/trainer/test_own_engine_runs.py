@@ -10,7 +10,15 @@ import pytest
 
 from tests.faults.runs import Run, killed_and_resumed, saved_tensors
 from tests.helpers.agent_runs import OPTIONS, save_model, talkative, write_dots
-from tests.helpers.training import QUICKSTART, learned, mixed, quickstart_arguments, read_metrics, train
+from tests.helpers.training import (
+    QUICKSTART,
+    SAMPLERS,
+    learned,
+    mixed,
+    quickstart_arguments,
+    read_metrics,
+    train,
+)
 from verl.models.tiny import save_tiny_model
 
 sys.path.insert(0, str(QUICKSTART))
@@ -27,6 +35,10 @@ PARTIAL = ["trainer.async.mode=partial", "trainer.async.deterministic=true"]
 ADAPTERS = ["worker.actor.model.lora.rank=4", "worker.rollout.lora_sync=adapter"]
 CORRECTED = "algorithm.rollout_correction.rollout_is=token"  # as by default with the modes
 FRESH = "trainer.async.staleness_threshold=0"
+SAMPLED = [
+    f"data.sampler={SAMPLERS}/by_pass_rate.py:ByPassRate",
+    "data.sampler_kwargs={score: accuracy, rest: 1}",
+]
 HALF = 2  # steps
 
 
@@ -143,6 +155,9 @@ def test_own_processes_equal_shared_ones_with_other_engines_and_adapters(
         pytest.param(AHEAD, id="one_step_off"),
         pytest.param(STREAM, id="stream"),
         pytest.param([*PARTIAL, "trainer.n_gpus_per_node=2"], id="partial"),
+        pytest.param([*AHEAD, *SAMPLED], id="one_step_off, sampled"),
+        pytest.param([*STREAM, *SAMPLED], id="stream, sampled"),
+        pytest.param([*PARTIAL, *SAMPLED], id="partial, sampled"),
     ],
 )
 def test_a_run_that_samples_ahead_is_a_step_old_at_most_and_resumes_bit_for_bit(mode, arguments, tmp_path):

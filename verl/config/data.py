@@ -121,6 +121,13 @@ class RowsConfig:
         "Class of a file, `FILE.py:NAME`, that opens and renders the rows; null is the built-in one.",
         extension="dataset",
     )
+    sampler: str | None = option(
+        None,
+        "Class of a file, `FILE.py:NAME`, that draws the training rows by their scores so far; null reads"
+        " them in epochs.",
+        extension="sampler",
+    )
+    sampler_kwargs: dict[str, Any] = option(dict, "Keyword arguments of the sampler.")
 
     def __post_init__(self) -> None:
         for name in FILES:
@@ -141,6 +148,8 @@ class RowsConfig:
             yield f"`{path}.min_pixels` ({low}) must be at most `{path}.max_pixels` ({high})"
         if not self.allow_media_urls and (self.media_url_hosts or self.media_url_dir):
             yield f"`{path}.media_url_hosts` and `{path}.media_url_dir` need `{path}.allow_media_urls=true`"
+        if self.sampler_kwargs and self.sampler is None:
+            yield f"`{path}.sampler_kwargs` needs `{path}.sampler`"
         for name in self.apply_chat_template_kwargs:
             if name in SET_BY_US:
                 key = f"{path}.apply_chat_template_kwargs.{name}"

@@ -112,7 +112,7 @@ class PPOConfig(RunTree):
         yield from diffusion_problems(self.data, self.worker, self.algorithm, self.trainer)
         yield from algorithm_problems(self.data, self.worker, self.algorithm, self.trainer)
         yield from server_problems(self.reward_servers, self.worker, self.algorithm, self.trainer)
-        yield from engine_problems(self.worker, self.algorithm, self.trainer)
+        yield from engine_problems(self.data, self.worker, self.algorithm, self.trainer)
         yield from (size for size in sizes if not groups or "`worker.rollout.n`" not in size)
         yield from length_problems(self.data, self.worker)
 

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from datetime import date, time, timedelta
 from decimal import Decimal
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from verl.batch_keys import TEACHER_IDS
-from verl.config.data import FILES
+from verl.config.data import FILES, RowsConfig
 from verl.data.bad_rows import BAD_ROW_REMEDY, MAX_LISTED, BadRow, BadRowError, BadRowReport, bad_rows_text
 from verl.data.chat_template import ChatTemplate
 from verl.data.columns import notes_on_columns
@@ -35,8 +35,11 @@ from verl.data.row_readers import ROW_TIMEOUT_S, MediaReader, scan_rows
 from verl.data.teachers import TeacherColumn, TeacherPrompts
 from verl.models.families.interface import MediaShape
 from verl.utils.rank_logger import get_logger
+from verl.utils.registry import Registry
 
 Item = dict[str, Any]
+D = TypeVar("D", bound="RowDataset")
+DATASETS: Registry[Any] = Registry("data.dataset")  # its names are files only
 # Below this number of rows, starting processes takes longer than checking (0.3 ms a text, 10 ms a video).
 TEXT_ROWS_FOR_ONE_PROCESS = 4000
 MEDIA_ROWS_FOR_ONE_PROCESS = 200
@@ -321,3 +324,16 @@ def _as_text(value: Any) -> str:
     if isinstance(value, np.ndarray | np.generic):
         return str(value.tolist())
     return str(value) if isinstance(value, SIMPLE_TYPES) else type(value).__name__
+
+
+def dataset_class(data: RowsConfig, built_in: type[D]) -> type[D]:
+    """Return the class that `data.dataset` names, or the built-in one."""
+    if data.dataset is None:
+        return built_in
+    own = DATASETS[data.dataset]
+    if not (isinstance(own, type) and issubclass(own, built_in)):
+        raise ValueError(
+            f"`{DATASETS.option}` ({data.dataset}) must be a class derived from"
+            f" {built_in.__module__}.{built_in.__name__}"
+        )
+    return own

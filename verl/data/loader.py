@@ -11,34 +11,31 @@ Processes read ahead: while a step uses a batch, they decode the media of the ne
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from threading import Lock
+from typing import Any, Generic, NamedTuple, TypeGuard, TypeVar
 
-from verl.batch_keys import BATCH_KEYS
+from verl.batch_keys import BATCH_KEYS, SAMPLED_ROW
 from verl.config.data import DataConfig, RowsConfig
-from verl.config.distillation import TEACHERS, DistillationConfig
 from verl.config.sft import SFTDataConfig
 from verl.data.bad_rows import BAD_ROW_REMEDY, REPORT_NAME, BadRow, BadRowReport
-from verl.data.dataset import Item, Overlong, RowDataset
+from verl.data.dataset import Item, Overlong, RowDataset, dataset_class
 from verl.data.first_look import prompts_of_batch, too_few_rows
-from verl.data.media.cache import MediaCache
-from verl.data.media.sizes import MediaOptions
 from verl.data.messages import BadRowError
-from verl.data.order import Turns, order_of_rows
-from verl.data.readers import Readers, load_readers
+from verl.data.order import RowSampler, Turns, order_of_rows
+from verl.data.readers import Readers
 from verl.data.rl_dataset import RLHFDataset
 from verl.data.row_readers import RowReaders
 from verl.data.sft_dataset import SFTDataset
-from verl.data.teachers import TeacherColumn, TeacherPrompts, media_of_teacher
+from verl.data.teachers import TeacherColumn
 from verl.protocol import DataProto
 from verl.utils.rank_logger import get_logger
 from verl.utils.registry import Registry
 
 D = TypeVar("D", bound=RowDataset)
 
-DATASETS: Registry[Any] = Registry("data.dataset")  # its names are files only
+SAMPLERS: Registry[Any] = Registry("data.sampler")  # its names are files only
 
 logger = get_logger(__name__)
 
@@ -72,7 +69,6 @@ class PromptLoader(Generic[D]):
         self.drop_last, self.read_on = drop_last, read_on
         self.rows = rows
         self._readers = readers or RowReaders(dataset, num_workers, batch_size)
-        self.parts: dict[str, PromptLoader[D]] = {}  # of a mixture, by source
         self.epoch = 0
         self.position = 0  # rows of this epoch that were used
         self.bad_rows: dict[int, BadRow] = {}  # found when they were read
@@ -83,10 +79,7 @@ class PromptLoader(Generic[D]):
     @property
     def positions(self) -> range:
         """Positions in the data set of the rows to use."""
-        if self.rows is None:
-            return range(len(self.dataset))
-        first, end = (bisect_left(self.dataset.indices, row) for row in (self.rows.start, self.rows.stop))
-        return range(first, end)
+        return range(len(self.dataset)) if self.rows is None else positions_of(self.dataset, self.rows)
 
     @property
     def epochs(self) -> float:
@@ -116,11 +109,7 @@ class PromptLoader(Generic[D]):
         while self.position < len(self.positions):
             item = self._read(self.position)
             self.position += 1
-            if isinstance(item, Overlong):
-                self.num_overlong += 1
-            elif isinstance(item, BadRow):
-                self._leave_out(item)
-            else:
+            if self._is_usable(item):
                 yield item
         self.epoch, self.position = self.epoch + 1, 0
         if not self.read_on:
@@ -158,6 +147,7 @@ class PromptLoader(Generic[D]):
 
     def _rows_of_state(self) -> dict[str, Any]:
         state = {"seed": self.seed, "num_rows": len(self.dataset), "rows": self.dataset.digest, "sources": []}
+        state["sampler"] = None
         return state | ({} if self.buffer is None else {"shuffle_buffer": self.buffer})
 
     @property
@@ -175,6 +165,13 @@ class PromptLoader(Generic[D]):
         is_last = position + 1 == len(self.positions)
         self._next = (self.epoch + 1, 0) if is_last else (self.epoch, position + 1)
         return row
+
+    def _is_usable(self, item: Item | BadRow) -> TypeGuard[Item]:
+        if isinstance(item, Overlong):
+            self.num_overlong += 1
+        elif isinstance(item, BadRow):
+            self._leave_out(item)
+        return not isinstance(item, BadRow)
 
     def _leave_out(self, row: BadRow) -> None:
         if self.dataset.report is not None:
@@ -225,6 +222,9 @@ class MixedLoader(PromptLoader[D]):
             items = [next(usable[self.turns.take()]) for _ in range(self.batch_size)]
             yield DataProto.from_single_dict(self.dataset.batch(items))
 
+    def metrics(self) -> dict[str, float]:
+        return {f"source/{name}/epoch": part.epochs for name, part in self.parts.items()}
+
     def state_dict(self) -> dict[str, Any]:
         parts = {name: [part.epoch, part.position] for name, part in self.parts.items()}
         mixture = {"parts": parts, "weights": self.weights, "turns": dict(self.turns.counts)}
@@ -252,26 +252,56 @@ def _endless_items(name: str, part: PromptLoader) -> Iterator[Item]:
             raise part.too_few(f"row of `data.sources.{name}` can be used")
 
 
-def show_to_teachers(
-    dataset: RLHFDataset, data: DataConfig, distillation: DistillationConfig, options: MediaOptions,
-    cache: MediaCache | None,
-) -> None:  # fmt: skip
-    """Add the prompts of teachers that see other frames than the policy, if there are any."""
-    views, width = {}, data.max_prompt_length
-    for number, (name, teacher) in enumerate(distillation.teachers.items()):
-        if teacher.num_video_frames is not None:
-            seen = media_of_teacher(teacher, options)
-            template, option = data.override_chat_template, f"{TEACHERS}.{name}"
-            readers = load_readers(teacher.model, template, seen, cache, option=option)
-            own = replace(data, max_prompt_length=teacher.max_prompt_length or data.max_prompt_length)
-            views[number] = dataset_class(data, RLHFDataset)(
-                data.train_files, readers.tokenizer, readers.processor, own,
-                media=readers.media, position_ids=readers.position_ids, row_timeout_s=data.row_timeout_s,
-                reserved=BATCH_KEYS,
-            )  # fmt: skip
-            width = max(width, views[number].limit)
-    if views:
-        dataset.show_to_teachers(TeacherPrompts(views, width))
+class SampledLoader(PromptLoader[D]):
+    """Fills batches with the rows that a sampler draws, and shows it the scores of their responses.
+
+    No row is read ahead, since what is drawn next depends on these scores. An iteration never ends.
+    """
+
+    def __init__(self, dataset: D, batch_size: int, sampler: RowSampler, name: str, **options: Any) -> None:
+        super().__init__(dataset, batch_size, **options)
+        self.sampler, self.name = sampler, name
+        self._lock = Lock()  # rows are drawn in another thread than the one that waits for scores
+
+    def __iter__(self) -> Iterator[DataProto]:
+        while True:
+            items: list[Item] = []
+            num_read = 0
+            while len(items) < self.batch_size:
+                if num_read - len(items) > len(self.positions):
+                    raise self.too_few("other row that `data.sampler` draws can be used")
+                with self._lock:
+                    drawn = list(self.sampler.draw(self.batch_size - len(items)))
+                read = zip(drawn, self._readers.rows(drawn), strict=True)
+                items += [item | {SAMPLED_ROW: row} for row, item in read if self._is_usable(item)]
+                num_read += len(drawn)
+            epochs, self.position = divmod(self.position + num_read, len(self.positions))
+            self.epoch += epochs
+            yield DataProto.from_single_dict(self.dataset.batch(items))
+
+    def see(self, prompts: DataProto, scores: Mapping[str, list[float]]) -> None:
+        """Show the sampler the scores of the responses to its prompts; those to one are adjacent."""
+        rows = prompts.non_tensor_batch.get(SAMPLED_ROW, ())  # none in a validation
+        for place, row in enumerate(rows):
+            n = len(scores["overall"]) // len(rows)
+            with self._lock:
+                self.sampler.see(row, {name: values[place * n :][:n] for name, values in scores.items()})
+
+    def metrics(self) -> dict[str, float]:
+        with self._lock:
+            return {f"sampler/{name}": value for name, value in self.sampler.metrics().items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        with self._lock:
+            return super().state_dict() | {"sampler_state": self.sampler.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any], *, allow_changes: bool = False) -> None:
+        super().load_state_dict(state, allow_changes=allow_changes)
+        if state.get("sampler") == self.name:  # else it begins here
+            self.sampler.load_state_dict(state["sampler_state"])
+
+    def _rows_of_state(self) -> dict[str, Any]:
+        return super()._rows_of_state() | {"sampler": self.name}
 
 
 class Loaders(NamedTuple, Generic[D]):
@@ -307,19 +337,6 @@ def make_sft_loaders(
     return _open_loaders(open_rows, data, readers, run_folder, batch_size, batch_size, teachers=teachers)
 
 
-def dataset_class(data: RowsConfig, built_in: type[D]) -> type[D]:
-    """Return the class that `data.dataset` names, or the built-in one."""
-    if data.dataset is None:
-        return built_in
-    own = DATASETS[data.dataset]
-    if not (isinstance(own, type) and issubclass(own, built_in)):
-        raise ValueError(
-            f"`{DATASETS.option}` ({data.dataset}) must be a class derived from"
-            f" {built_in.__module__}.{built_in.__name__}"
-        )
-    return own
-
-
 def _open_loaders(
     dataset_class: Callable[..., D],
     data: RowsConfig,
@@ -342,7 +359,6 @@ def _open_loaders(
         position_ids=readers.position_ids,
         tools=readers.tools,
     )
-    open_loader = partial(PromptLoader, seed=data.seed, num_workers=data.num_workers)
     train = val = None
     if data.train_files:
         taught = {} if teachers is None else {"teachers": teachers}
@@ -350,21 +366,33 @@ def _open_loaders(
         if size_option is not None and len(rows) < size:
             unusable = f", {rows.num_overlong} too long, {len(rows.bad_rows)} bad"
             raise too_few_rows(size_option, size, len(rows), f"{len(rows.rows)} rows{unusable}")
-        train = _open_mixed(open_loader, rows, data)(
-            rows, size, shuffle=data.shuffle, drop_last=True, read_on=True
-        )
+        train = _open_training(rows, size, data)
     if data.val_files:
         rows = open_rows(data.val_files, option="data.val_files")
-        val = open_loader(rows, val_size or len(rows), shuffle=False, drop_last=False, read_on=False)
+        val = PromptLoader(
+            rows, val_size or len(rows), shuffle=False, seed=data.seed, drop_last=False, read_on=False,
+            num_workers=data.num_workers,
+        )  # fmt: skip
     return Loaders(train, val)
 
 
-def _open_mixed(
-    open_loader: Callable[..., PromptLoader[D]], dataset: D, data: RowsConfig
-) -> Callable[..., PromptLoader[D]]:
-    """Return what opens a loader of the training rows, which may be a mixture."""
+def _open_training(dataset: D, size: int, data: RowsConfig) -> PromptLoader[D]:
+    """Open the training rows: in epochs, as a mixture, or as a sampler draws them."""
+    options: dict[str, Any] = {"shuffle": data.shuffle, "seed": data.seed, "num_workers": data.num_workers}
+    options |= {"drop_last": True, "read_on": True}
     found = dataset.rows.by_source()
+    weights = {name: data.sources[name].weight for name in found}
+    if data.sampler is not None:
+        sources = {name: positions_of(dataset, rows) for name, rows in found.items()}
+        sources, weights = sources or {"": range(len(dataset))}, weights or {"": 1.0}
+        sampler = SAMPLERS[data.sampler](sources, weights, data.seed, **data.sampler_kwargs)
+        return SampledLoader(dataset, size, sampler, Path(data.sampler).name, **options)
     if len(found) < 2:  # the rows of a single source have the order of a run without sources
-        return open_loader
-    mixture = {name: (rows, data.sources[name].weight) for name, rows in found.items()}
-    return partial(MixedLoader, sources=mixture, seed=data.seed, num_workers=data.num_workers)
+        return PromptLoader(dataset, size, **options)
+    return MixedLoader(dataset, size, {name: (found[name], weights[name]) for name in found}, **options)
+
+
+def positions_of(dataset: RowDataset, rows: range) -> range:
+    """Return the positions in a data set of the usable ones of rows that are numbered over all files."""
+    first, end = (bisect_left(dataset.indices, row) for row in (rows.start, rows.stop))
+    return range(first, end)

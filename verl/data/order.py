@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Orders of rows: of an epoch, and the turns of the sources of a mixture. Both follow from a few numbers."""
+"""Orders of rows: of an epoch, of the sources of a mixture, and by a sampler of the user's."""
 
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from itertools import islice
 from math import ceil
+from typing import Any
 
 import torch
 
@@ -66,3 +68,38 @@ def _drawn_from_buffer(num_rows: int, numbers: random.Random, buffer: int) -> It
         waiting[place] = row
     numbers.shuffle(waiting)
     yield from waiting
+
+
+class RowSampler(ABC):
+    """Chooses the rows of each batch by the scores that rows had before; `data.sampler` names a class.
+
+    Args:
+        sources: Indices of the usable rows of each source of a mixture; without one, all rows under "".
+        weights: Shares of the sources, relative to each other.
+        seed: `data.seed`.
+    """
+
+    def __init__(self, sources: Mapping[str, range], weights: Mapping[str, float], seed: int) -> None:
+        self.sources, self.weights, self.seed = sources, weights, seed
+
+    @abstractmethod
+    def draw(self, count: int) -> Sequence[int]:
+        """Return the indices of the next rows: at least one and at most `count`."""
+
+    def see(self, row: int, scores: Mapping[str, Sequence[float]]) -> None:  # noqa: B027 - may read none
+        """Take the scores of the responses to a row, by name: lists with a number for each response.
+
+        They come in the order in which groups are scored, in two parts with `algorithm.early_stop`. A
+        response without a score has nan.
+        """
+
+    def metrics(self) -> dict[str, float]:
+        """Return what each step logs as `sampler/NAME`."""
+        return {}
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Return numbers, text and tensors from which a resumed run continues to draw the same rows."""
+
+    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...

@@ -5,6 +5,7 @@ An item of `RLHFDataset` is one prompt; `collate_fn` joins items into a batch.
 """
 
 from collections.abc import Container, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,11 +13,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from verl.batch_keys import BATCH_KEYS
+from verl.config.data import DataConfig
+from verl.config.distillation import TEACHERS, DistillationConfig
 from verl.data.chat_template import check_shown
 from verl.data.columns import answer_of, check_category_columns, check_prompt_columns
 from verl.data.dataset import Item, Rendered, RowDataset
+from verl.data.media.cache import MediaCache
+from verl.data.media.sizes import MediaOptions
 from verl.data.messages import media_of, prompt_of
 from verl.data.plain_files import Row
+from verl.data.readers import load_readers
+from verl.data.teachers import TeacherPrompts, media_of_teacher
 from verl.models.families.interface import MediaShape
 from verl.utils.plain_data import objects
 from verl.utils.rank_logger import get_logger
@@ -117,6 +125,28 @@ def collate_fn(items: Sequence[Item]) -> dict[str, Tensor | np.ndarray]:
     names = dict.fromkeys(name for item in items for name in item)
     joined = {name: objects(item.get(name) for item in items) for name in names}
     return joined | {name: torch.stack([torch.as_tensor(item[name]) for item in items]) for name in TENSORS}
+
+
+def show_to_teachers(
+    dataset: RLHFDataset, data: DataConfig, distillation: DistillationConfig, options: MediaOptions,
+    cache: MediaCache | None,
+) -> None:  # fmt: skip
+    """Add the prompts of teachers that see other frames than the policy, if there are any."""
+    views, width = {}, data.max_prompt_length
+    for number, (name, teacher) in enumerate(distillation.teachers.items()):
+        if teacher.num_video_frames is not None:
+            seen = media_of_teacher(teacher, options)
+            template, option = data.override_chat_template, f"{TEACHERS}.{name}"
+            readers = load_readers(teacher.model, template, seen, cache, option=option)
+            own = replace(data, max_prompt_length=teacher.max_prompt_length or data.max_prompt_length)
+            views[number] = type(dataset)(
+                data.train_files, readers.tokenizer, readers.processor, own,
+                media=readers.media, position_ids=readers.position_ids, row_timeout_s=data.row_timeout_s,
+                reserved=BATCH_KEYS,
+            )  # fmt: skip
+            width = max(width, views[number].limit)
+    if views:
+        dataset.show_to_teachers(TeacherPrompts(views, width))
 
 
 def _left_pad(values: Tensor, length: int, padding: int) -> Tensor:

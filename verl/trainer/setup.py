@@ -23,10 +23,18 @@ from verl.config.ppo import PPOConfig
 from verl.config.sft import SFTConfig
 from verl.config.trainer import PARTIAL, STREAM, AsyncConfig, RunTree, TrainerConfig
 from verl.config.worker import RewardConfig, WorkerConfig
-from verl.data.loader import Loaders, PromptLoader, make_loaders, make_sft_loaders, show_to_teachers
+from verl.data.loader import (
+    Loaders,
+    MixedLoader,
+    PromptLoader,
+    SampledLoader,
+    make_loaders,
+    make_sft_loaders,
+)
 from verl.data.media.cache import MediaCache
 from verl.data.media.sizes import MediaOptions
 from verl.data.readers import Readers, load_readers, media_options
+from verl.data.rl_dataset import show_to_teachers
 from verl.data.teachers import TeacherColumn, check_teacher_tokens
 from verl.distributed.device import is_gpu
 from verl.logger.base import Run
@@ -49,6 +57,7 @@ from verl.trainer.rollouts.collector import RolloutCollector
 from verl.trainer.rollouts.engines import Engines, OwnEngines, SharedEngines
 from verl.trainer.rollouts.group_filter import check_scored_alone
 from verl.trainer.rollouts.group_stream import PartialRollouts
+from verl.trainer.rollouts.sampler import OnScored
 from verl.trainer.rollouts.schedule import InTurn, OneStepAhead, Schedule
 from verl.trainer.rollouts.stream import Stream
 from verl.trainer.run.checkpointing import PPORunState, RunState, done_before
@@ -92,14 +101,14 @@ def build_trainer(run: PreparedRun[PPOConfig], stack: ExitStack) -> RayPPOTraine
     tracker = stack.enter_context(open_tracker(config, steps, checkpoint))
 
     rollout_log = kind.rollout_log(readers)
-    sampler = kind.sampler(engines, reward, readers, tracker, rollout_log)
+    sampler = kind.sampler(engines, reward, readers, tracker, rollout_log, on_scored_of(loaders.train))
     mini_batches = {role: section.global_batch_size for role, section in config.trained_roles.items()}
     collector = kind.collector(sampler, endless(loaders.train), mini_batches.values(), algorithm)
     at_once = worker.rollout.sequences_at_once(is_gpu(pool.device))
     sampling = make_schedule(engines, collector, trainer.async_training, steps, at_once)
     balancer = Balancer(config.dp_size, worker.rollout.n, mini_batches, worker.actor.share_prompt)
     prime = [PrimeRewards(workers, balancer, worker.prime.update)] if algorithm.use_prime else []
-    stages = [*prime, *([servers.metrics] if servers.models else []), *source_stages(loaders, data)]
+    stages = [*prime, *([servers.metrics] if servers.models else []), *row_stages(loaders, data)]
     validator = kind.validator(sampler, workers, loaders.val, config.dp_size)
     run_state = PPORunState(
         trainer, steps, rows, workers, loaders.train, origin, kl_controller=get_kl_controller(algorithm),
@@ -189,15 +198,21 @@ def open_served_teachers(distillation: DistillationConfig, servers: RewardServer
     return ServedTeachers(teachers, distillation.distillation_loss)
 
 
-def source_stages(loaders: Loaders, data: DataConfig) -> list[RewardStage]:
-    """Return the reward stage that adds the metrics of each source of a mixture, if there is one."""
-    parts = loaders.train.parts if loaders.train else {}
+def on_scored_of(loader: PromptLoader | None) -> OnScored | None:
+    return loader.see if isinstance(loader, SampledLoader) else None
+
+
+def row_stages(loaders: Loaders, data: DataConfig) -> list[RewardStage]:
+    """Return the reward stage that adds the metrics of a mixture or of a sampler, if there is one."""
+    loader, is_mixed = loaders.train, len(data.files_by_source("train_files")) > 1
+    if not isinstance(loader, MixedLoader | SampledLoader):
+        return []
 
     def measure(batch: DataProto, timer: StageTimer) -> tuple[DataProto, Metrics]:
-        epochs = {f"source/{name}/epoch": part.epochs for name, part in parts.items()}
-        return batch, metrics_by_source(batch, data.source_key) | epochs
+        by_source = metrics_by_source(batch, data.source_key) if is_mixed else Metrics()
+        return batch, by_source | loader.metrics()
 
-    return [measure] if parts else []
+    return [measure]
 
 
 def num_rows(loaders: Loaders) -> int:

@@ -144,8 +144,8 @@ def make_collector(config, engine, manager, prompts=None):
     )
 
 
-def make_sampler(config, engine, manager, on_progress=None):
-    return Sampler(config.data, config.worker, engine, manager, Words(), on_progress)
+def make_sampler(config, engine, manager, on_progress=None, on_scored=None):
+    return Sampler(config.data, config.worker, engine, manager, Words(), on_progress, on_scored)
 
 
 def numbers_of(batch):

@@ -36,6 +36,26 @@ def test_sequences_come_in_the_order_of_their_prompts_in_whatever_order_they_fin
     assert progress == [(done, 6, "responses") for done in range(1, 7)]
 
 
+def test_who_watches_the_scores_sees_them_once_with_their_prompts(reward_manager):
+    seen = []
+    sampler = make_sampler(
+        make_config(), Engine(lambda number: [0.1 * number, 1.0]), reward_manager,
+        on_scored=lambda prompts, values: seen.append((prompts.non_tensor_batch["uid"], values["overall"])),
+    )  # fmt: skip
+    prompts = with_uids(next(numbered_prompts(2)), "step1")
+
+    _, scoring = sampler.sample(prompts, sampler.options)
+    assert seen == []
+    values = scoring.reorder([3, 0]).result()
+    scoring.result()
+
+    greedy = sampler.sample(prompts, sampler.greedy_options)[1].result()  # as `remax` does, once for each
+    assert len(greedy["overall"]) == 2
+    [(uids, overall)] = seen
+    assert uids.tolist() == ["step1-0", "step1-1"] and overall == [0.0, 1.0, 0.1, 1.0]
+    assert values["overall"] == [1.0, 0.0]
+
+
 def test_a_batch_of_validation_is_as_wide_as_its_longest_response_may_be(reward_manager):
     sampler = make_sampler(make_config(), Engine(lambda number: [1.0, 1.0]), reward_manager)
     prompts = with_uids(next(numbered_prompts(3)), "val")

@@ -18,11 +18,17 @@ LONG_CONTEXTS = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"  # set to 1, vLLM accepts length
 
 
 def engine_problems(
-    worker: WorkerConfig, algorithm: AlgorithmConfig, trainer: TrainerConfig
+    data: DataConfig, worker: WorkerConfig, algorithm: AlgorithmConfig, trainer: TrainerConfig
 ) -> Iterator[str]:
     """Yield problems of where, when and by which weights the engines sample."""
     yield from quantization_problems(worker.rollout, algorithm, trainer)
     count, training = trainer.n_gpus_for_rollout, trainer.async_training
+    num_engines = (count or trainer.world_size) // worker.rollout.tensor_parallel_size
+    if training.deterministic and data.sampler is not None and num_engines > 1:
+        yield (
+            "`trainer.async_training.deterministic` must be false with `data.sampler` and several engines,"
+            f" got {num_engines}: they finish groups in any order, and the sampler draws by their scores"
+        )
     if training.continues_responses:
         yield from _continued(worker, algorithm, training)
     if training.max_gpus_for_rollout is not None:

@@ -12,7 +12,8 @@ from verl.algorithms.advantages import ADV_ESTIMATORS
 from verl.algorithms.kl import KL_ESTIMATORS
 from verl.algorithms.policy_losses import POLICY_LOSSES
 from verl.config.trainer import RunTree
-from verl.data.loader import DATASETS
+from verl.data.dataset import DATASETS
+from verl.data.loader import SAMPLERS
 from verl.logger.base import LOGGERS
 from verl.models.families.registry import OWN_FAMILIES
 from verl.optim.build import OPTIMIZERS
@@ -37,6 +38,7 @@ from verl.trainer.extensions.rollouts import (
     check_engine,
     check_environment,
     check_logger,
+    check_sampler,
     check_tool,
 )
 from verl.utils.rank_logger import get_logger
@@ -81,6 +83,7 @@ KINDS: dict[str, Kind] = {
     "dataset": Kind(
         DATASETS, "a class derived from RLHFDataset, or SFTDataset in fine-tuning", check_dataset
     ),
+    "sampler": Kind(SAMPLERS, "a class derived from verl.data.order.RowSampler", check_sampler),
     "rollout engine": Kind(
         ROLLOUT_ENGINES, "a class, or function, of `worker.rollout` and EngineSetup", check_engine
     ),

@@ -10,8 +10,7 @@ from verl.batch_keys import BATCH_KEYS
 from verl.config.data import DataConfig, RowsConfig
 from verl.config.worker import WorkerConfig
 from verl.data.bad_rows import BadRow, BadRowError
-from verl.data.dataset import RowDataset
-from verl.data.loader import dataset_class
+from verl.data.dataset import RowDataset, dataset_class
 from verl.data.readers import Readers, count_tokens, load_readers, media_options
 from verl.data.rl_dataset import RLHFDataset, collate_fn
 from verl.protocol import DataProto

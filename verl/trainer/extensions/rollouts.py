@@ -3,8 +3,11 @@
 
 import importlib
 import inspect
+from collections import defaultdict
+from io import BytesIO
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from verl.agents.environments.loading import load_environments
@@ -12,6 +15,7 @@ from verl.agents.tools.loading import load_tools
 from verl.batch_keys import BATCH_KEYS, BatchError
 from verl.data.bad_rows import BadRow
 from verl.data.dataset import RowDataset
+from verl.data.order import RowSampler
 from verl.data.readers import load_readers, media_options
 from verl.data.rl_dataset import RLHFDataset
 from verl.data.sft_dataset import SFTDataset
@@ -100,6 +104,32 @@ def check_logger(kind: Any, used: UsedExtension, _config: Any) -> None:
         if inspect.isfunction(method) and not name.startswith("_"):
             arguments = list(inspect.signature(method).parameters)
             check_call(getattr(kind, name), tuple(arguments), f"{arguments}", name)
+
+
+def check_sampler(kind: Any, _used: UsedExtension, config: Any) -> None:
+    """Draw a few rows, and more from a stored state."""
+    if not (isinstance(kind, type) and issubclass(kind, RowSampler)):
+        raise ProtocolError(f"must be a class derived from RowSampler, got {described(kind)}")
+    data, size = config.data, 4
+    names = list(data.files_by_source("train_files")) or [""]
+    weights = {name: data.sources[name].weight if name else 1.0 for name in names}
+    sources = {name: range(size * place, size * (place + 1)) for place, name in enumerate(names)}
+    sampler, resumed = (kind(sources, weights, data.seed, **data.sampler_kwargs) for _ in range(2))
+    drawn = list(sampler.draw(size))
+    if not drawn or len(drawn) > size or not set(drawn) <= set(range(size * len(names))):
+        raise ProtocolError(f"must draw 1 to {size} indices below {size * len(names)}, got {drawn}")
+    for row in drawn:
+        sampler.see(row, defaultdict(lambda: [0.0, 1.0]))  # under any name
+    for name, value in sampler.metrics().items():
+        if not isinstance(value, int | float):
+            raise ProtocolError(f"must return numbers as metrics, got {described(value)} for {name!r}")
+    file = BytesIO()
+    torch.save(sampler.state_dict(), file)
+    file.seek(0)
+    resumed.load_state_dict(torch.load(file, weights_only=True))
+    further = list(sampler.draw(size)), list(resumed.draw(size))
+    if further[0] != further[1]:
+        raise ProtocolError("must draw the same rows after `load_state_dict`, got {} and {}".format(*further))
 
 
 def _open_first_rows(kind: type[RowDataset], config: Any) -> RowDataset | None:

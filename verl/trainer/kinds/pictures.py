@@ -30,7 +30,7 @@ from verl.trainer.model_checks import export_checkpoints
 from verl.trainer.reward_samples import Response, SampledRows
 from verl.trainer.rollouts.engines import Engines
 from verl.trainer.rollouts.rollout_log import RolloutLog, spread
-from verl.trainer.rollouts.sampler import SAMPLED_FROM, Sampler
+from verl.trainer.rollouts.sampler import SAMPLED_FROM, OnScored, Sampler
 from verl.trainer.rollouts.scores import Scoring
 from verl.viewer.pictures import FPS
 
@@ -52,12 +52,13 @@ class PictureRun(TextRun):
         return PictureLog(Path(self.trainer.checkpoint_folder), self.trainer.rollouts_to_keep)
 
     def sampler(
-        self, engines: Engines, reward: Any, readers: Readers, tracker: Tracker, rollout_log: RolloutLog
-    ) -> Sampler:
+        self, engines: Engines, reward: Any, readers: Readers, tracker: Tracker, rollout_log: RolloutLog,
+        on_scored: OnScored | None = None,
+    ) -> Sampler:  # fmt: skip
         assert isinstance(rollout_log, PictureLog), "that of pictures"
         on_progress = None if self.worker.rollout.disable_tqdm else tracker.progress
         steps = replace(self.data, max_response_length=self.worker.rollout.num_steps)
-        arguments = steps, self.worker, engines, reward, readers.tokenizer, on_progress
+        arguments = steps, self.worker, engines, reward, readers.tokenizer, on_progress, on_scored
         return PictureSampler(rollout_log, self.worker.rollout, *arguments)
 
 

@@ -23,7 +23,7 @@ from verl.trainer.rollouts.collector import RolloutCollector
 from verl.trainer.rollouts.engines import Engines
 from verl.trainer.rollouts.group_filter import make_early_stop, make_group_filter, make_quota
 from verl.trainer.rollouts.rollout_log import RolloutLog
-from verl.trainer.rollouts.sampler import Sampler
+from verl.trainer.rollouts.sampler import OnScored, Sampler
 from verl.trainer.validation import Categories, Validator
 from verl.workers.fsdp_worker import FSDPWorker
 
@@ -56,13 +56,14 @@ class TextRun:
         )  # fmt: skip
 
     def sampler(
-        self, engines: Engines, reward: Any, readers: Readers, tracker: Tracker, rollout_log: RolloutLog
-    ) -> Sampler:
+        self, engines: Engines, reward: Any, readers: Readers, tracker: Tracker, rollout_log: RolloutLog,
+        on_scored: OnScored | None = None,
+    ) -> Sampler:  # fmt: skip
         """Return the sampler, which also has responses scored."""
         shows_training = self.trainer.async_training.samples_ahead
         is_silent = self.worker.rollout.disable_tqdm or shows_training
         on_progress = None if is_silent else tracker.progress
-        return Sampler(self.data, self.worker, engines, reward, readers.tokenizer, on_progress)
+        return Sampler(self.data, self.worker, engines, reward, readers.tokenizer, on_progress, on_scored)
 
     def collector(
         self,

@@ -13,11 +13,12 @@ from verl.config.worker import WorkerConfig
 from verl.protocol import DataProto, objects
 from verl.rewards.manager import NoRewardFunction, RewardJob, RewardManager, TurnRewards
 from verl.trainer.rollouts.engines import Engines
-from verl.trainer.rollouts.scores import Scoring, unscored
+from verl.trainer.rollouts.scores import Scoring, Values, unscored
 from verl.trainer.rollouts.sequences import draft_columns, join_responses
 from verl.workers.rollout.interface import FinishedResponse, SamplingOptions
 
 Progress = Callable[[int, int, str], None]  # done, total, unit
+OnScored = Callable[[DataProto, Values], None]  # prompts, and the scores of their responses
 
 SAMPLED_FROM = ["uid", "raw_prompt_ids", "multi_modal_data"]
 
@@ -39,11 +40,12 @@ class Sampler:
         reward: RewardManager | NoRewardFunction,
         tokenizer: Any,
         on_progress: Progress | None = None,
+        on_scored: OnScored | None = None,
     ) -> None:
         self.engines = engines
         self.reward = reward
         self.tokenizer = tokenizer
-        self.on_progress = on_progress
+        self.on_progress, self.on_scored = on_progress, on_scored
         self.prompt_length, self.response_length = data.max_prompt_length, data.max_response_length
         self.skip_special_tokens = worker.reward.skip_special_tokens
         rollout = worker.rollout
@@ -87,14 +89,17 @@ class Sampler:
                     job.submit(group, [self._inputs(responses[index], columns[row]) for index in group])
             self.report(total - sum(unfinished.values()), total, "responses")
         assert not any(unfinished.values()), f"the engine must finish every response, got {unfinished}"
-        return self._join(prompts, [responses[row] for row in range(total)], job, options.max_tokens)
+        in_order = [responses[row] for row in range(total)]
+        sequences, scoring = self._join(prompts, in_order, job, options.max_tokens)
+        return sequences, scoring if options.is_greedy else self._watched(prompts, scoring)
 
     def join_group(self, prompt: DataProto, responses: list[FinishedResponse]) -> tuple[DataProto, Scoring]:
         """Join a prompt and its finished responses, in the order of samples, and have them scored."""
         job, rows = self.reward.start(), range(len(responses))
         [columns] = reward_columns(prompt)
         job.submit(rows, [self._inputs(response, columns) for response in responses])
-        return self._join(prompt, responses, job, self.response_length)
+        sequences, scoring = self._join(prompt, responses, job, self.response_length)
+        return sequences, self._watched(prompt, scoring)
 
     def report(self, done: int, total: int, unit: str) -> None:
         """Show progress, if it is shown."""
@@ -123,6 +128,9 @@ class Sampler:
             sequences = sequences.merge(draft_columns(responses))
         failed = [row for row, one in enumerate(responses) if one.trajectory and one.trajectory.is_masked]
         return sequences, Scoring(partial(unscored, job.result, failed))
+
+    def _watched(self, prompts: DataProto, scoring: Scoring) -> Scoring:
+        return scoring if self.on_scored is None else scoring.shown_to(partial(self.on_scored, prompts))
 
     def _width(self, responses: Sequence[FinishedResponse], max_tokens: int) -> int:
         """Return the number of columns of a batch of responses: more where validation may sample more."""

@@ -9,6 +9,7 @@ more entry in `shaping_terms`.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,17 @@ class Scoring:
     """The scores of a batch while they are computed; `result` waits for them."""
 
     result: Callable[[], Values]
+
+    def shown_to(self, observer: Callable[[Values], None]) -> "Scoring":
+        """Return scores that an observer sees once, when they are known."""
+
+        @cache
+        def result() -> Values:
+            values = self.result()
+            observer(values)
+            return values
+
+        return Scoring(result)
 
     def reorder(self, order: Sequence[int]) -> "Scoring":
         return Scoring(lambda: rows_of(self.result(), order))
