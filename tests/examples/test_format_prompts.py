@@ -19,6 +19,7 @@ ASKS_FOR = {
     "search": ["search", "<answer>"],
     "python_tool": ["Python", r"\boxed{}"],
     "reasoning_tasks": ["<answer>", "nothing else"],
+    "number": ["with the number only"],
 }
 
 
@@ -41,10 +42,10 @@ def test_no_template_holds_a_literal_backslash_n(path):
 
 def test_there_is_a_template_for_each_shipped_reward_function():
     # Judges read free text, `by_source` any; `r1v` serves videos and choices too, `math` answers after
-    # programs.
+    # programs, `reasoning_tasks` numbers alone.
     others = {"llm_judge", "judged", "choice", "by_source"}
     of_text = {path.stem for path in REWARD_FUNCTIONS if not scores_pictures(path)}
-    assert {path.stem for path in TEMPLATES} - {"r1v_video", "python_tool"} | others == of_text
+    assert {path.stem for path in TEMPLATES} - {"r1v_video", "python_tool", "number"} | others == of_text
 
 
 @pytest.mark.parametrize("content", ["What moves?", "<video>What moves?"])
