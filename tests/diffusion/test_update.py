@@ -108,7 +108,7 @@ def update_on_rank(rank, world_size, folder, case):
     training = ActorTraining(
         policy.optimizer, policy.scheduler, N, STEPS, kl_loss=kl, reference=forward if kl else None
     )
-    actor, gradients = DataParallelPPOActor(config, forward, None, training), {}
+    actor, gradients = DataParallelPPOActor(config, forward, training), {}
 
     def keep():
         for name, parameter in policy.model.named_parameters():

@@ -90,7 +90,7 @@ def update(rank, world_size, folder, ulysses, lora, size, checkpointing):
         policy.optimizer, policy.scheduler, N, STEPS,
         kl_loss=KLLoss("flow_grpo", 0.5) if lora else None, reference=forward if lora else None,
     )  # fmt: skip
-    actor, gradients = DataParallelPPOActor(config, forward, sp.dp_group, training), {}
+    actor, gradients = DataParallelPPOActor(config, forward, training), {}
 
     def keep():
         for name, parameter in policy.model.named_parameters():

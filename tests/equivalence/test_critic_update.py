@@ -61,8 +61,6 @@ def reference(model, score, batch):
 
 
 def update_on_ranks(rank, world_size, root):
-    import torch.distributed as dist
-
     from verl.config.model import FSDPConfig, ModelConfig
     from verl.config.worker import CriticConfig
     from verl.distributed.fsdp import make_mesh
@@ -90,7 +88,7 @@ def update_on_ranks(rank, world_size, root):
                 micro_batch_size_per_device_for_experience=3, **options,
             )  # fmt: skip
             critic = DataParallelPPOCritic(
-                config, PackedForward(model, model.config), dist.group.WORLD,
+                config, PackedForward(model, model.config),
                 Training(
                     optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0), N,
                     MAX_RESPONSE_LENGTH,

@@ -128,11 +128,10 @@ def update_on_ranks(rank, world_size, root, name):
         training = ActorTraining(
             optimizer, scheduler, rollout_n=N, teachers=teachers, uses_advantages=False
         )  # fmt: skip
-        group = sp.dp_group
-        actor = DataParallelPPOActor(config, forward, group, training)
+        actor = DataParallelPPOActor(config, forward, training)
         found = batch
         if mode == "mse":
-            parts = [teachers.compute_log_probs(one, config, group, batch, TEMPERATURE) for one in TEACHERS]
+            parts = [teachers.compute_log_probs(one, config, batch, TEMPERATURE) for one in TEACHERS]
             found = batch.merge({"teacher_log_probs": sum(parts)})
         metrics = actor.update(found, TEMPERATURE).metrics
         expected, means = torch.load(root / f"{mode}.pt")

@@ -196,8 +196,6 @@ def reference_gradients(model, batch, folder):
 
 def update_on_ranks(rank, world_size, root, cases):
     """For each case: the loss, its statistics, and the parameter whose gradient is furthest off."""
-    import torch.distributed as dist
-
     from verl.config.worker import ActorConfig
     from verl.workers.roles.actor import ActorTraining, DataParallelPPOActor
 
@@ -218,9 +216,7 @@ def update_on_ranks(rank, world_size, root, cases):
             training = ActorTraining(
                 optimizer, scheduler, rollout_n=N, max_response_length=MAX_RESPONSE_LENGTH
             )
-            updated = DataParallelPPOActor(config, forward, dist.group.WORLD, training).update(
-                batch, TEMPERATURE
-            )
+            updated = DataParallelPPOActor(config, forward, training).update(batch, TEMPERATURE)
             errors = relative_errors(optimizer.gradients[0], expected[loss, mode][1])
             worst = max((error, name) for name, error in errors.items())
             results[loss, mode, setting] = (worst, updated.metrics)
@@ -298,8 +294,6 @@ def test_the_batch_exercises_bounds_and_selections(results_of):
 
 def choose_at_random(rank, world_size, root):
     """The gradient of a loss that leaves out a few tokens at random."""
-    import torch.distributed as dist
-
     from verl.config.worker import ActorConfig
     from verl.workers.roles.actor import ActorTraining, DataParallelPPOActor
 
@@ -319,9 +313,7 @@ def choose_at_random(rank, world_size, root):
         training = ActorTraining(
             optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0), rollout_n=N
         )
-        DataParallelPPOActor(config, forward, dist.group.WORLD, training).update(
-            batch, TEMPERATURE, seed=seed
-        )
+        DataParallelPPOActor(config, forward, training).update(batch, TEMPERATURE, seed=seed)
         found.append(torch.cat([grad.flatten() for grad in optimizer.gradients[0].values()]).numpy())
     return found
 

@@ -123,7 +123,6 @@ def update(case, folder, batch, rank, world_size):
         trainable=True,
     )
     sp = SequenceParallel.build(case.ulysses, case.ring)
-    group = sp.dp_group
     count = world_size // sp.size
     forward = PackedForward(model, model.config, Features(), share_prompt=case.shared, sp=sp)
     if case.always_shards:
@@ -139,7 +138,7 @@ def update(case, folder, batch, rank, world_size):
         fsdp=FSDPConfig(expert_parallel_size=case.divided),
     )
     scheduler = SimpleNamespace(get_last_lr=lambda: [0.0], step=lambda: None)
-    updater = Updater("actor", config, forward, group, Training(optimizer, scheduler))
+    updater = Updater("actor", config, forward, Training(optimizer, scheduler))
     rows = own_rows(batch, case.mini_batches, sp.dp_index, count)
     for mini_batch in updater.mini_batches(rows):
         for micro_batch in mini_batch.micro_batches():

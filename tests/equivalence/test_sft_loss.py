@@ -137,7 +137,7 @@ def losses_on_ranks(rank, world_size, root, settings):
             optimizer = RecordingOptimizer(model)
             scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
             config = SFTActorConfig(global_batch_size=len(whole), max_grad_norm=1e9, **options)
-            sft = DataParallelSFT(config, forward, sp.dp_group, Training(optimizer, scheduler))
+            sft = DataParallelSFT(config, forward, Training(optimizer, scheduler))
             dp_size, index = world_size // sp_size, rank // sp_size
             own = whole[index * len(whole) // dp_size : (index + 1) * len(whole) // dp_size]
             loss = sft.update(own)["train/loss"]

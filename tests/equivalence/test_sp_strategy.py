@@ -106,7 +106,7 @@ def train(content, setting, loss_type, folder, sp):
         "micro_batch_size_per_device_for_experience": filled["size"],
         "dynamic_batching": filled["dynamic"],
     }
-    batch, group = own_rows(make_batch(content, folder), sp), sp.dp_group
+    batch = own_rows(make_batch(content, folder), sp)
     actor_config = ActorConfig(loss_type=loss_type, entropy_coef=0.05, **config)
     found = {"rows": batch.batch["row_ids"].numpy(), "metrics": {}}
     for role, model in (("actor", load(folder, True)), ("critic", load_scalar(folder))):
@@ -116,15 +116,14 @@ def train(content, setting, loss_type, folder, sp):
         optimizer = RecordingOptimizer(model)
         scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
         if role == "actor":
-            actor = DataParallelPPOActor(actor_config, forward, group, ActorTraining(optimizer, scheduler))
+            actor = DataParallelPPOActor(actor_config, forward, ActorTraining(optimizer, scheduler))
             columns = actor.compute_log_probs(batch, TEMPERATURE)
             found["log_probs"] = columns.batch["old_log_probs"].numpy()
             found["metrics"] |= actor.update(batch, TEMPERATURE, seed=3).metrics
         else:
             critic = DataParallelPPOCritic(
-                CriticConfig(**config), forward, group,
-                Training(optimizer, scheduler, max_response_length=20),
-            )  # fmt: skip
+                CriticConfig(**config), forward, Training(optimizer, scheduler, max_response_length=20)
+            )
             found["values"] = critic.compute_values(batch).numpy()
             found["metrics"] |= critic.update(batch)
         found[f"{role} gradients"] = [
@@ -165,7 +164,7 @@ def patches_seen(folder, sp):
         forward.strategies = [strategy]
         run_in_micro_batches(
             forward, batch, lambda micro: forward.log_probs(micro, 1.0).log_probs,
-            size=4, dynamic_batching=True, group=sp.dp_group,
+            size=4, dynamic_batching=True,
         )  # fmt: skip
     return seen
 

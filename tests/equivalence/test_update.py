@@ -234,7 +234,6 @@ def relative_errors(found, expected):
 
 def update_on_ranks(rank, world_size, root):
     """For each case: the metrics and the parameter whose gradient is furthest from the reference's."""
-    import torch.distributed as dist
 
     from verl.config.worker import ActorConfig
     from verl.workers.roles.actor import ActorTraining, DataParallelPPOActor, KLLoss
@@ -254,7 +253,7 @@ def update_on_ranks(rank, world_size, root):
                 training = ActorTraining(
                     optimizer, scheduler, rollout_n=N, kl_loss=KLLoss("low_var_kl", KL_COEF)
                 )
-                actor = DataParallelPPOActor(config, forward, dist.group.WORLD, training)
+                actor = DataParallelPPOActor(config, forward, training)
                 metrics = actor.update(batch, TEMPERATURE).metrics
                 expected, _ = torch.load(root / kind / f"reference-{mode}.pt")
                 errors = [relative_errors(*pair) for pair in zip(optimizer.gradients, expected, strict=True)]

@@ -93,7 +93,7 @@ def log_probs_on_rank(rank, world_size, folder):
     )
     teachers = Teachers({"t": forward}, DistillationLossConfig("mse"))
     config = ActorConfig(micro_batch_size_per_device_for_experience=2)
-    return teachers.compute_log_probs("t", config, None, batch_of(folder), 1.0).tolist()
+    return teachers.compute_log_probs("t", config, batch_of(folder), 1.0).tolist()
 
 
 def plain_log_probs(folder, responses):

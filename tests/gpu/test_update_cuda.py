@@ -33,7 +33,6 @@ TOLERANCE = {"fp32": (1e-4, 1e-4), "bf16": (0.1, 0.1)}
 
 def update_once(root, kind, dtype, device):
     """Log-probs of the old policy, gradients of each mini batch, metrics."""
-    import torch.distributed as dist
 
     from verl.config.model import FSDPConfig, ModelConfig
     from verl.config.worker import ActorConfig
@@ -59,7 +58,7 @@ def update_once(root, kind, dtype, device):
             global_batch_size=2, micro_batch_size_per_device_for_update=2, max_grad_norm=1e9,
             entropy_coef=ENTROPY_COEF, **CLIP,
         ),
-        PackedForward(model, model.config, media, device), dist.group.WORLD,
+        PackedForward(model, model.config, media, device),
         ActorTraining(
             optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0), rollout_n=N,
             kl_loss=KLLoss("low_var_kl", KL_COEF),

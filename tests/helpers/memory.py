@@ -227,7 +227,7 @@ def _planned_ppo(actor: PolicyConfig, rows: Rows, world_size: int) -> PlannedRun
 def _ppo_works(config: PolicyConfig, rows: Rows, hosted: ShardedModel, batch: DataProto) -> Works:
     assert isinstance(config, ActorConfig)
     training = ActorTraining(*hosted.training, rollout_n=rows.n, max_response_length=rows.response_length)
-    actor = DataParallelPPOActor(config, hosted.forward, None, training)
+    actor = DataParallelPPOActor(config, hosted.forward, training)
     return [lambda: actor.update(batch, 1.0), lambda: actor.compute_log_probs(batch, 1.0)]
 
 
@@ -247,7 +247,7 @@ def _sft_works(config: PolicyConfig, rows: Rows, hosted: ShardedModel, batch: Da
     assert isinstance(config, SFTActorConfig)
     batch.batch["responses"] = batch.batch["input_ids"][:, 1:]
     batch.batch["loss_mask"] = torch.ones_like(batch.batch["responses"])
-    sft = DataParallelSFT(config, hosted.forward, None, Training(*hosted.training))
+    sft = DataParallelSFT(config, hosted.forward, Training(*hosted.training))
     return [lambda: [sft.update(batch) for _ in range(2)], lambda: sft.losses(batch)]
 
 

@@ -69,7 +69,7 @@ class DiffusionWorker(ModelWorker):
             *self.policy.training, self.config.rollout.n, self.schedule.num_steps,
             kl_loss=self.options.kl_loss, reference=self.forward if self.options.kl_loss else None,
         )  # fmt: skip
-        return DataParallelPPOActor(actor, self.forward, self.group, training)
+        return DataParallelPPOActor(actor, self.forward, training)
 
     @register(Dispatch.ALL, phase="sync_weights")
     def sync_weights(self, version: int) -> None:

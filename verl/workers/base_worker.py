@@ -130,7 +130,7 @@ class ModelWorker(DeviceWorker):
         """Divide rows and sequences over the ranks; collective."""
         sp = SequenceParallel.build(actor.ulysses_size, actor.ring_size, feature_chunks)
         self.set_axis("train", sp.dp_index, sp.dp_size, is_first=sp.index == 0)
-        self.group, self.checkpoints, self.models = sp.dp_group, AsyncWriter(), []
+        self.checkpoints, self.models = AsyncWriter(), []
         return sp
 
     def _prepare(self, actor: PolicyConfig, *, share_prompt: bool = False, feature_chunks: int = 1) -> None:

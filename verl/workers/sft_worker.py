@@ -6,7 +6,6 @@ The model is saved as `actor`, the policy's name, so that reinforcement learning
 
 import time
 
-import torch.distributed as dist
 from torch import Tensor
 
 from verl.batch_keys import TEACHER_KEYS
@@ -36,18 +35,17 @@ class DataParallelSFT:
         self,
         config: SFTActorConfig,
         forward: PackedForward,
-        group: dist.ProcessGroup | None,
         training: Training,
         teachers: Teachers | None = None,
     ) -> None:
-        self.config, self.forward, self.group, self.teachers = config, forward, group, teachers
+        self.config, self.forward, self.teachers = config, forward, teachers
         has_task = teachers is None or teachers.loss.use_task_rewards
         self.terms = [
             LossTerm(f"{ROLE}/loss", float(has_task), lambda result, _: TokenLoss(-result.log_probs))
         ]
         if teachers is not None:
             self.terms.append(teachers.loss_term())
-        self.updater = Updater(ROLE, config, forward, group, training)
+        self.updater = Updater(ROLE, config, forward, training)
 
     def update(self, batch: DataProto) -> dict[str, float]:
         """Take an optimizer step on this rank's rows; collective over all ranks."""
@@ -60,7 +58,7 @@ class DataParallelSFT:
         def losses(micro_batch: DataProto) -> Tensor:
             return -self.forward.log_probs(micro_batch, TEMPERATURE).log_probs.double().sum(-1)
 
-        return compute_experience(self.config, self.forward, self.group, batch, losses)
+        return compute_experience(self.config, self.forward, batch, losses)
 
     def _loss(self, micro_batch: MicroBatch, mini_batch: MiniBatch) -> Tensor:
         divergence = self.teachers and self.teachers.divergence(micro_batch.rows, TEMPERATURE)
@@ -80,7 +78,7 @@ class SFTWorker(ModelWorker):
         self.policy = self._build_model("actor", actor, actor.model, optim=actor.optim)
         self._build_teachers(self.options.distillation)
         training = Training(*self.policy.training)
-        self.sft = DataParallelSFT(actor, self.policy.forward, self.group, training, self.teachers)
+        self.sft = DataParallelSFT(actor, self.policy.forward, training, self.teachers)
 
     @register(Dispatch.SHARD, phase="update_actor")
     def update(self, batch: DataProto) -> dict[str, float]:

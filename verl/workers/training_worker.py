@@ -83,7 +83,7 @@ class TrainingWorker(ModelWorker):
             teachers=None if options.distillation.rewards_tokens else self.teachers,
             uses_advantages=not options.distillation.is_alone or options.distillation.rewards_tokens,
         )
-        self.actor = DataParallelPPOActor(config, self.policy.forward, self.group, training)
+        self.actor = DataParallelPPOActor(config, self.policy.forward, training)
 
     def _sizes(self) -> dict[str, int]:
         return {"rollout_n": self.config.rollout.n, "max_response_length": self.options.max_response_length}
@@ -94,7 +94,7 @@ class TrainingWorker(ModelWorker):
             "critic", config, config.model, optim=config.optim, head="scalar"
         )
         training = Training(*self.critic_model.training, **self._sizes())
-        self.critic = DataParallelPPOCritic(config, self.critic_model.forward, self.group, training)
+        self.critic = DataParallelPPOCritic(config, self.critic_model.forward, training)
 
     def _init_prime(self) -> None:
         config = self.config.prime
@@ -116,7 +116,6 @@ class TrainingWorker(ModelWorker):
             config,
             self.prime_model.forward,
             reference_forward,
-            self.group,
             Training(*self.prime_model.training, **self._sizes()),
             accuracy_key=self.options.accuracy_key,
         )
@@ -131,7 +130,6 @@ class TrainingWorker(ModelWorker):
             read_tokenizer(model.tokenizer_path, model.trust_remote_code, OPTION),
             self.tokenizer,
             config,
-            self.group,
             policy_model_type=self.policy.model.config.model_type,
         )
 
@@ -192,7 +190,7 @@ class TrainingWorker(ModelWorker):
         assert self.reference_forward is not None, "the run has a reference"
         actor, temperature = self.config.actor, self.config.rollout.temperature
         with self._loaded(batch, self.reference_model):
-            found = compute_log_probs(actor, self.reference_forward, self.group, batch, temperature)
+            found = compute_log_probs(actor, self.reference_forward, batch, temperature)
         return DataProto.from_dict({"ref_log_probs": found})
 
     @register(Dispatch.SHARD, phase="teacher", unread=ROUTES)
@@ -203,7 +201,7 @@ class TrainingWorker(ModelWorker):
         total = torch.zeros(batch.batch["loss_mask"].shape)  # (B, R)
         for name, model in self.teacher_models.items():
             with self._loaded(batch, model):
-                total += self.teachers.compute_log_probs(name, actor, self.group, batch, temperature)
+                total += self.teachers.compute_log_probs(name, actor, batch, temperature)
         return DataProto.from_dict({TEACHER_LOG_PROBS: total})
 
     @register(Dispatch.SHARD, phase="values", unread=ROUTES)

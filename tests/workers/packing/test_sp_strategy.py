@@ -204,7 +204,7 @@ def test_each_strategy_is_logged_once(caplog):
         for lengths in ((100, 100), (100, 10), (90, 90), (80, 10)):
             mask = (torch.arange(100) < torch.tensor(lengths)[:, None]).long()
             batch = DataProto.from_dict({"attention_mask": mask})
-            MicroBatchSchedule(forward, batch, size=10**4, dynamic_batching=True, group=None)
+            MicroBatchSchedule(forward, batch, size=10**4, dynamic_batching=True)
 
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) == 2

@@ -52,7 +52,6 @@ def make_actor(folder, *, kl_loss=None, lr=0.1, steps=10, correction=None, **opt
     return DataParallelPPOActor(
         ActorConfig(**options),
         PackedForward(model, model.config, None, "cpu"),
-        dist.group.WORLD,
         ActorTraining(
             optimizer,
             scheduler,

@@ -3,7 +3,6 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from tests.helpers.nightly import by_day
 from tests.workers.roles.test_actor import make_actor, make_batch, weights
@@ -129,7 +128,6 @@ def make_critic(folder):
     return DataParallelPPOCritic(
         config,
         PackedForward(model, model.config, None, "cpu"),
-        dist.group.WORLD,
         Training(optimizer, scheduler),
     )
 

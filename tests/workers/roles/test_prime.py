@@ -81,7 +81,6 @@ def make_prime(folder, reference, *, make_optimizer=RecordingOptimizer, **option
         PrimeConfig(**options),
         trained,
         forward(reference, trainable=False),
-        dist.group.WORLD,
         Training(
             optimizer,
             torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0),

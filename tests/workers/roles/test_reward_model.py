@@ -104,7 +104,6 @@ def make_scorer(folder, size=4, policy_model_type="qwen2", media=None):
         read_tokenizer(str(folder)),
         train_tokenizer(),
         config,
-        dist.group.WORLD,
         policy_model_type=policy_model_type,
     )
 
@@ -265,7 +264,7 @@ def test_other_tokens_need_a_chat_template(root, one_rank):
 
     with pytest.raises(ValueError, match=r"no chat template: set `worker.reward_model.model.tokenizer_path`"):
         RewardModelScorer(
-            scorer.forward, tokenizer, train_tokenizer(), scorer.config, None, policy_model_type="qwen2"
+            scorer.forward, tokenizer, train_tokenizer(), scorer.config, policy_model_type="qwen2"
         )
 
 

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
@@ -32,7 +31,6 @@ class MicroBatchSchedule:
         *,
         size: int,
         dynamic_batching: bool,
-        group: dist.ProcessGroup | None,  # the data-parallel ranks
     ) -> None:
         """Plan a pass over a batch; collective over all ranks. See `StrategyLimits.of` for `size`."""
         self.sp = sp = forward.sp
@@ -48,7 +46,7 @@ class MicroBatchSchedule:
         if sp.size > 1 and plan.strategy not in forward.logged:
             forward.logged.add(plan.strategy)
             logger.info("sequence-parallel strategy: strategy=%r reason=%r", str(plan.strategy), plan.reason)
-        self.strategy, self.splits = plan.strategy, agreed_splits(plan.splits, group)
+        self.strategy, self.splits = plan.strategy, agreed_splits(plan.splits, sp.dp_group)
 
     def __len__(self) -> int:
         return len(self.splits[0])
@@ -85,7 +83,6 @@ def run_in_micro_batches(
     *,
     size: int,
     dynamic_batching: bool,
-    group: dist.ProcessGroup | None,
 ) -> Results:
     """Run a function over a batch in evaluation mode; collective over all ranks.
 
@@ -94,7 +91,7 @@ def run_in_micro_batches(
     `dynamic_batching`.
     """
     forward.model.eval()
-    schedule = MicroBatchSchedule(forward, batch, size=size, dynamic_batching=dynamic_batching, group=group)
+    schedule = MicroBatchSchedule(forward, batch, size=size, dynamic_batching=dynamic_batching)
     results = [function(micro_batch) for micro_batch in schedule.micro_batches(batch)]
     return tree_map(lambda *parts: schedule.join(parts, forward.device), *results)
 

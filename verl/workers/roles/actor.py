@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch.distributed as dist
 from torch import Tensor
 
 from verl.algorithms.kl import KLLoss
@@ -80,19 +79,13 @@ class DataParallelPPOActor:
 
     Example::
 
-        actor = DataParallelPPOActor(config.actor, forward, group, ActorTraining(optimizer, scheduler))
+        actor = DataParallelPPOActor(config.actor, forward, ActorTraining(optimizer, scheduler))
         old_log_probs = actor.compute_log_probs(batch, temperature=1.0)  # a batch with this column
         metrics, _ = actor.update(batch.merge(old_log_probs), temperature=1.0)
     """
 
-    def __init__(
-        self,
-        config: ActorConfig,
-        forward: RowForward,
-        group: dist.ProcessGroup | None,
-        training: ActorTraining,
-    ) -> None:
-        self.config, self.forward, self.group, self.training = config, forward, group, training
+    def __init__(self, config: ActorConfig, forward: RowForward, training: ActorTraining) -> None:
+        self.config, self.forward, self.training = config, forward, training
         self.replay: RouterReplay | None = None  # None: a dense model
         if forward.routers():
             self.replay = RouterReplay(config.router_replay, forward.model)
@@ -101,9 +94,9 @@ class DataParallelPPOActor:
         self.observers: list[ForwardObserver] = [  # of files
             OBSERVERS[spec](forward.model) for spec in config.observers
         ]
-        self.updater = Updater("actor", config, forward, group, training, config.ppo_epochs)
+        self.updater = Updater("actor", config, forward, training, config.ppo_epochs)
         choose = selection_of(loss_type, POLICY_LOSSES[loss_type])
-        self.selection = None if choose is None else MiniBatchSelection(config, forward, group, choose)
+        self.selection = None if choose is None else MiniBatchSelection(config, forward, choose)
 
     @property
     def reads_reference(self) -> bool:
@@ -146,7 +139,7 @@ class DataParallelPPOActor:
             return {name: values for name, values in found.items() if values is not None}
 
         read = [name for observer in observers for name in observer.reads]
-        found = compute_experience(self.config, self.forward, self.group, batch, columns, read)
+        found = compute_experience(self.config, self.forward, batch, columns, read)
         mask, routes = batch.batch["attention_mask"], found.pop(OLD_ROUTES, None)
         return DataProto.from_dict(found, {} if routes is None else {OLD_ROUTES: column_of(routes, mask)})
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Values and loss of the critic, on one data-parallel rank."""
 
-import torch.distributed as dist
 from torch import Tensor
 
 from verl.algorithms.aggregation import aggregate_loss
@@ -19,24 +18,18 @@ class DataParallelPPOCritic:
 
     Example::
 
-        critic = DataParallelPPOCritic(config.critic, forward, group, Training(optimizer, scheduler))
+        critic = DataParallelPPOCritic(config.critic, forward, Training(optimizer, scheduler))
         values = critic.compute_values(batch)  # (B, R)
         metrics = critic.update(batch)  # {"critic/vf_loss": ..., "critic/grad_norm": ...}
     """
 
-    def __init__(
-        self,
-        config: CriticConfig,
-        forward: PackedForward,
-        group: dist.ProcessGroup | None,
-        training: Training,
-    ) -> None:
-        self.config, self.forward, self.group = config, forward, group
-        self.updater = Updater("critic", config, forward, group, training, config.ppo_epochs)
+    def __init__(self, config: CriticConfig, forward: PackedForward, training: Training) -> None:
+        self.config, self.forward = config, forward
+        self.updater = Updater("critic", config, forward, training, config.ppo_epochs)
 
     def compute_values(self, batch: DataProto) -> Tensor:
         """(B, R) float32 on CPU: the value before each response token; collective over all ranks."""
-        return compute_experience(self.config, self.forward, self.group, batch, self.forward.values)
+        return compute_experience(self.config, self.forward, batch, self.forward.values)
 
     def update(self, batch: DataProto) -> dict[str, float]:
         """Update the critic: an optimizer step for each mini batch and PPO epoch; collective over all ranks.

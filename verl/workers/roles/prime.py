@@ -7,7 +7,6 @@ and the update read them. `worker.prime.update` sets which of the two the traine
 
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 
 from verl.algorithms.estimators.prime import check_accuracies, prime_loss, process_rewards
@@ -29,21 +28,20 @@ class DataParallelPrimeModel:
         config: PrimeConfig,
         forward: PackedForward,  # the model that learns, with the policy's tokens
         reference: PackedForward,  # the model before training or without adapters, in the same dtype
-        group: dist.ProcessGroup | None,
         training: Training,
         accuracy_key: str = "accuracy",  # the reward function's key of `accuracies`, for errors
     ) -> None:
-        self.config, self.forward, self.reference, self.group = config, forward, reference, group
-        self.accuracy_key = accuracy_key
-        self.updater = Updater("prime", config, forward, group, training)
+        self.config, self.accuracy_key = config, accuracy_key
+        self.forward, self.reference = forward, reference
+        self.updater = Updater("prime", config, forward, training)
 
     def compute_ref_log_probs(self, batch: DataProto) -> Tensor:
         """Log-probs under the reference: (B, R) float32 on CPU; collective."""
-        return compute_log_probs(self.config, self.reference, self.group, batch, TEMPERATURE)
+        return compute_log_probs(self.config, self.reference, batch, TEMPERATURE)
 
     def compute_process_rewards(self, batch: DataProto) -> Tensor:
         """Reward of each response token: (B, R) float32 on CPU; collective. Reads `prime_ref_log_probs`."""
-        log_probs = compute_log_probs(self.config, self.forward, self.group, batch, TEMPERATURE)
+        log_probs = compute_log_probs(self.config, self.forward, batch, TEMPERATURE)
         tensors = batch.batch
         return process_rewards(
             log_probs, tensors["prime_ref_log_probs"], tensors["loss_mask"], self.config.beta

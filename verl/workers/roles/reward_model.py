@@ -11,7 +11,6 @@ from typing import Any
 
 import jinja2
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -37,13 +36,11 @@ class RewardModelScorer:
         tokenizer: Any,
         policy_tokenizer: Any,  # with the chat template of the prompts
         config: RewardModelConfig,
-        group: dist.ProcessGroup | None,
         *,
         policy_model_type: str,  # `model_type` of its transformers config
     ) -> None:
-        self.config, self.forward, self.group = config, forward, group
+        self.config, self.forward, self.policy_model_type = config, forward, policy_model_type
         self.tokenizer, self.policy_tokenizer = tokenizer, policy_tokenizer
-        self.policy_model_type = policy_model_type
         self.reads_policy_tokens = has_same_conversations(tokenizer, policy_tokenizer)
         if not self.reads_policy_tokens and tokenizer.chat_template is None:
             raise ValueError(
@@ -66,7 +63,6 @@ class RewardModelScorer:
             self.forward.last_values,
             size=as_number(self.config.micro_batch_size_per_device),
             dynamic_batching=True,
-            group=self.group,
         )
         if not scores.isfinite().all():
             raise ValueError(
@@ -82,9 +78,7 @@ class RewardModelScorer:
             return rows
         # a text model cannot read the policy's M-RoPE positions
         positions = (rows.batch["attention_mask"].cumsum(-1) - 1).clamp(min=0)  # (B, T)
-        return rows.select(["input_ids", "attention_mask"]).merge(
-            DataProto.from_dict({"position_ids": positions})
-        )
+        return rows.select(["input_ids", "attention_mask"]).merge({"position_ids": positions})
 
     def _rendered_again(self, batch: DataProto) -> DataProto:
         texts = response_texts(batch, self.policy_tokenizer)

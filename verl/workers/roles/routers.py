@@ -68,11 +68,10 @@ class RouterBalance(ForwardObserver):
         self,
         role: str,
         forward: RowForward,
-        group: dist.ProcessGroup | None,
         coef: float,
         ranks: int = 1,  # that the experts of a layer are divided over
     ) -> None:
-        self.role, self.forward, self.group, self.coef, self.ranks = role, forward, group, coef, ranks
+        self.role, self.forward, self.coef, self.ranks = role, forward, coef, ranks
         self.routing = Routing.of(forward.model, forward.model.config) if forward.routers() else None
         self.routes: list[Routes] = []  # of the passes of a micro batch
         assert self.routing is not None or not coef, "checked when the model was built"
@@ -103,7 +102,7 @@ class RouterBalance(ForwardObserver):
         """Sum `expert_choices` (B, E) of each mini batch over all ranks; collective."""
         counts = torch.stack([part.batch[CHOICES].double().sum(0) for part in parts])  # (parts, E)
         counts = counts.to(self.forward.device)
-        dist.all_reduce(counts, group=self.group)
+        dist.all_reduce(counts, group=self.forward.sp.dp_group)
         return list(counts)
 
     def add_to(self, loss: Tensor, metrics: MetricSums) -> Tensor:

@@ -4,7 +4,6 @@
 from collections.abc import Mapping
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from verl.algorithms.kl import kl_divergence, top_kl
@@ -90,12 +89,7 @@ class Teachers:
         return TokenLoss(per_token, means)
 
     def compute_log_probs(
-        self,
-        name: str,
-        config: TrainedModelConfig,
-        group: dist.ProcessGroup | None,
-        batch: DataProto,
-        temperature: float,
+        self, name: str, config: TrainedModelConfig, batch: DataProto, temperature: float
     ) -> Tensor:
         """Compute a teacher's log-probs of the tokens of its rows: (B, R) float32 on CPU, else zero.
 
@@ -110,7 +104,7 @@ class Teachers:
             zeros = torch.zeros(micro.batch["loss_mask"].shape, device=found.device)
             return zeros.index_copy(0, own.to(found.device), found)
 
-        return compute_experience(config, forward, group, batch, log_probs, (*TEACHER_KEYS, TEACHER_MEDIA))
+        return compute_experience(config, forward, batch, log_probs, (*TEACHER_KEYS, TEACHER_MEDIA))
 
     def _is_own(self, batch: DataProto, number: int) -> Tensor:
         # (B,) bool

@@ -79,22 +79,17 @@ class MiniBatch:
 
 
 def compute_log_probs(
-    config: TrainedModelConfig,
-    forward: RowForward,
-    group: dist.ProcessGroup | None,
-    batch: DataProto,
-    temperature: float,
+    config: TrainedModelConfig, forward: RowForward, batch: DataProto, temperature: float
 ) -> Tensor:
     """Compute the log-probs of the response tokens: (B, R) float32 on CPU; collective over all ranks."""
     return compute_experience(
-        config, forward, group, batch, lambda micro: forward.log_probs(micro, temperature).log_probs
+        config, forward, batch, lambda micro: forward.log_probs(micro, temperature).log_probs
     )
 
 
 def compute_experience(
     config: TrainedModelConfig,
     forward: RowForward,
-    group: dist.ProcessGroup | None,
     batch: DataProto,
     function: Callable[[DataProto], Results],
     further_keys: Sequence[str] = (),  # that `function` reads if they are there
@@ -108,7 +103,6 @@ def compute_experience(
         function,
         size=as_number(config.micro_batch_size_per_device_for_experience),
         dynamic_batching=config.dynamic_batching,
-        group=group,
     )
 
 
@@ -125,20 +119,19 @@ class Updater:
         role: str,  # prefix of its metrics and section of its options
         config: TrainedModelConfig,  # that section
         forward: RowForward,
-        group: dist.ProcessGroup | None,  # the data-parallel ranks; None for all
         training: Training,
         ppo_epochs: int = 1,
     ) -> None:
-        self.role, self.config, self.forward, self.group = role, config, forward, group
+        self.role, self.config, self.forward, self.group = role, config, forward, forward.sp.dp_group
         self.optimizer, self.scheduler = training.optimizer, training.scheduler
         self.ppo_epochs = ppo_epochs
         self.max_response_length = float(training.max_response_length)
-        self.dp_size, self.world_size = dist.get_world_size(group), dist.get_world_size()
+        self.dp_size, self.world_size = dist.get_world_size(self.group), dist.get_world_size()
         self.mini_batch_rows = config.global_batch_size * training.rollout_n // self.dp_size
         self.metrics = MetricSums(forward.device)
         self.grad_norms: list[float] = []
         self.balance = RouterBalance(
-            role, forward, group, config.model.router_aux_loss_coef, config.fsdp.expert_parallel_size
+            role, forward, config.model.router_aux_loss_coef, config.fsdp.expert_parallel_size
         )
 
     def run(self, batch: DataProto, loss: Callable[[MicroBatch, MiniBatch], Tensor]) -> dict[str, float]:
@@ -172,9 +165,7 @@ class Updater:
             return batch
         if len(batch) == self.mini_batch_rows and self.ppo_epochs == 1 and len(self._schedule(batch)) == 1:
             return batch
-        return batch.merge(
-            compute_experience(self.config, self.forward, self.group, batch, self.balance.count_choices)
-        )
+        return batch.merge(compute_experience(self.config, self.forward, batch, self.balance.count_choices))
 
     def backward(self, loss: Tensor) -> None:
         # Gradients are reduced over ranks every time: keeping them until the last micro batch would hold an
@@ -234,7 +225,6 @@ class Updater:
             part,
             size=as_number(self.config.micro_batch_size_per_device_for_update),
             dynamic_batching=self.config.dynamic_batching,
-            group=self.group,
         )
 
     def _mini_batch(self, part: DataProto, masks: Mapping[str, LossDenominators]) -> MiniBatch:
@@ -256,21 +246,15 @@ class MiniBatchSelection:
     costs one more forward pass.
     """
 
-    def __init__(
-        self,
-        config: ActorConfig,
-        forward: RowForward,
-        group: dist.ProcessGroup | None,
-        choose: TokenSelection,
-    ) -> None:
-        self.config, self.forward, self.group, self.choose = config, forward, group, choose
+    def __init__(self, config: ActorConfig, forward: RowForward, choose: TokenSelection) -> None:
+        self.config, self.forward, self.choose = config, forward, choose
         self.ratio = config.kl_cov_ratio if config.loss_type == "kl_cov" else config.clip_cov_ratio
 
     def add_to(self, mini_batch: DataProto, temperature: float, seed: int) -> DataProto:
         """Add `selected` (B, R) bool; collective over all ranks."""
         tensors = mini_batch.batch
         keep = tensors["loss_mask"].bool()  # (B, R)
-        log_probs = compute_log_probs(self.config, self.forward, self.group, mini_batch, temperature)
+        log_probs = compute_log_probs(self.config, self.forward, mini_batch, temperature)
         columns = torch.arange(keep.shape[1]).expand_as(keep)
         row_ids = tensors["row_ids"][:, None].expand_as(keep)
         values = torch.stack([log_probs, tensors["old_log_probs"], tensors["advantages"]])[:, keep]  # (3, n)
@@ -290,11 +274,12 @@ class MiniBatchSelection:
             )
         )
         selected = torch.zeros_like(keep).masked_scatter(keep, chosen[own])
-        return mini_batch.merge(DataProto.from_dict({"selected": selected}))
+        return mini_batch.merge({"selected": selected})
 
     def _gather(self, columns: Tensor) -> tuple[Tensor, slice]:
         """Gather (k, n) of every rank as (k, N), n its own; also return the slice of this rank's columns."""
-        gathered: list[Any] = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(gathered, columns, group=self.group)
-        start = sum(part.shape[1] for part in gathered[: dist.get_rank(self.group)])
+        group = self.forward.sp.dp_group
+        gathered: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(gathered, columns, group=group)
+        start = sum(part.shape[1] for part in gathered[: dist.get_rank(group)])
         return torch.cat(gathered, dim=1), slice(start, start + columns.shape[1])
