@@ -162,8 +162,6 @@ class AgentConversation:
         """When the last turn was sampled; 0 before the first."""
         return max((call.ended_at for context in self._contexts for call in context.calls), default=0.0)
 
-    # --- the tokens of a call
-
     @property
     def _options(self) -> Any:
         return self.rules.options
@@ -244,8 +242,6 @@ class AgentConversation:
                 raise ApiError(
                     f"{count} images, at most {limit} (`{name}`)", code="too_many_images", param="messages"
                 )
-
-    # --- turns
 
     def _close(self, call: OpenCall) -> None:
         self._open.remove(call)

@@ -134,8 +134,6 @@ class Conversation:
             return empty_response(self.rules.tokenizer, messages, reason, self._failures)
         return joined_response(contexts, messages, reason, reason.finish_reason, is_masked=self._is_masked)
 
-    # --- turns
-
     @property
     def _context(self) -> Context:
         return self._contexts[-1]
@@ -164,8 +162,6 @@ class Conversation:
             return Observation(f"Error: refused, because a turn may make {limit} {calls}.")
         problem = call_problem(self.rules.schemas, call)
         return None if problem is None else Observation(f"Error: {problem.removesuffix('.')}.")
-
-    # --- limits
 
     def _end_after_turn(self, is_whole: bool, has_calls: bool, at: float) -> StopReason | None:
         if not is_whole:
@@ -200,8 +196,6 @@ class Conversation:
         if limit is not None and new and new + sum(seen) > limit:
             return StopReason.IMAGES
         return StopReason.LENGTH if len(token_ids) >= self._room else None
-
-    # --- observations
 
     def _show(self, answers: Sequence[Readable]) -> StopReason | None:
         """Have the policy read answers, or return the limit that they would exceed."""

@@ -158,8 +158,6 @@ class ObservationRenderer:
     def _encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
-    # --- the difference of two renderings
-
     def _after(self, style: Style, calls: Sequence[ToolCall], messages: Sequence[Message]) -> Following:
         """Return what follows a turn with these calls; its last `MARK` ends what is not its form."""
         base = [_user("hello", style), _assistant(calls, style)]
@@ -181,8 +179,6 @@ class ObservationRenderer:
         if not self._special.match(text):
             raise ValueError(f"no special token ends the assistant's turn before {text[:SHOWN]!r}")
         return Following(text, is_closed, turn)
-
-    # --- checks at the start
 
     @property
     def _shown_kinds(self) -> list[Kind]:

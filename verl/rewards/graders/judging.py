@@ -41,18 +41,12 @@ def final_answer(response: str) -> str:
     return response.rpartition(THOUGHTS)[2].strip()
 
 
-# --- one by one
-
-
 def read_score(answer: str, lowest: float = 0.0, highest: float = 10.0) -> float | None:
     """Return the last `Score: N` of an answer, from `lowest` to `highest`, as a number in [0, 1]."""
     found = SCORE.findall(final_answer(answer))
     if not found or not lowest <= float(found[-1]) <= highest:
         return None
     return (float(found[-1]) - lowest) / (highest - lowest)
-
-
-# --- in pairs
 
 
 def read_choice(answer: str) -> float | None:
@@ -103,9 +97,6 @@ async def tournament(
     return [sum(each) / len(each) if each else None for each in wins]
 
 
-# --- as a group
-
-
 def read_ranking(answer: str, count: int) -> list[float] | None:
     """Return scores by the last ranking of an answer, `[3] > [1] = [2]`, which must name all of `count` once.
 
@@ -141,9 +132,6 @@ async def rank(
         return [0.5] * len(responses)
     scores = read_ranking(await ask(question(shown)), len(shown))
     return None if scores is None else [scores[shown.index(text)] for text in responses]
-
-
-# --- by criteria
 
 
 class Criterion(NamedTuple):
