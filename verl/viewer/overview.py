@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Overview of runs, one line for each, and the options in which their configs differ.
 
-To add a number to the line: an entry in `OverviewNumbers`, and a column in `static/overview.js`.
+To add a number to the line: an entry in `overview`, and a column in `static/overview.js`.
 """
 
 import json

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import pyarrow as pa
 import uvicorn
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -35,20 +36,8 @@ from starlette.responses import (
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from verl.viewer.overview import compare_configs, overview
-from verl.viewer.queries import (
-    FORMATS,
-    RolloutQuery,
-    choices,
-    distributions,
-    exported,
-    exported_metrics,
-    neighbors,
-    page,
-    prompt_history,
-    select,
-    with_prompts,
-)
+from verl.viewer import overview, queries
+from verl.viewer.queries import FORMATS, RolloutQuery
 from verl.viewer.rollout_store import FILE_PREFIXES, FOLDER, MEDIA, MEDIA_FILE, SERVED, is_inside
 from verl.viewer.runs import MEDIA_TYPES, NOTES_BYTES, RunFolder, VideoFolders, checked_notes, write_notes
 
@@ -208,15 +197,15 @@ class _Views:
         return JSONResponse(self._run(request).metrics())
 
     def overview(self, request: Request) -> Response:
-        return JSONResponse([overview(run) for run in self._runs])
+        return JSONResponse([overview.overview(run) for run in self._runs])
 
     def configs(self, request: Request) -> Response:
         with_equal = request.query_params.get("all") == "yes"
-        return JSONResponse(compare_configs(self._chosen(request), with_equal=with_equal))
+        return JSONResponse(overview.compare_configs(self._chosen(request), with_equal=with_equal))
 
     def export_metrics(self, request: Request) -> Response:
         name = _format(request.path_params["format"])
-        return _download(exported_metrics(self._chosen(request), name), "metrics", name)
+        return _download(queries.exported_metrics(self._chosen(request), name), "metrics", name)
 
     def session(self, request: Request) -> Response:
         return JSONResponse(self._guard.session())
@@ -244,29 +233,28 @@ class _Views:
     def prompt(self, request: Request) -> Response:
         with _answered(404, KeyError):
             table = self._run(request).rollouts.same_prompt(*_path_group(request))
-        return JSONResponse(prompt_history(table))
+        return JSONResponse(queries.prompt_history(table))
 
     def neighbors(self, request: Request) -> Response:
-        query = self._query(request)
+        query, table = self._selected(request)
         group = (_path_number(request, "run", len(self._runs)), *_path_group(request))
-        return JSONResponse(neighbors(select(self._runs, query), query, group))
+        return JSONResponse(queries.neighbors(table, query, group))
 
     def rollouts(self, request: Request) -> Response:
-        query = self._query(request)
-        table = select(self._runs, query)
-        answer = page(table, query)
-        answer["rows"] = with_prompts(self._runs, answer["rows"])
-        return JSONResponse(answer | {"choices": choices(table)})
+        query, table = self._selected(request)
+        answer = queries.page(table, query)
+        answer["rows"] = queries.with_prompts(self._runs, answer["rows"])
+        return JSONResponse(answer | {"choices": queries.choices(table)})
 
     def export(self, request: Request) -> Response:
         params = request.query_params.multi_items()
         name = _format(dict(params).get("format", ""))
-        query = self._query(request, [(key, text) for key, text in params if key != "format"])
-        return _download(exported(self._runs, select(self._runs, query), name), "rollouts", name)
+        _, table = self._selected(request, [(key, text) for key, text in params if key != "format"])
+        return _download(queries.exported(self._runs, table, name), "rollouts", name)
 
     def distributions(self, request: Request) -> Response:
-        query = self._query(request)
-        return JSONResponse(distributions(select(self._runs, query), query.runs))
+        query, table = self._selected(request)
+        return JSONResponse(queries.distributions(table, query.runs))
 
     def media(self, request: Request) -> Response:
         name = request.path_params["file"]
@@ -288,10 +276,13 @@ class _Views:
         numbers = request.query_params.getlist("run")
         return [self._runs[_number_below(text, "run", len(self._runs))] for text in numbers]
 
-    def _query(self, request: Request, params: Sequence[tuple[str, str]] | None = None) -> RolloutQuery:
+    def _selected(
+        self, request: Request, params: Sequence[tuple[str, str]] | None = None
+    ) -> tuple[RolloutQuery, pa.Table]:
         given = request.query_params.multi_items() if params is None else params
         with _answered(400, ValueError):
-            return RolloutQuery.from_params(given, len(self._runs))
+            query = RolloutQuery.from_params(given, len(self._runs))
+        return query, queries.select(self._runs, query)
 
 
 @contextmanager
