@@ -99,10 +99,10 @@ class AgentConversation:
 
     def complete(self, call: OpenCall, turn: SampledTurn, at: float = 0.0) -> Reply:
         """Append the sampled turn of a call and return how it is answered."""
-        prompt_ids, token_ids, context = call.token_ids, turn.token_ids, call.context
+        token_ids, context = turn.token_ids, call.context
         is_whole = turn.finish_reason != "length"
         self._close(call)
-        message = self._answer(call, prompt_ids, token_ids, is_whole)  # may fail, and changes no context
+        message = self._answer(call, token_ids, is_whole)  # may fail, and changes no context
         if call.piece is not None:
             self._note_answers(context, call)
             context.row.add_piece(call.piece)
@@ -247,13 +247,11 @@ class AgentConversation:
         self._open.remove(call)
         call.context.is_busy = False
 
-    def _answer(
-        self, call: OpenCall, prompt_ids: Sequence[int], token_ids: Sequence[int], is_whole: bool
-    ) -> ChatMessage:
+    def _answer(self, call: OpenCall, token_ids: Sequence[int], is_whole: bool) -> ChatMessage:
         rules, request = self.rules, call.request
         text, calls = rules.text_of(token_ids), []
         if is_whole and request.parses_calls:
-            thought = THOUGHT * rules.starts_thought(prompt_ids)
+            thought = THOUGHT * rules.starts_thought(call.token_ids)
             calls = rules.format.parse(without_thought(thought + text), request.tools)
             if any(one.problem for one in calls):
                 calls = []  # the agent reads the text as it is

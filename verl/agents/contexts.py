@@ -134,12 +134,7 @@ def joined_response(
     *,
     is_masked: bool,
 ) -> FinishedConversation:
-    """Join contexts to the response of a row, whose prompt is that of the first.
-
-    Args:
-        messages: The prompt's and those of the conversation.
-        is_masked: The response takes no part in training.
-    """
+    """Join contexts to the response of a row, whose prompt is that of the first; see `Trajectory`."""
     first, *others = contexts
     row, parts = first.row, [context.row for context in contexts]
     starts, turns, length = [], list(first.turns), len(row.response)

@@ -123,9 +123,7 @@ class Trajectory:
     is_sampled: list[bool]  # of each token: False on those of observations
     turns: tuple[Turn, ...]
     messages: tuple[Message, ...]  # the prompt's and those of the conversation
-    media: Mapping[str, list[Reference]] = field(
-        default_factory=dict
-    )  # `images` and `videos` of observations
+    media: Mapping[str, list[Reference]] = field(default_factory=dict)  # images and videos of observations
     position_ids: Any = None  # (R,) or (4, R) int64 for its R tokens; None counts on from the prompt's last
     is_masked: bool = False  # it takes no part in training: a tool failed, and `on_tool_error` says so
     stop_reason: StopReason = StopReason.STOP

@@ -15,11 +15,7 @@ MAX_FILE = 256 << 20  # bytes of one that a message names, as of a request to th
 
 
 class ConversationMedia:
-    """Reads the media of conversations for one model.
-
-    Args:
-        position_ids: Called with the token ids of a row (L,) and the shapes of its media.
-    """
+    """Reads the media of conversations for one model."""
 
     def __init__(self, loader: MediaLoader, position_ids: PositionIds) -> None:
         self.loader, self.position_ids = loader, position_ids
@@ -33,8 +29,7 @@ class ConversationMedia:
     ) -> tuple[dict[str, list[Reference]], MediaShape]:
         """Return the media of an observation, by reference and with their bytes: a tool's files may go.
 
-        Args:
-            before: Media of the conversation so far.
+        `before` are the media of the conversation so far.
 
         Raises:
             ValueError: One cannot be read, or heard.
@@ -60,11 +55,9 @@ class ConversationMedia:
     def expand(
         self, piece: list[int], last_token: int, shape: MediaShape, before: MediaShape, order: Sequence[Kind]
     ) -> list[int]:
-        """Replace each placeholder of a piece by its tokens.
+        """Replace each placeholder of a piece, which follows `last_token`, by its tokens.
 
-        Args:
-            last_token: The token before the piece.
-            before: Shapes of the row's earlier media, in `order`, because some models number media.
+        Some models number media, so `before` has the shapes of the row's earlier ones, in `order`.
         """
         token_of = {kind: token for token, kind in self.placeholders.items()}
         earlier = [*(token_of[kind] for kind in order), last_token]

@@ -49,11 +49,7 @@ class Piece(NamedTuple):
 
 
 class Row:
-    """A prompt and its response so far.
-
-    Args:
-        reader: None for a text model.
-    """
+    """A prompt and its response so far; a text model has no reader of media."""
 
     def __init__(self, prompt: Prompt, reader: ConversationMedia | None) -> None:
         self.prompt, self._reader = prompt, reader

@@ -30,24 +30,17 @@ class Readable(NamedTuple):
 
 @dataclass(frozen=True)
 class ConversationRules:
-    """Properties that all conversations of a model share.
-
-    Args:
-        max_tokens: Maximum tokens of a response, with all turns, observations and media.
-        max_prompt_tokens: Maximum tokens of a prompt, with media.
-        media: None for a text model.
-        max_prompt_images: Maximum images of all that the policy reads in a call of an agent; 0 is any number.
-    """
+    """Properties that all conversations of a model share."""
 
     tokenizer: Any
     renderer: ObservationRenderer
     format: CallFormat
     schemas: Sequence[Mapping[str, Any]]
     options: MultiTurnConfig
-    max_tokens: int
-    max_prompt_tokens: int
-    media: ConversationMedia | None = None
-    max_prompt_images: int = 0
+    max_tokens: int  # of a response at most, with all turns, observations and media
+    max_prompt_tokens: int  # at most, with media
+    media: ConversationMedia | None = None  # None for a text model
+    max_prompt_images: int = 0  # of all that the policy reads in a call of an agent; 0 is any number
 
     @property
     def has_environment(self) -> bool:
@@ -85,11 +78,7 @@ class ConversationRules:
         return Row(Prompt(token_ids, plain, media, text), self.media)
 
     def row_of(self, observation: Observation, name: str) -> Row:
-        """Render and tokenize a prompt that an environment gives.
-
-        Args:
-            observation: With messages.
-            name: That of the messages, for errors.
+        """Render and tokenize a prompt that an environment gives; errors call it `name`.
 
         Raises:
             ValueError: The template cannot render them, or the model cannot read them.
@@ -132,8 +121,7 @@ class ConversationRules:
     def readable(self, observation: Observation, before: MediaData = None) -> Readable:
         """Return an observation as the policy may read it; one that it cannot read says so and fails.
 
-        Args:
-            before: Media of the conversation so far.
+        `before` are the media of the conversation so far.
         """
         if observation.messages is not None:
             return self._with_messages(observation)

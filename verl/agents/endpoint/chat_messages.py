@@ -27,8 +27,7 @@ ReadUrl = Callable[[str], Reference] | None  # of a medium on the web; None: the
 class ApiError(Exception):
     """A call that is answered with an error, in OpenAI's form, so that SDKs raise their own exceptions.
 
-    Args:
-        param: The field of the request that is refused.
+    `param` is the field of the request that is refused.
     """
 
     def __init__(

@@ -89,11 +89,7 @@ class ToolPool(AbstractContextManager["ToolPool"]):
         self.close()
 
     def start(self, key: Hashable, row: Mapping[str, Any]) -> None:
-        """Begin a conversation.
-
-        Args:
-            row: Columns that tools with a state are made from; it is pickled, for each such tool.
-        """
+        """Begin a conversation; each tool with a state is made from its row, which is pickled for it."""
         if key in self._conversations:
             raise ValueError(f"conversation {key!r} has started already")
         self._conversations[key] = _Conversation(row)

@@ -172,11 +172,7 @@ def call_problem(schemas: Sequence[Mapping[str, Any]], call: ToolCall) -> str | 
 
 
 def argument_problem(schema: Mapping[str, Any], arguments: Any) -> str | None:
-    """Return what is wrong with the arguments of a call; None if nothing is.
-
-    Args:
-        schema: That of the tool, {"type": "function", "function": {...}}.
-    """
+    """Return what is wrong with the arguments of a call of the tool with a schema; None if nothing is."""
     function = schema["function"]
     parameters = function.get("parameters") or {}
     if not isinstance(arguments, dict):
