@@ -87,11 +87,9 @@ class MultiTurnConfig:
         return self.enable and (self.environment is not None or self.agent is not None)
 
     def length_problems(self, max_tokens: int, answer: int = 1) -> Iterator[str]:
-        """Yield why responses are too short for a turn, an answer and another turn.
+        """Yield why responses of `max_tokens` are too short for a turn, an answer and another turn.
 
-        Args:
-            max_tokens: Value of `data.max_response_length`.
-            answer: Tokens of the shortest answer, with those of the chat template.
+        `answer` has the tokens of the shortest one, with those of the chat template.
         """
         needed = 1 + answer + 1
         if self.enable and self.max_assistant_turns != 1 and max_tokens < needed:

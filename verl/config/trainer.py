@@ -11,12 +11,7 @@ from typing import Any, ClassVar
 import yaml
 
 from verl.config.data import RowsConfig
-from verl.config.files.paths import (
-    checkpoint_or_run_folder,
-    checkpoint_problems,
-    writable_file,
-    writable_folder,
-)
+from verl.config.files import paths
 from verl.config.model import FSDPConfig
 from verl.config.schema import option
 
@@ -69,7 +64,7 @@ class RunConfig:
         None,
         "Checkpoint to resume from: a folder named `global_step_N`, or that of a run for its last one; the"
         " run's own may have none yet.",
-        resolve=checkpoint_or_run_folder,
+        resolve=paths.checkpoint_or_run_folder,
     )
     find_last_checkpoint: bool = option(True, "Resume from the last checkpoint in `save_checkpoint_path`.")
     allow_changed_inputs: bool = option(
@@ -82,7 +77,7 @@ class RunConfig:
     restart_wait_s: float = option(120.0, "Seconds that a restart waits for missing nodes.", minimum=0.0)
     elastic: bool = option(False, "Run on fewer devices if some are missing, as batch sizes allow.")
     profile_steps: tuple[int, ...] = option((), "Steps to profile: traces and a report go into `profile/`.")
-    ray_timeline: str | None = option(None, "Output file for the Ray timeline.", resolve=writable_file)
+    ray_timeline: str | None = option(None, "Output file for the Ray timeline.", resolve=paths.writable_file)
 
     def __post_init__(self) -> None:
         folder = self.save_checkpoint_path or os.path.join(
@@ -108,11 +103,7 @@ class RunConfig:
         return self.world_size
 
     def core_problem(self, num_serving: int = 0) -> str | None:
-        """Say that on CPU the run would have more processes than this machine has cores, if it would.
-
-        Args:
-            num_serving: Processes of `reward_servers`.
-        """
+        """Say that on CPU the run, with its processes that serve, would exceed the cores of this machine."""
         cores = os.cpu_count() or 1  # as Ray counts them, whatever this process may use
         total = self.num_processes + num_serving
         if self.nnodes > 1 or self.elastic or total <= cores:
@@ -134,11 +125,11 @@ class RunConfig:
             if (value := getattr(self, name)) in ("", ".", "..") or "/" in value or "\0" in value:
                 yield f"`{path}.{name}` must be the name of one folder, got {value!r}"
         try:
-            writable_folder(self.checkpoint_folder)
+            paths.writable_folder(self.checkpoint_folder)
         except ValueError as error:
             yield f"`{path}.save_checkpoint_path` {error}"
         if self.load_checkpoint_path is not None:
-            yield from checkpoint_problems(f"`{path}.load_checkpoint_path`", self.load_checkpoint_path)
+            yield from paths.checkpoint_problems(f"`{path}.load_checkpoint_path`", self.load_checkpoint_path)
 
 
 @dataclass(frozen=True)
@@ -305,8 +296,7 @@ class RunTree:
     def rank_problems(self, sharding: dict[str, FSDPConfig]) -> Iterator[str]:
         """Yield a sentence for each size that the ranks cannot be divided into.
 
-        Args:
-            sharding: Section `fsdp` of each loaded model, by the section that it is in.
+        `sharding` has the section `fsdp` of each loaded model, by the section that it is in.
         """
         shared = "`worker.actor.ulysses_size` x `worker.actor.ring_size`"
         yield from divisible(WORLD, self.world_size, shared, self.sp_size)

@@ -162,11 +162,7 @@ def train_once(config: RunTree, wait_s: float | None = None) -> ExitStatus:
 
 
 def check_run(trainer: RunConfig, num_serving: int = 0) -> None:
-    """Check devices, loggers and the checkpoint to resume from, before anything is loaded.
-
-    Args:
-        num_serving: Devices of `reward_servers`.
-    """
+    """Check devices, loggers and the checkpoint to resume from, before anything is loaded."""
     if trainer.device not in ("auto", "cpu") and not shows_gpu() and not joins_cluster():
         raise RuntimeError(
             f"`trainer.device` ({trainer.device}) needs a GPU, and this machine shows none: set"

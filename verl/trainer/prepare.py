@@ -184,8 +184,7 @@ def find_machine_of_run(device: str) -> Machine:
 def largest_run(config: C, capacities: Sequence[int]) -> C | None:
     """Return the same run on as many devices as there are and as its batch sizes allow; None if none do.
 
-    Args:
-        capacities: Number of processes that each node of the cluster can hold.
+    `capacities` are the numbers of processes that the nodes of the cluster can hold.
     """
     # The loss does not depend on the split of a batch over ranks: a smaller run computes the same numbers.
     for nnodes, per_node in _sizes(config, capacities):
@@ -209,12 +208,7 @@ def _sizes(config: RunTree, capacities: Sequence[int]) -> Iterator[tuple[int, in
 
 
 def engine_pool(num_devices: int, size: int, device: str, option: str = SAMPLING) -> ResourcePool:
-    """Describe the `size` devices of an engine in processes of its own, on any node.
-
-    Args:
-        num_devices: Devices of the run.
-        option: That asks for them.
-    """
+    """Describe `size` devices of the run's, for an engine in processes of its own, on any node."""
     return ResourcePool(1, size, device, neighbors=num_devices - size, options=(option,))
 
 

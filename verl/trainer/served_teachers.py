@@ -114,8 +114,7 @@ class TeacherModel(Endpoint):
 class ServedTeachers:
     """Adds the answers of served teachers about each response token to a batch.
 
-    Args:
-        teachers: By their numbers in `distillation.teacher_models`; the rows of others stay as they are.
+    They are given by number in `distillation.teacher_models`; the rows of others stay as they are.
     """
 
     def __init__(self, teachers: Mapping[int, TeacherModel], loss: DistillationLossConfig) -> None:

@@ -15,12 +15,7 @@ from verl.trainer.training_loop import TrainingLoop
 
 
 class SFTTrainer(TrainingLoop):
-    """Trains the policy on the assistant's turns of conversations. One step: rows -> update of the policy.
-
-    Args:
-        batches: Rows of one step after another, without end.
-        validation: Held-out rows; None skips validation.
-    """
+    """Trains the policy on the assistant's turns of conversations. One step: rows -> update of the policy."""
 
     validates_by_loss = True
 
@@ -28,8 +23,8 @@ class SFTTrainer(TrainingLoop):
         self,
         run: RunConfig,
         workers: RayWorkerGroup,
-        batches: Iterator[DataProto],
-        validation: PromptLoader | None,
+        batches: Iterator[DataProto],  # of one step after another, without end
+        validation: PromptLoader | None,  # None skips validation
         dp_size: int,
         run_state: RunState,
         tracker: Tracker,

@@ -41,11 +41,7 @@ def start_workers(
 def start_workers_and_engines(
     run: PreparedRun[Any], stack: ExitStack, kind: type[Worker], options: RunOptions
 ) -> tuple[RayWorkerGroup, Engines]:
-    """Start the processes that train, and separate sampling processes if there are any.
-
-    Args:
-        kind: Of processes that train and sample.
-    """
+    """Start the processes that train, and separate sampling processes; without any, `kind` does both."""
     worker: WorkerConfig = run.config.worker
     trainer: TrainerConfig = run.config.trainer
     if worker.hybrid_engine:

@@ -32,15 +32,10 @@ logger = get_logger(__name__)
 
 
 class Categories(NamedTuple):
-    """The columns of categories and how a batch names them.
+    """The columns of categories and how a batch names them."""
 
-    Attributes:
-        keys: Columns of the rows, of `data.category_keys`.
-        answer_key: Column of the answers, which a batch calls `ground_truth`.
-    """
-
-    keys: Sequence[str]
-    answer_key: str
+    keys: Sequence[str]  # columns of the rows, of `data.category_keys`
+    answer_key: str  # column of the answers, which a batch calls `ground_truth`
 
     def of(self, columns: Mapping[str, Any], number: int) -> dict[str, list[str]]:
         """Return the category of each of `number` rows by column; rows without one have `NO_CATEGORY`."""

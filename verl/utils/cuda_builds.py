@@ -67,8 +67,7 @@ def replace_path_finder() -> None:
 def repair_environment(folder: Path | None = None) -> bool:
     """Write the path file where it is needed, else delete it; return whether it is needed.
 
-    Args:
-        folder: Holds the installed packages; None is that of this environment.
+    `folder` holds the installed packages; None is that of this environment.
     """
     file = (folder or Path(sysconfig.get_paths()["purelib"])) / PATH_FILE
     is_needed = bool(child_environment())

@@ -39,9 +39,7 @@ sys.meta_path.append(_UsersFiles)
 def import_file(path: Path, option: str, prefix: str, heading: str) -> ModuleType:
     """Run a Python file and return its module, whose name holds `prefix` and the path of the file.
 
-    Args:
-        option: The option that named the file, for errors.
-        heading: Precedes the traceback in errors.
+    Errors name the `option` that named the file, and have a `heading` before the traceback.
     """
     where = quote(os.fsencode(path.resolve()), safe="").replace(".", "%2E")
     name = f"{__name__}.{prefix}:{where}"

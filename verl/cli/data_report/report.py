@@ -146,10 +146,8 @@ CONVERSATIONS: Kind[SFTConfig] = Kind("conversation", opened_conversations, make
 def report_data(config: C, kind: Kind[C], num_shown: int, out: Path, *, decode: bool) -> int:
     """Open the data of a run, write about all files, and return the exit status.
 
-    Args:
-        num_shown: Rows to show of the training files, and of the validation files.
-        out: Folder of contact sheets and of the list of bad rows.
-        decode: Read the media of every row.
+    Shows `num_shown` rows of the training files, and as many of the validation files. The folder `out` gets
+    contact sheets and the list of bad rows. With `decode` the media of every row are read.
 
     Raises:
         ValueError: The model's files or the data cannot be used, or no row can.

@@ -88,11 +88,7 @@ BAR_WIDTHS = (20, 8)  # characters, at most and at least
 
 
 class LiveBar:
-    """Draws the state of a run in one line that fits the console.
-
-    Args:
-        metrics: The last value of each metric.
-    """
+    """Draws the state of a run, with the last values of its metrics, in one line that fits the console."""
 
     def __init__(self, clock: StepClock, metrics: Callable[[], Mapping[str, float]]) -> None:
         self._clock, self._metrics = clock, metrics

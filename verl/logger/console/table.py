@@ -29,21 +29,14 @@ SEPARATOR = " · "
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the table.
-
-    Args:
-        keys: Metrics, of which the first logged one is shown.
-        decimals: None is scientific notation.
-        rank: Order of leaving columns out on a narrow terminal, highest first.
-        is_expected: Has its place from the first row, in runs of its kind.
-    """
+    """A column of the table."""
 
     title: str
-    keys: tuple[str, ...]
-    decimals: int | None
-    rank: int
+    keys: tuple[str, ...]  # metrics, of which the first logged one is shown
+    decimals: int | None  # None is scientific notation
+    rank: int  # in the order of leaving columns out on a narrow terminal, highest first
     width: int = 6
-    is_expected: bool = True
+    is_expected: bool = True  # has its place from the first row, in runs of its kind
 
     @property
     def size(self) -> int:

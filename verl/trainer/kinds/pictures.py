@@ -102,12 +102,7 @@ class PictureLog(RolloutLog):
 
 
 class PictureSampler(Sampler):
-    """Samples pictures: the reward function sees them, and training their latents.
-
-    Args:
-        log: Saves the pictures that people see.
-        rollout: Section of the config.
-    """
+    """Samples pictures: the reward function sees them, training their latents, people what the log saves."""
 
     shown_columns = ("pixels",)
 

@@ -180,9 +180,6 @@ class RewardServers(AbstractContextManager["RewardServers"]):
             servers.start_shared_and_wait(processes)    # on their devices
             with servers.awake():
                 ...                            # `servers.specs` say where they are
-
-    Args:
-        num_devices: Number of devices of the run.
     """
 
     def __init__(

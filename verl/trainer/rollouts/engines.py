@@ -73,10 +73,8 @@ class SharedEngines:
 class OwnEngines:
     """Engines in separate processes, each a worker group; they are always awake.
 
-    One that is lost leaves, its work is done by the others, and another may take its place.
-
-    Args:
-        workers: The processes that train, and publish their weights.
+    One that is lost leaves, its work is done by the others, and another may take its place. The `workers`
+    train, and publish their weights.
     """
 
     def __init__(self, workers: RayWorkerGroup, registry: EngineRegistry) -> None:

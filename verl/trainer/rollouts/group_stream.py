@@ -48,11 +48,8 @@ logger = get_logger(__name__)
 class GroupStream(Schedule):
     """Steps train on the oldest finished groups, whose age has a bound; unfinished ones continue.
 
-    `Stream` and `PartialRollouts` say what the engines do while the model trains.
-
-    Args:
-        last_step: Nothing is sampled for later ones.
-        at_once: Responses that an engine samples at once.
+    `Stream` and `PartialRollouts` say what the engines do while the model trains. Each samples `at_once`
+    responses at once, and none for a step after `last_step`.
     """
 
     def __init__(

@@ -73,11 +73,7 @@ class InTurn(Schedule):
 
 
 class OneStepAhead(Schedule):
-    """Each step samples for the next one while it trains, with the weights that it begins with.
-
-    Args:
-        last_step: Nothing is sampled for later ones.
-    """
+    """Each step but the last samples for the next one while it trains, with its weights at the beginning."""
 
     def __init__(self, engines: Engines, collector: RolloutCollector, last_step: int) -> None:
         super().__init__(engines, collector)

@@ -41,8 +41,7 @@ class OpenGroup:
     def request(self, group_size: int, columns: Sequence[str] | None) -> DataProto:
         """Return what an engine needs to sample the responses that are not finished, or to continue them.
 
-        Args:
-            columns: Names of the columns that it reads; None: all.
+        It reads these columns; None: all.
         """
         row = self.prompt.select([], columns)
         begun = {
@@ -55,16 +54,11 @@ class OpenGroup:
 
 @dataclass
 class GroupQueue:
-    """Engines that share a plan, with its groups.
-
-    Attributes:
-        engines: Number of the engine at each slot; the plan knows the slots whose engines live.
-        prompts: Rows that have not begun.
-    """
+    """Engines that share a plan, with its groups."""
 
     plan: StreamPlan
-    engines: list[int]
-    prompts: deque[DataProto] = field(default_factory=deque)
+    engines: list[int]  # numbers by slot; the plan knows the slots whose engines live
+    prompts: deque[DataProto] = field(default_factory=deque)  # rows that have not begun
     open: dict[str, OpenGroup] = field(default_factory=dict)  # by uid
     finished: dict[GroupId, ScoredGroups] = field(default_factory=dict)
 
