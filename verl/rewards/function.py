@@ -233,7 +233,8 @@ def load_reward_function(
     module = import_file(path, OPTION, "reward_file", TRACEBACK_HEADING)
     function = find_function(module, path, function_name, OPTION, "compute_score")
     code = getattr(inspect.unwrap(function), "__code__", None)
-    where = f"{path}:{code.co_firstlineno if code else 0}"
+    line = code.co_firstlineno if code else 0
+    where = f"{path}:{line}"
     called, reward_type, note = convention_of(function, module, default_type, f"{where} `{function_name}`")
     if reward_type not in REWARD_TYPES:
         raise ValueError(f"{path}: `REWARD_TYPE` must be one of {list(REWARD_TYPES)}, got {reward_type!r}")
@@ -245,7 +246,6 @@ def load_reward_function(
         kwargs[SERVERS] = _models_for(function, servers, where, function_name)
     _check_kwargs(called, kwargs, where, function_name, reward_type)
     name = str(getattr(module, "REWARD_NAME", path.stem))
-    line = code.co_firstlineno if code else 0
     return RewardFunction(called, kwargs, path, function_name, line, name, reward_type, is_async, note)
 
 

@@ -97,8 +97,7 @@ class RewardJob:
         self._submitted: set[int] = set()
         self._scores: dict[int, Scores] = {}
         self._failure: Failure | None = None  # ends the run
-        self._batch = Batch()
-        self._finished = self._batch.finished  # filled by the pool
+        self._batch = Batch()  # whose finished calls come from the pool
 
     def submit(self, index: Sequence[int], inputs: Sequence[dict[str, Any]]) -> None:
         """Hand over finished responses and return at once.
@@ -136,7 +135,7 @@ class RewardJob:
             self._call([held] if self._reward_type == "dataproto" and held else self._divided(held))
             self._collect()
             while not self._is_over():
-                self._take(self._finished.get())
+                self._take(self._batch.finished.get())
         self._failed.report()
         self._raise_failure()
         return self._columns()
@@ -160,7 +159,7 @@ class RewardJob:
         self._pool.submit(calls)
 
     def _collect(self) -> None:
-        for call in taken(self._finished, 0.0):
+        for call in taken(self._batch.finished, 0.0):
             self._take(call)
 
     def _take(self, call: Call) -> None:

@@ -10,9 +10,8 @@ LETTERS = "ABCDEFGH"
 MAX_READ = 500  # characters; longer answers are only searched for a statement
 BOXED = re.compile(r"\\boxed ?\{ ?(?:\\text ?\{ ?)?\(?([A-H])\)?[ }]*\}")
 CONCLUSION = re.compile(r"\A(?:therefore|thus|hence|so),? ", re.IGNORECASE)
-STATED = re.compile(
-    r"(?i:answer|option|choice)(?i: is)?:?[\s*$]*\(?([A-H])(?=\)|[\s*$]*(?:[.,:;\n]|\Z))"
-)  # `the answer is B.`, not `the answer: A man`
+# `the answer is B.`, not `the answer: A man`
+STATED = re.compile(r"(?i:answer|option|choice)(?i: is)?:?[\s*$]*\(?([A-H])(?=\)|[\s*$]*(?:[.,:;\n]|\Z))")
 
 
 def choice_letter(text: str, choices: Sequence[str] = ()) -> str | None:

@@ -301,18 +301,16 @@ class Classifier(Endpoint):
 
     async def classify(self, text: Input, **fields: Any) -> list[float]:
         """Return the model's number for each of its classes."""
-        return [
-            float(value) for value in (await first_entry(self, "../classify", _of(text) | fields))["probs"]
-        ]
+        entry = await first_entry(self, "../classify", _of(text) | fields)
+        return list(map(float, entry["probs"]))
 
 
 class Embedder(Endpoint):
     """A model that turns texts into vectors."""
 
     async def embed(self, text: Input, **fields: Any) -> list[float]:
-        return [
-            float(value) for value in (await first_entry(self, "embeddings", _of(text) | fields))["embedding"]
-        ]
+        entry = await first_entry(self, "embeddings", _of(text) | fields)
+        return list(map(float, entry["embedding"]))
 
 
 async def first_entry(endpoint: Endpoint, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
