@@ -177,9 +177,8 @@ def first_groups(batch: DataProto, num_groups: int) -> list[tuple[int, int]]:
 
     Reads `row_ids` and `uid`. A response that was resampled several times is returned as often.
     """
-    in_order = batch.batch["row_ids"].argsort(stable=True).tolist()
     groups: dict[Any, list[int]] = {}
-    for row in in_order:
+    for row in batch.batch["row_ids"].argsort(stable=True).tolist():
         groups.setdefault(batch.non_tensor_batch["uid"][row], []).append(row)
     # Prompts come in random order, so the first are a fair sample.
     chosen: Iterable[list[int]] = islice(groups.values(), num_groups)

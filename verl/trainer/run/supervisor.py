@@ -78,7 +78,9 @@ class Supervisor:
         with handling_signals(forward):
             while not receiver.poll(POLL_S) and child.exitcode is None:
                 pass  # its own children may hold the pipe longer than it lives
-            exit_status = _receive(receiver)
+            exit_status: ExitStatus | None = None
+            with suppress(EOFError):
+                exit_status = receiver.recv() if receiver.poll() else None
             child.join()
         return exit_status or self._status_of_dead(child.exitcode or 0)
 
@@ -126,13 +128,6 @@ def _train(train_once: TrainOnce, config: RunTree, wait_s: float | None, sender:
             sender.send(exit_status)
     end_process_if_hung(exit_status.status)
     sys.exit(exit_status.status)
-
-
-def _receive(receiver: Connection) -> ExitStatus | None:
-    try:
-        return receiver.recv() if receiver.poll() else None
-    except EOFError:
-        return None
 
 
 def _modified_at(path: Path) -> int | None:
