@@ -38,9 +38,8 @@ def install(*, alone: bool) -> None:
     """Filter every later system call of this process and its children; `alone` forbids children."""
     code = build(alone=alone, pid=os.getpid())
     buffer = ctypes.create_string_buffer(code, len(code))
-    program = struct.pack(
-        "HP", len(code) // INSTRUCTION.size, ctypes.addressof(buffer)
-    )  # `struct sock_fprog`
+    # `struct sock_fprog`
+    program = struct.pack("HP", len(code) // INSTRUCTION.size, ctypes.addressof(buffer))
     kernel.syscall("seccomp", SECCOMP_SET_MODE_FILTER, 0, program)
 
 

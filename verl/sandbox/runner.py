@@ -332,9 +332,8 @@ def outcome_of(run: Run, limits: Limits) -> Outcome:
         why = run.reported("failed") or stderr or "it did not start in time"
         raise SandboxError(f"the sandbox could not be set up: {why}")
     ended = run.reported("ended")
-    if (
-        ended is None and run.killed_for is None and run.job["confined"]
-    ):  # an unconfined program can cause this
+    # An unconfined program can cause this.
+    if ended is None and run.killed_for is None and run.job["confined"]:
         raise SandboxError("the sandbox failed: its launcher died before it reported how the program ended")
     status, cpu_s, peak_kb = (ended or f"{signal.SIGKILL:d} 0 0").split()
     code = os.waitstatus_to_exitcode(int(status))

@@ -104,7 +104,13 @@ def _judge(source: str, case: Case, limits: Limits, allow_unsafe: bool) -> Verdi
         if call is None:
             is_right = not outcome.is_stdout_cut and same_output(outcome.stdout, expected)
         kind = VerdictKind.PASSED if is_right else VerdictKind.WRONG
-    return Verdict(kind, _for_report(outcome))
+    shown = replace(
+        outcome,
+        stdout=outcome.stdout[:KEPT_CHARACTERS],
+        stderr=outcome.stderr[-KEPT_CHARACTERS:],
+        value=outcome.value and outcome.value[:KEPT_CHARACTERS],
+    )
+    return Verdict(kind, shown)
 
 
 def _asked(case: Case) -> tuple[Call | None, str]:
@@ -114,15 +120,6 @@ def _asked(case: Case) -> tuple[Call | None, str]:
     if isinstance(case, CallCase):
         return Call(case.function, json.dumps(case.arguments)), to_text(case.expected, as_json=True)
     return Call(case.expression, None, case.before), to_text(case.expected)
-
-
-def _for_report(outcome: Outcome) -> Outcome:
-    return replace(
-        outcome,
-        stdout=outcome.stdout[:KEPT_CHARACTERS],
-        stderr=outcome.stderr[-KEPT_CHARACTERS:],
-        value=outcome.value and outcome.value[:KEPT_CHARACTERS],
-    )
 
 
 def same_output(output: str, expected: str) -> bool:

@@ -23,9 +23,8 @@ from verl.viewer.rollout_store import FILE_PREFIXES, SCHEMA, TABLE_COLUMNS, TOKE
 KIND = pa.field("kind", pa.string())  # "train" or "validation"
 TABLE_SCHEMA = pa.schema([KIND, *(SCHEMA.field(name) for name in TABLE_COLUMNS)])
 PROMPT_COLUMNS = ["group", "messages", "prompt_start", "media"]
-EXPORTED = [
-    name for name in SCHEMA.names if not name.endswith("_start") and name not in TOKEN_COLUMNS
-]  # without lists of tokens
+# Without lists of tokens.
+EXPORTED = [name for name in SCHEMA.names if not name.endswith("_start") and name not in TOKEN_COLUMNS]
 CACHED_FILES = 512  # whose prompts are kept in memory
 UNREADABLE = (pa.ArrowException, OSError, ValueError)  # raised for damaged files; the last for texts
 SPECIAL_TOKEN = re.compile(
