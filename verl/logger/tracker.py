@@ -3,6 +3,7 @@
 
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from verl.logger import file, services  # noqa: F401 (importing them registers their loggers)
@@ -18,7 +19,7 @@ def check_loggers(loggers: Sequence[str]) -> None:
             import_optional(LOGGERS[name].module, name)
 
 
-class Tracker:
+class Tracker(AbstractContextManager["Tracker"]):
     """Passes metrics, validation responses and progress to every logger in `trainer.logger`.
 
     Example::
@@ -61,9 +62,6 @@ class Tracker:
     def _call(self, method: str, *arguments: Any) -> None:
         for logger in self._loggers:
             logger.call(method, *arguments)
-
-    def __enter__(self) -> "Tracker":
-        return self
 
     def __exit__(self, exception_type: type[BaseException] | None, *_: object) -> None:
         is_interrupt = exception_type in (KeyboardInterrupt, SystemExit)

@@ -5,7 +5,6 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 
 ERRORS_ONLY = (
     # transformers and peft import torchao wherever it is installed. It warns of each of its libraries that
@@ -28,13 +27,9 @@ def quiet_packages() -> None:
     for name in ERRORS_ONLY:
         logging.getLogger(name).setLevel(logging.ERROR)
     for name, text in LEFT_OUT.items():
-        logging.getLogger(name).addFilter(partial(_lacks, text))
+        logging.getLogger(name).addFilter(lambda record, text=text: text not in record.getMessage())
     # Opening a file draws a bar that is full at once. A download of the hub has its own.
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
-
-
-def _lacks(text: str, record: logging.LogRecord) -> bool:
-    return text not in record.getMessage()
 
 
 @contextmanager

@@ -106,12 +106,11 @@ class RayWorkerGroup:
         self.pool = pool
         self.methods = dispatch.remote_methods(worker_class)
         self.timeout_s = timeout_s
-        self.workers: dict[int, Any] = {}  # Ray's actor handles, by rank
         self.infos: list[WorkerInfo] = []
         self._calls: list[Pending] = []
         self._axes: dict[str, list[AxisRank]] = {}
         self.processes = processes or WorkerProcesses(pool, env or {})
-        self.workers = dict(enumerate(self.processes.handles))
+        self.workers: dict[int, Any] = dict(enumerate(self.processes.handles))  # Ray's, by rank
         try:
             self.infos = self._internal("host", "start", worker_class, args, kwargs)
         except BaseException:
