@@ -147,7 +147,7 @@ config: $(INSTALLED)      ## regenerate the files that list every option
 	mv examples/sft.yaml.new examples/sft.yaml
 	$(RUN) -m verl.trainer.main --print-options > docs/options.md.new
 	mv docs/options.md.new docs/options.md
-	$(RUN) -m verl.config.hints.renamed_keys docs/migration/verl.md
+	$(RUN) -m tests.architecture.migration
 
 ##@ Documentation
 

@@ -2,11 +2,9 @@
 """Names of another program's options here, for the errors about its keys and for its migration page.
 
 The keys of a program are a data file such as `verl_keys.yaml`, which describes its own format. To support
-another program, add a file and an instance. `python3 -m verl.config.hints.renamed_keys PAGE` rewrites the
-tables of verl's page.
+another program, add a file and an instance.
 """
 
-import sys
 import textwrap
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -85,15 +83,6 @@ class RenamedKeys:
             return f"`{key}` is a key of {self.program} without a counterpart here: {note}"
         return f"`{key}` is {self.program}'s name for `{option}`" + (note and f": {note}")
 
-    def page_tables(self) -> str:
-        text = ""
-        for heading, table in self.data["keys"].items():
-            text += f"\n### {heading}\n\n| {self.program} | here | |\n|---|---|---|\n"
-            for key in table:
-                option, note = self.keys[key]
-                text += f"| `{key}` | {f'`{option}`' if option else 'none'} | {note} |\n"
-        return text
-
 
 def _entry(text: str) -> RenamedKey:
     option, _, note = text.partition("; ")
@@ -134,9 +123,3 @@ def _wrapped(text: str) -> list[str]:
 
 
 VERL_KEYS = RenamedKeys("verl", "docs/migration/verl.md", Path(__file__).with_name("verl_keys.yaml"))
-
-
-if __name__ == "__main__":
-    page = Path(sys.argv[1])
-    introduction = page.read_text(encoding="utf-8").partition("\n### ")[0]
-    page.write_text(introduction + VERL_KEYS.page_tables(), encoding="utf-8")
