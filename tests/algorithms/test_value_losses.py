@@ -1,30 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
 import math
+from typing import NamedTuple
 
 import pytest
 import torch
+from torch import Tensor
 
 from verl.algorithms.aggregation import AGGREGATIONS, aggregate_loss, count_denominators
-from verl.algorithms.value_losses import ValueLossInputs, clipped_value_loss
+from verl.algorithms.value_losses import clipped_value_loss
 
 FIELDS = ("values", "old_values", "returns", "response_mask")
+
+
+class Inputs(NamedTuple):
+    values: Tensor
+    old_values: Tensor
+    returns: Tensor
+    response_mask: Tensor
+    cliprange_value: float = 0.5
 
 
 def make_inputs(values, old_values, returns, mask=None, cliprange_value=0.5):
     values = torch.tensor(values).requires_grad_()
     mask = torch.ones_like(values, dtype=torch.int64) if mask is None else torch.tensor(mask)
-    return ValueLossInputs(values, torch.tensor(old_values), torch.tensor(returns), mask, cliprange_value)
+    return Inputs(values, torch.tensor(old_values), torch.tensor(returns), mask, cliprange_value)
 
 
 def gradient(inputs):
-    return torch.autograd.grad(clipped_value_loss(inputs).per_token.sum(), inputs.values)[0]
+    return torch.autograd.grad(clipped_value_loss(*inputs).per_token.sum(), inputs.values)[0]
 
 
 def random_inputs(dtype=torch.float32):
     generator = torch.Generator().manual_seed(0)
     values, old_values, returns = torch.randn(3, 4, 6, generator=generator, dtype=torch.float64).to(dtype)
     mask = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 0, 1, 0, 0], [1, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0]])
-    return ValueLossInputs(values.requires_grad_(), old_values, returns, mask)
+    return Inputs(values.requires_grad_(), old_values, returns, mask)
 
 
 def reference_loss(value, old, target, bound):
@@ -44,7 +54,7 @@ def test_the_value_loss_by_hand():
     #   3.0     1.00      1.5       0.25          0.5            1.0      overshot
     inputs = make_inputs([[1.4, 1.8], [0.2, 3.0]], [[1.0, 1.0], [1.0, 1.0]], [[2.0, 2.0], [2.0, 2.0]])
 
-    per_token, statistics = clipped_value_loss(inputs)
+    per_token, statistics = clipped_value_loss(*inputs)
 
     torch.testing.assert_close(per_token, torch.tensor([[0.18, 0.125], [1.62, 0.5]]))
     torch.testing.assert_close(gradient(inputs), torch.tensor([[-0.6, 0.0], [-1.8, 1.0]]))
@@ -55,14 +65,14 @@ def test_the_value_loss_by_hand():
 def test_the_value_loss_without_a_bound_is_half_the_squared_error():
     inputs = make_inputs([[5.0, -3.0]], [[0.0, 0.0]], [[1.0, 1.0]], cliprange_value=math.inf)
 
-    torch.testing.assert_close(clipped_value_loss(inputs).per_token, torch.tensor([[8.0, 8.0]]))
+    torch.testing.assert_close(clipped_value_loss(*inputs).per_token, torch.tensor([[8.0, 8.0]]))
 
 
 @pytest.mark.parametrize("mode", list(AGGREGATIONS))
 def test_loss_and_gradient_are_those_of_a_loop_in_float64(mode):
     inputs = random_inputs()
     denominators = count_denominators(inputs.response_mask)._replace(max_length=8.0)
-    loss = aggregate_loss(clipped_value_loss(inputs).per_token, inputs.response_mask, mode, denominators)
+    loss = aggregate_loss(clipped_value_loss(*inputs).per_token, inputs.response_mask, mode, denominators)
 
     values = inputs.values.detach().double().requires_grad_()
     rows = [
@@ -92,16 +102,16 @@ def test_loss_and_gradient_are_those_of_a_loop_in_float64(mode):
 def test_padding_changes_neither_loss_nor_gradient():
     clean = random_inputs()
     padding = clean.response_mask == 0
-    dirty = ValueLossInputs(
+    dirty = Inputs(
         clean.values.detach().masked_fill(padding, math.nan).requires_grad_(),
         clean.old_values.masked_fill(padding, math.inf),
         clean.returns.masked_fill(padding, math.nan),
         clean.response_mask,
     )
 
-    per_token, statistics = clipped_value_loss(dirty)
+    per_token, statistics = clipped_value_loss(*dirty)
 
-    torch.testing.assert_close(per_token[~padding], clipped_value_loss(clean).per_token[~padding])
+    torch.testing.assert_close(per_token[~padding], clipped_value_loss(*clean).per_token[~padding])
     assert per_token[padding].eq(0).all()
     assert all(values.isfinite().all() for values in statistics.values())
     torch.testing.assert_close(gradient(dirty), gradient(clean))
@@ -109,7 +119,9 @@ def test_padding_changes_neither_loss_nor_gradient():
 
 
 def test_statistics_carry_no_gradient():
-    assert not any(values.requires_grad for values in clipped_value_loss(random_inputs()).statistics.values())
+    assert not any(
+        values.requires_grad for values in clipped_value_loss(*random_inputs()).statistics.values()
+    )
 
 
 @pytest.mark.parametrize("name", FIELDS)
@@ -117,4 +129,4 @@ def test_tensors_that_would_broadcast_are_rejected(name):
     fields = {field: torch.zeros(3, 2) for field in FIELDS}
 
     with pytest.raises(ValueError, match=name):
-        clipped_value_loss(ValueLossInputs(**fields | {name: torch.zeros(3, 1)}))
+        clipped_value_loss(**fields | {name: torch.zeros(3, 1)})

@@ -4,7 +4,7 @@
 from torch import Tensor
 
 from verl.algorithms.aggregation import aggregate_loss
-from verl.algorithms.value_losses import ValueLossInputs, clipped_value_loss
+from verl.algorithms.value_losses import clipped_value_loss
 from verl.config.worker import CriticConfig
 from verl.protocol import DataProto
 from verl.workers.packing.forward import FORWARD_KEYS, OBJECT_KEYS, PackedForward
@@ -41,17 +41,12 @@ class DataParallelPPOCritic:
     def _loss(self, micro_batch: MicroBatch, mini_batch: MiniBatch) -> Tensor:
         tensors, metrics = micro_batch.tensors, mini_batch.metrics
         mask = tensors["loss_mask"]  # (B, R)
+        values = self.forward.values(micro_batch.rows)
         value_loss = clipped_value_loss(
-            ValueLossInputs(
-                values=self.forward.values(micro_batch.rows),
-                old_values=tensors["values"],
-                returns=tensors["returns"],
-                response_mask=mask,
-                cliprange_value=self.config.cliprange_value,
-            )
+            values, tensors["values"], tensors["returns"], mask, self.config.cliprange_value
         )
         loss = aggregate_loss(value_loss.per_token, mask, self.config.loss_avg_mode, mini_batch.denominators)
         metrics.add_loss("critic/vf_loss", loss)
-        for name, values in value_loss.statistics.items():
-            metrics.add_mean(f"critic/{name}", values, mask)
+        for name, statistic in value_loss.statistics.items():
+            metrics.add_mean(f"critic/{name}", statistic, mask)
         return loss
