@@ -65,16 +65,16 @@ class SPRows(NamedTuple):
     """
 
     local: Tensor  # (m,) int64: positions among this rank's tokens
-    owned: Tensor | None  # (m,) int64: this rank's among the M; None: this rank holds the whole sequence
-    order: Tensor | None  # (M,) int64: index of each after all ranks' results are concatenated
-    counts: tuple[int, ...]  # of each rank
-    sp: SequenceParallel
+    owned: Tensor | None = None  # (m,) int64: this rank's among the M; None: this rank holds all of them
+    order: Tensor | None = None  # (M,) int64: index of each after all ranks' results are concatenated
+    counts: tuple[int, ...] = ()  # of each rank
+    sp: SequenceParallel = SequenceParallel()
 
     @classmethod
     def of(cls, positions: Tensor, plan: ShardPlan | None, sp: SequenceParallel) -> "SPRows":
         """Divide tokens at `positions` (M,) int64 among the ranks that hold them."""
         if plan is None:
-            return cls(positions, None, None, (), sp)
+            return cls(positions, sp=sp)
         joined = plan.positions[positions]
         owners = joined.div(len(plan.local), rounding_mode="floor")
         owned = (owners == sp.index).nonzero()[:, 0]
@@ -83,8 +83,8 @@ class SPRows(NamedTuple):
         return cls(local, owned, owners.argsort(stable=True).argsort(), tuple(counts.tolist()), sp)
 
     def select(self, values: Tensor) -> Tensor:
-        """(M,) to (m,)."""
-        return values if self.owned is None else values[self.owned]
+        """(M, ...) to (m, ...)."""
+        return values if self.owned is None else values.index_select(0, self.owned)
 
     def gather(self, values: Tensor) -> Tensor:
         """Gather the results of all ranks, (m,) to (M,); collective over the sequence-parallel group.

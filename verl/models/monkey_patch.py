@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from verl.distributed.fsdp import fsdp_blocks
+from verl.distributed.token_sharding import SPRows
 from verl.models.attention.interface import ATTENTION
 from verl.models.attention.layouts import Layout, PackedLayout
 from verl.models.deferred_logits import DeferredLogits, DeferringHead
 from verl.models.families.interface import Family, Kind, MediaFamily, Medium, is_part
 from verl.models.families.registry import family_of
-from verl.models.vision import Features, MediaRows, MediaShare, blocks_of, in_order, order_of
+from verl.models.vision import Features, MediaShare, blocks_of, order_of
 
 
 def own_config(model: PreTrainedModel) -> None:
@@ -98,7 +99,7 @@ def _packed_forward(original: Callable, family: Family) -> Callable:
         local_tokens: Tensor | None = None,
         media: list[Medium] | None = None,
         media_order: dict[Kind, list[int]] | None = None,
-        media_rows: dict[Kind, MediaRows] | None = None,
+        media_rows: dict[Kind, SPRows] | None = None,
         media_share: MediaShare | None = None,
         media_features: Features | None = None,
         only_encode: bool = False,
@@ -120,11 +121,11 @@ def _packed_forward(original: Callable, family: Family) -> Callable:
         features = media_features or {}
         if media:
             order = order_of(_reading_media(self, family), media) if media_order is None else media_order
-            features = in_order(encoded, order)
+            features = {kind: [encoded[i] for i in numbers] for kind, numbers in order.items() if numbers}
         if features and media_rows is None:
             assert local_tokens is None, "a sharded sequence comes with the rows of its media"
             found = _reading_media(self, family).media_tokens(self.config, kwargs["input_ids"][0])
-            media_rows = {kind: MediaRows(rows) for kind, rows in found.items()}
+            media_rows = {kind: SPRows(rows) for kind, rows in found.items()}
         if local_tokens is not None:
             kwargs["input_ids"] = kwargs["input_ids"].index_select(1, local_tokens)
             kwargs["position_ids"] = kwargs["position_ids"].index_select(-1, local_tokens)
@@ -161,7 +162,7 @@ def deferred(model: PreTrainedModel) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _reading_features(decoder: Any, features: Features, rows: dict[Kind, MediaRows]) -> Iterator[None]:
+def _reading_features(decoder: Any, features: Features, rows: dict[Kind, SPRows]) -> Iterator[None]:
     """Replace media tokens by features, if there are any."""
     if not features:
         yield
@@ -182,7 +183,7 @@ def _reading_features(decoder: Any, features: Features, rows: dict[Kind, MediaRo
 
 def _changed_inputs(
     features: Features,
-    rows: dict[Kind, MediaRows],
+    rows: dict[Kind, SPRows],
     decoder: nn.Module,
     args: tuple,
     kwargs: dict[str, Any],
@@ -192,7 +193,7 @@ def _changed_inputs(
             f"{type(decoder).__name__} is called with positional inputs, so media cannot be inserted"
         )
     changed = dict(kwargs)
-    levels: list[list[tuple[MediaRows, Tensor]]] = []  # of deepstack, for each the features of each kind
+    levels: list[list[tuple[SPRows, Tensor]]] = []  # of deepstack, for each the features of each kind
     for kind, parts in features.items():
         hidden = changed["inputs_embeds"]  # (1, N, D)
         first, *others = rows[kind].select(torch.cat(parts)).to(hidden.dtype).split(hidden.shape[-1], -1)
@@ -206,7 +207,7 @@ def _changed_inputs(
     return args, changed
 
 
-def _add_level(hidden: Tensor, _mask: Tensor, level: list[tuple[MediaRows, Tensor]]) -> Tensor:
+def _add_level(hidden: Tensor, _mask: Tensor, level: list[tuple[SPRows, Tensor]]) -> Tensor:
     """Add a deepstack level's features of each kind of media to the hidden states (1, N, D) of its tokens."""
     for rows, values in level:
         hidden = hidden.index_add(1, rows.local, values[None])

@@ -117,7 +117,7 @@ def prepare_model(model: PreTrainedModel) -> None:
             media=[Medium, …],  # or media_features={"image": [features], "video": [features]}, computed
             # before by model(media=[Medium, …], only_encode=True)
             media_order={"image": [0, 0, 2], "video": [1]},  # media in the order of their tokens
-            media_rows={"image": MediaRows, "video": MediaRows},  # by default found among the input ids
+            media_rows={"image": SPRows, "video": SPRows},  # by default found among the input ids
         ) -> result of `read`: TokenLogProbs of (M,)
 
     where target `i` is predicted by the packed token `rows[i]`. A scalar model's `read` is

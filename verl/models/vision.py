@@ -7,9 +7,9 @@ without media encode a small blank image. Ranks with the same rows each encode s
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,17 +21,6 @@ from verl.models.attention.layouts import Blocks
 from verl.models.families.interface import Family, Kind, MediaFamily, Medium
 
 Features = dict[Kind, list[Tensor]]  # (tokens, hidden size x (1 + deepstack levels)) of each medium
-
-
-class MediaRows(NamedTuple):
-    """The tokens of a rank that stand for images, or for videos."""
-
-    local: Tensor  # (m,) int64: their positions among the rank's tokens
-    owned: Tensor | None = None  # (m,) int64: their features among those of the packed sequence; None: all
-
-    def select(self, features: Tensor) -> Tensor:
-        """(n, D) to (m, D)."""
-        return features if self.owned is None else features.index_select(0, self.owned)
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,11 +67,6 @@ def blocks_of(family: Family, config: Any, input_ids: Tensor) -> Blocks | None:
         return None
     tokens = torch.cat(list(family.media_tokens(config, input_ids).values()))
     return Blocks.of(tokens.sort().values, layers)
-
-
-def in_order(features: Sequence[Tensor], order: Mapping[Kind, Sequence[int]]) -> Features:
-    """Return the features of the media with these numbers, by kind."""
-    return {kind: [features[index] for index in numbers] for kind, numbers in order.items() if numbers}
 
 
 def order_of(family: MediaFamily, media: Sequence[Medium]) -> dict[Kind, list[int]]:

@@ -23,14 +23,14 @@ from verl.distributed.token_sharding import ShardPlan, SPRows, shard_plan
 from verl.models.attention.layouts import PackedLayout
 from verl.models.attention.sequence_parallel_layouts import sequence_layout
 from verl.models.deferred_logits import DeferredLogits
-from verl.models.families.interface import ExampleRow, Kind, MediaFamily, Medium
+from verl.models.families.interface import ExampleRow, MediaFamily, Medium
 from verl.models.families.registry import family_of
 from verl.models.fused_log_probs import TokenLogProbs
 from verl.models.head.logit_chunks import HeadLogits
 from verl.models.lora import adapters_disabled
 from verl.models.mixture.routing import Router, routers_of
 from verl.models.registry import check_sequence_parallel, prompt_sharing_obstacle
-from verl.models.vision import MediaRows, blocks_of, share_media
+from verl.models.vision import blocks_of, share_media
 from verl.protocol import DataProto
 from verl.utils.rank_logger import get_logger
 from verl.workers.packing.divergences import Divergence
@@ -260,15 +260,13 @@ class PackedForward(RowForward):
     ) -> dict[str, Any]:
         """Return the media of packed rows, or their features, and the tokens that these replace."""
         assert self.reader is not None, "rows with media were refused"
-        tokens: dict[Kind, MediaRows] = {}
-        for kind, found in self.reader.media_tokens(self.config, input_ids).items():
-            own = SPRows.of(found, plan, self.sp)
-            tokens[kind] = MediaRows(own.local, own.owned)
+        found = self.reader.media_tokens(self.config, input_ids)
+        tokens = {kind: SPRows.of(positions, plan, self.sp) for kind, positions in found.items()}
         if not self._has_features:
             return self._encoded_media(rows, micro) | {"media_rows": tokens}
         assert self.tower is not None, "it provides the features"
         features = self.tower.features(rows, {kind: each.owned for kind, each in tokens.items()})
-        selected = {kind: MediaRows(each.local) for kind, each in tokens.items()}
+        selected = {kind: each._replace(owned=None) for kind, each in tokens.items()}
         return {"media_features": features, "media_rows": selected}
 
     def _pack(self, micro: DataProto) -> PackedBatch:
