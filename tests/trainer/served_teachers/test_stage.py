@@ -11,9 +11,9 @@ import torch
 from tests.helpers.chat_server import ChatServer, Reply
 from verl.config.distillation import DistillationLossConfig
 from verl.models.head.logit_chunks import HeadLogits
+from verl.models.head.top_tokens import Places
 from verl.protocol import DataProto, objects
 from verl.trainer.served_teachers import ServedTeachers, TeacherModel
-from verl.workers.packing.divergences import Places
 from verl.workers.roles.teachers import Teachers, log_of_others
 
 SAMPLED = DistillationLossConfig("low_var_kl")

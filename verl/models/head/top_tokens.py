@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probabilities of a few tokens of the vocabulary at each position, without holding the full logits."""
+"""Log-probabilities of a few tokens of the vocabulary at each position, without holding the full logits.
+
+With them, or with whole distributions, `Divergence` compares a policy inside its forward pass.
+"""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from verl.distributed.token_sharding import SPRows
 from verl.models.head.eager_softmax import blocks, logits_of, overwrite, rows_of
 from verl.models.head.logit_chunks import (
     HeadLogits,
@@ -130,3 +135,48 @@ def top_log_prob_gradient(
         return gradient.scatter_(1, ids[rows], own).mul_(slope)
 
     return overwrite(head.values, block_gradient, dtype, grad_bias)
+
+
+Distributions = HeadLogits | TopTokens
+
+
+class TokenTargets(NamedTuple):
+    """Distributions of some of a micro batch's M tokens of `loss_mask`, which are numbered row by row."""
+
+    tokens: Tensor  # (K,) int64 on CPU, ascending
+    distributions: Distributions  # of these K tokens, on the device
+    source: str  # whose they are, for errors
+
+
+class Places(NamedTuple):
+    """The tokens of targets that this rank holds."""
+
+    own: Tensor  # (k,) int64: among this rank's tokens
+    targets: Tensor  # (k,) int64: the same, among the targets
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Compares a policy with targets, each token with its own."""
+
+    targets: Sequence[TokenTargets]  # of different tokens
+    function: Callable[[HeadLogits, Distributions, str], Tensor]  # of as many tokens in both, to (k,) nats
+
+    def places(self, num_tokens: int, rows: SPRows) -> list[Places]:
+        """Find this rank's tokens among the targets, on CPU."""
+        held = torch.arange(num_tokens) if rows.owned is None else rows.owned  # (m,)
+        found = []
+        for tokens, *_ in self.targets:
+            number = torch.full((num_tokens,), -1).index_copy(0, tokens, torch.arange(len(tokens)))
+            targets = number[held]  # (m,)
+            own = (targets >= 0).nonzero()[:, 0]
+            found.append(Places(own, targets[own]))
+        return found
+
+    def __call__(self, policy: HeadLogits, places: Sequence[Places]) -> Tensor:
+        """Compute the divergences of this rank's m tokens, (m,) float32; zero without a target."""
+        total = torch.zeros(len(policy.hidden), device=policy.hidden.device)
+        for (_, distributions, source), (own, targets) in zip(self.targets, places, strict=True):
+            found = self.function(policy.of_tokens(own), distributions.of_tokens(targets), source)
+            total = total.index_copy(0, own, found.to(total.dtype))
+        return total

@@ -27,13 +27,13 @@ from verl.models.families.interface import ExampleRow, MediaFamily, Medium
 from verl.models.families.registry import family_of
 from verl.models.fused_log_probs import TokenLogProbs
 from verl.models.head.logit_chunks import HeadLogits
+from verl.models.head.top_tokens import Divergence
 from verl.models.lora import adapters_disabled
 from verl.models.mixture.routing import Router, routers_of
 from verl.models.registry import check_sequence_parallel, prompt_sharing_obstacle
 from verl.models.vision import blocks_of, share_media
 from verl.protocol import DataProto
 from verl.utils.rank_logger import get_logger
-from verl.workers.packing.divergences import Divergence
 from verl.workers.packing.media_inputs import (
     BLANK,
     MEDIA_KEYS,

@@ -21,9 +21,15 @@ from verl.config.model import TrainedModelConfig
 from verl.models.families.mrope import continue_positions
 from verl.models.fused_log_probs import TokenLogProbs, linear_kl
 from verl.models.head.logit_chunks import HeadLogits
-from verl.models.head.top_tokens import TopTokens, linear_top_log_probs, top_tokens
+from verl.models.head.top_tokens import (
+    Distributions,
+    Divergence,
+    TokenTargets,
+    TopTokens,
+    linear_top_log_probs,
+    top_tokens,
+)
 from verl.protocol import DataProto
-from verl.workers.packing.divergences import Distributions, Divergence, TokenTargets
 from verl.workers.packing.forward import PackedForward
 from verl.workers.packing.media_inputs import WholeRows
 from verl.workers.roles.loss_terms import LossTerm, Tensors, TokenLoss
