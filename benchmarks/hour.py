@@ -192,7 +192,7 @@ def pass_of_rank(
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.train()
         batch, held = row_of(folder, count, length)
-        forward = PackedForward(model, model.config, held, share_prompt=True, sp=sp)
+        forward = PackedForward(model, held, share_prompt=True, sp=sp)
         start = time.perf_counter()
         found["peak_mib"] = peak_mib(Training(forward), batch)
         found["seconds"] = time.perf_counter() - start

@@ -84,7 +84,7 @@ def seconds(forward: PackedForward, batch: DataProto) -> float:
 def measure_sharing(folder: Path, options: argparse.Namespace) -> dict[str, float]:
     """Return median times with and without sharing, measured alternately."""
     model, batch = load(folder), one_group(options)
-    ways = {share: PackedForward(model, model.config, share_prompt=share) for share in (False, True)}
+    ways = {share: PackedForward(model, share_prompt=share) for share in (False, True)}
     times: dict[bool, list[float]] = {False: [], True: []}
     for _ in range(options.rounds + 1):
         for share, forward in ways.items():
@@ -134,7 +134,7 @@ def measure_rank(
     torch.set_num_threads(1)
     sp = SequenceParallel.build(ulysses, ring)
     model = load(folder)
-    forward = PackedForward(model, model.config, share_prompt=True, sp=sp)
+    forward = PackedForward(model, share_prompt=True, sp=sp)
     if options.long_prompt:
         peak_mib(forward, one_group(options, prompt=WARM_UP))
         results[rank] = peak_mib(forward, one_group(options))

@@ -34,7 +34,7 @@ def differences(model_type: str, overrides: dict) -> dict[str, float]:
     found = {}
     for name, share in {"packed": False, "shared": True}.items():
         packed.zero_grad()
-        forward = PackedForward(packed, packed.config, share_prompt=share)
+        forward = PackedForward(packed, share_prompt=share)
         assert forward.shares_prompts == share
         ours = forward.log_probs(batch, 1.0).log_probs
         (ours * weights).sum().backward()

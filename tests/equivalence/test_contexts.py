@@ -128,7 +128,7 @@ def errors(tiny, *, share_prompt, sp=None, parts=None):
     weights = torch.randn(batch.batch["responses"].shape, generator=torch.Generator().manual_seed(2))
     expected = [in_rows(each, single, batch) for each in own_forward(tiny, plain, single, held)]
     loss(*expected, weights).backward()
-    forward = PackedForward(packed, packed.config, held, share_prompt=share_prompt, sp=sp)
+    forward = PackedForward(packed, held, share_prompt=share_prompt, sp=sp)
     error = 0.0
     for rows in parts or [list(range(len(batch)))]:
         result = forward.log_probs(batch[rows], TEMPERATURE, with_entropy=True)
@@ -154,7 +154,7 @@ def test_contexts_that_are_not_divided_are_found_out():
     batch = joined(found, held)
     whole = batch.merge({"context_starts": objects([()] * len(batch))}, replace=["context_starts"])
     model = load_model(tiny, True)
-    forward = PackedForward(model, model.config, held)
+    forward = PackedForward(model, held)
 
     divided, joint = (forward.log_probs(each, TEMPERATURE).log_probs.detach() for each in (batch, whole))
 

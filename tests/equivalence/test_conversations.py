@@ -78,7 +78,7 @@ def test_the_log_probs_of_observed_tokens_are_not_computed_and_have_no_gradient(
     found = []
     for rows in (batch, other):  # as inputs the tokens are the same
         model = load_model(tiny, True)
-        forward = PackedForward(model, model.config, held, share_prompt=True)
+        forward = PackedForward(model, held, share_prompt=True)
         log_probs = forward.log_probs(rows, TEMPERATURE).log_probs
         log_probs.sum().backward()
         found.append(

@@ -88,7 +88,7 @@ def update_on_ranks(rank, world_size, root):
                 micro_batch_size_per_device_for_experience=3, **options,
             )  # fmt: skip
             critic = DataParallelPPOCritic(
-                config, PackedForward(model, model.config),
+                config, PackedForward(model),
                 Training(
                     optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0), N,
                     MAX_RESPONSE_LENGTH,

@@ -101,7 +101,7 @@ def build(folder, sp, share, trainable):
         ModelConfig(model_path=str(folder)), FSDPConfig(mp_param_dtype="fp32", torch_dtype="fp32"),
         mesh=make_mesh(torch.distributed.get_world_size(), -1, "cpu"), device="cpu", trainable=trainable,
     )  # fmt: skip
-    return PackedForward(model, model.config, None, "cpu", share, sp)
+    return PackedForward(model, None, "cpu", share, sp)
 
 
 def update_on_ranks(rank, world_size, root, name):

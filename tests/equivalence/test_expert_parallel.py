@@ -120,7 +120,7 @@ def compare(case, folders, rank, world_size):
     theirs, their_gradients = expected(folder, batch, weights)
     model = divided(case, folder, world_size)
     sp = SequenceParallel.build(case.ulysses, case.ring)
-    forward = PackedForward(model, model.config, Features(), share_prompt=case.shared, sp=sp)
+    forward = PackedForward(model, Features(), share_prompt=case.shared, sp=sp)
     forward.strategies = [Strategy.SHARDED]
     rows = list(range(len(batch)))[sp.dp_index :: sp.dp_size]
     difference = check_model(model)
@@ -171,7 +171,7 @@ def adapted(rank, world_size, folder):
         torch.manual_seed(0)  # of the adapters' initial values
         case = Case(size=size, checkpointing=True)
         model = divided(case, folder, world_size, lora=LoraConfig(rank=4))
-        forward = PackedForward(model, model.config, Features(), share_prompt=True)
+        forward = PackedForward(model, Features(), share_prompt=True)
         log_probs = forward.log_probs(batch, 0.8).log_probs
         log_probs.square().sum().backward()
         parameters = dict(model.named_parameters())

@@ -102,7 +102,7 @@ def gradients(model):
 
 
 def tower_of(model, loader, **options):
-    return FrozenTower(model, model.config, loader, "cpu", torch.float32, **options)
+    return FrozenTower(model, loader, "cpu", torch.float32, **options)
 
 
 @pytest.mark.parametrize("family", by_day(FAMILIES, "qwen2_5_vl", paths=["verl/models", "verl/workers"]))
@@ -115,7 +115,7 @@ def test_log_probs_and_gradients_are_those_of_a_tower_run_in_every_pass(root, fa
     media = batch.non_tensor_batch["multi_modal_data"]
     found = {}
     for name, held in (("every pass", None), ("once", tower)):
-        forward = PackedForward(model, model.config, loader, share_prompt=share_prompt, tower=held)
+        forward = PackedForward(model, loader, share_prompt=share_prompt, tower=held)
         model.zero_grad()
         if held is None:
             result = forward.log_probs(batch, 0.8).log_probs
@@ -220,9 +220,9 @@ def on_ranks(rank, world_size, root, run_id, sp_size):
     own = batch[rows]
     media = own.non_tensor_batch["multi_modal_data"]
     tower = tower_of(model, loader, sp=sp)
-    forward = PackedForward(model, model.config, loader, sp=sp, tower=tower, share_prompt=True)
+    forward = PackedForward(model, loader, sp=sp, tower=tower, share_prompt=True)
     with torch.no_grad():
-        expected = PackedForward(plain, plain.config, loader).log_probs(own, 1.0).log_probs
+        expected = PackedForward(plain, loader).log_probs(own, 1.0).log_probs
         seen = patches_seen(model)
         tower.encode(media)
         encoding = list(seen)

@@ -66,7 +66,7 @@ def test_rows_longer_than_a_chunk_equal_the_models_own_forward(folders, family):
     batch = as_batch(text_rows(LONG), prompt=70, response=130)
     plain, packed = load(folders(family), False), load(folders(family), True)
     weights = torch.randn(batch.batch["responses"].shape, generator=torch.Generator().manual_seed(2))
-    forward = PackedForward(packed, packed.config)
+    forward = PackedForward(packed)
 
     expected = alone(plain, batch)
     (expected * weights).sum().backward()
@@ -138,7 +138,7 @@ def test_a_state_that_leaks_over_a_row_start_is_found(folders, monkeypatch):
 
     with torch.no_grad():
         expected, _ = reference(load(folder, False), batch, 1.0)
-        found = PackedForward(leaking, leaking.config).log_probs(batch, 1.0).log_probs
+        found = PackedForward(leaking).log_probs(batch, 1.0).log_probs
 
     first_row = batch.batch["loss_mask"].bool()[0]
     torch.testing.assert_close(found[0][first_row], expected[0][first_row], atol=1e-5, rtol=0)

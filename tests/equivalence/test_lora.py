@@ -119,9 +119,9 @@ def compare(case, folders, rank, world_size):
     rows = list(range(len(batch)))[rank::world_size] if sp.size == 1 else list(range(len(batch)))
 
     with torch.no_grad():
-        untouched = BaseForward(model, model.config, **options).log_probs(batch[rows], 0.8).log_probs
-        plain = PackedForward(base, base.config, **options).log_probs(batch[rows], 0.8).log_probs
-    result = PackedForward(model, model.config, **options).log_probs(batch[rows], 0.8, with_entropy=True)
+        untouched = BaseForward(model, **options).log_probs(batch[rows], 0.8).log_probs
+        plain = PackedForward(base, **options).log_probs(batch[rows], 0.8).log_probs
+    result = PackedForward(model, **options).log_probs(batch[rows], 0.8, with_entropy=True)
     ((result.log_probs * weights[rows] + 0.1 * result.entropy).sum() * world_size).backward()
 
     own = {

@@ -102,7 +102,7 @@ def reference(model, batch, temperature):
 def assert_same(folder, batch, temperature=0.8, parts=None):
     """Log-probabilities, entropies and all gradients agree; the packed batch may run in parts."""
     plain, packed = load(folder, False), load(folder, True)
-    forward = PackedForward(packed, packed.config, Features())
+    forward = PackedForward(packed, Features())
     weights = torch.randn(batch.batch["responses"].shape, generator=torch.Generator().manual_seed(2))
 
     expected = reference(plain, batch, temperature)
@@ -234,10 +234,8 @@ def test_rows_that_share_an_image_encode_it_once(folders):
     model.model.visual.register_forward_pre_hook(lambda module, args: patches.append(len(args[0])))
     once, twice = Sharing(), Features()
 
-    shared = PackedForward(model, model.config, once).log_probs(batch, 1.0).log_probs
-    separate = [
-        PackedForward(model, model.config, twice).log_probs(batch[[row]], 1.0).log_probs for row in range(4)
-    ]
+    shared = PackedForward(model, once).log_probs(batch, 1.0).log_probs
+    separate = [PackedForward(model, twice).log_probs(batch[[row]], 1.0).log_probs for row in range(4)]
 
     assert patches[0] == sum(patches[1:]) // 2
     torch.testing.assert_close(shared, torch.cat(separate), atol=1e-5, rtol=0)
@@ -269,7 +267,7 @@ def test_gradient_checkpointing_changes_nothing(folders):
 
     expected = reference(plain, batch, 1.0)[0]
     expected.sum().backward()
-    result = PackedForward(packed, packed.config, Features()).log_probs(batch, 1.0).log_probs
+    result = PackedForward(packed, Features()).log_probs(batch, 1.0).log_probs
     result.sum().backward()
 
     torch.testing.assert_close(result, expected, atol=1e-5, rtol=0)

@@ -29,7 +29,7 @@ def sharded(folder, **options):
 
 
 def gradients_of(model, folder, parts, world_size=1):
-    forward = PackedForward(model, model.config, Features())
+    forward = PackedForward(model, Features())
     batch = vision_batch(folder, CONTENTS)
     weights = torch.randn(batch.batch["responses"].shape, generator=torch.Generator().manual_seed(2))
     for rows in parts:

@@ -61,8 +61,8 @@ def test_squares_and_kl_and_the_gradient_of_the_kl_are_those_of_full_logits(fold
     mask = batch.batch["loss_mask"]
     weights = torch.randn(mask.shape, generator=torch.Generator().manual_seed(2))
     plain, packed, reference = load(mine, False), load(mine, True), load(other, True)
-    forward = PackedForward(packed, packed.config, Features())
-    frozen = PackedForward(reference, reference.config, Features())
+    forward = PackedForward(packed, Features())
+    frozen = PackedForward(reference, Features())
 
     log_p = padded_log_p(plain, batch)
     log_q = padded_log_p(load(other, False), batch).detach()
@@ -83,7 +83,7 @@ def test_squares_and_kl_and_the_gradient_of_the_kl_are_those_of_full_logits(fold
 def test_the_kl_from_itself_is_zero_and_does_not_change_other_results(folders):
     folder = folders("qwen2", 0)
     model, batch = load(folder, True), as_batch(text_rows())
-    forward = PackedForward(model, model.config)
+    forward = PackedForward(model)
     alone = forward.log_probs(batch, TEMPERATURE, with_entropy=True)
 
     result = forward.log_probs(batch, TEMPERATURE, with_entropy=True, reference=forward)

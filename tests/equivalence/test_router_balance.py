@@ -124,7 +124,7 @@ def update(case, folder, batch, rank, world_size):
     )
     sp = SequenceParallel.build(case.ulysses, case.ring)
     count = world_size // sp.size
-    forward = PackedForward(model, model.config, Features(), share_prompt=case.shared, sp=sp)
+    forward = PackedForward(model, Features(), share_prompt=case.shared, sp=sp)
     if case.always_shards:
         forward.strategies = [Strategy.SHARDED]
     optimizer = RecordingOptimizer(model)

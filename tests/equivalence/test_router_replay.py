@@ -79,7 +79,7 @@ def build(case, folder, rank, world_size, dtype="fp32"):
         trainable=True,
     )
     sp = SequenceParallel.build(case.ulysses, case.ring)
-    forward = PackedForward(model, model.config, Features(), share_prompt=case.shared, sp=sp)
+    forward = PackedForward(model, Features(), share_prompt=case.shared, sp=sp)
     forward.strategies = [Strategy.SHARDED]
     return forward, ExpertChoices(model)
 

@@ -88,7 +88,7 @@ def expected_last_values(everywhere, batch):
 def assert_same(folder, batch, parts=None, has_bias=False):
     packed = load_scalar(folder, has_bias)
     plain = PlainScalar(folder, packed.score)
-    forward = PackedForward(packed, packed.config, Features())
+    forward = PackedForward(packed, Features())
     weights = torch.randn(batch.batch["responses"].shape, generator=torch.Generator().manual_seed(2))
 
     everywhere = plain(batch)
@@ -134,7 +134,7 @@ def test_tensors_under_their_hub_names_are_a_sequence_classifier_of_transformers
     )
 
     assert not info["missing_keys"] and not info["unexpected_keys"]
-    last = PackedForward(model, model.config).last_values(batch)
+    last = PackedForward(model).last_values(batch)
     torch.testing.assert_close(last, classified(loaded, batch), atol=3e-5, rtol=0)
 
 
@@ -152,10 +152,10 @@ def test_gradients_do_not_depend_on_the_split_and_a_bias_has_one_too(folders):
 def test_a_value_is_read_at_the_token_before_even_after_tool_output(folders):
     model = load_scalar(folders("qwen2"))
     batch = as_batch(text_rows(((4, 6),)))
-    whole = PackedForward(model, model.config).values(batch)
+    whole = PackedForward(model).values(batch)
     batch.batch["loss_mask"][0, 2:4] = 0  # written by a tool: attended, not scored
 
-    values = PackedForward(model, model.config).values(batch)
+    values = PackedForward(model).values(batch)
 
     assert not values[0, 2:4].any() and not values[0, 6:].any()
     assert_values_close(values[0, [0, 1, 4, 5]], whole[0, [0, 1, 4, 5]])
@@ -167,7 +167,7 @@ def test_values_are_not_capped_as_the_models_logits_are(folders):
     with torch.no_grad():
         model.score.weight.fill_(100.0)
 
-    values = PackedForward(model, model.config).values(as_batch(text_rows()))
+    values = PackedForward(model).values(as_batch(text_rows()))
 
     assert model.config.final_logit_softcapping == 30.0
     assert values.abs().max() > 100.0

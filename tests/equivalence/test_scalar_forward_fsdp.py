@@ -57,7 +57,7 @@ def built(folder, fsdp=FP32, trainable=True, head="scalar", role="critic", **opt
 
 
 def packed(model):
-    return PackedForward(model, model.config, Features())
+    return PackedForward(model, Features())
 
 
 def batch_of(folder, family):

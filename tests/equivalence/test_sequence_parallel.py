@@ -69,7 +69,7 @@ def errors_of_case(case, folders, sp):
     if checkpointed:
         packed.gradient_checkpointing_enable({"use_reentrant": False})
         packed.train()
-    forward = PackedForward(packed, packed.config, Features(), share_prompt=shared, sp=sp)
+    forward = PackedForward(packed, Features(), share_prompt=shared, sp=sp)
     weights = torch.randn(batch.batch["responses"].shape, generator=torch.Generator().manual_seed(2))
     expected = reference(plain, batch, 0.8)
     (expected[0] * weights + 0.1 * expected[1]).sum().backward()
@@ -103,8 +103,7 @@ def everything_read(world_size, folders):
     read = []
     for own in (sp, None):
         forward, frozen, scorer = (
-            PackedForward(model, model.config, share_prompt=own is not None, sp=own)
-            for model in (policy, other, critic)
+            PackedForward(model, share_prompt=own is not None, sp=own) for model in (policy, other, critic)
         )
         result = forward.log_probs(batch, 0.7, with_entropy=True, with_sum_squares=True, reference=frozen)
         nothing = forward.log_probs(batch[[]], 0.7).log_probs
@@ -125,7 +124,7 @@ def patches_seen(world_size, folders):
     )
     contents = [((CLIP,), (2, 3)), ((IMAGE, CLIP), (3, 1)), ((), (2,))]
     batch = media_batch(folders["qwen3_vl"], contents)
-    forward = PackedForward(model, model.config, Features(), share_prompt=True, sp=sp)
+    forward = PackedForward(model, Features(), share_prompt=True, sp=sp)
     forward.log_probs(batch, 1.0)
     forward.log_probs(batch[(batch.non_tensor_batch["uid"] == "u2").nonzero()[0]], 1.0)
     return seen
@@ -147,7 +146,7 @@ def sharded_over_all(rank, world_size, folder):
     weights = torch.randn(batch.batch["responses"].shape, generator=torch.Generator().manual_seed(2))
     plain, model = load(folder, False), sharded(folder)
     (reference(plain, batch, 0.8)[0] * weights).sum().backward()
-    forward = PackedForward(model, model.config, Features(), share_prompt=True, sp=sp)
+    forward = PackedForward(model, Features(), share_prompt=True, sp=sp)
     for rows in parts[sp.dp_index]:
         log_probs = forward.log_probs(batch[rows], 0.8).log_probs
         ((log_probs * weights[rows]).sum() * world_size).backward()  # FSDP averages over all ranks

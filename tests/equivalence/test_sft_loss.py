@@ -131,7 +131,7 @@ def losses_on_ranks(rank, world_size, root, settings):
             processor = load_processor(folder)
             media = None if processor is None else MediaLoader(processor, MEDIA)
             sp = SequenceParallel.build(sp_size, 1)
-            forward = PackedForward(model, model.config, media, "cpu", sp=sp)
+            forward = PackedForward(model, media, "cpu", sp=sp)
             if sp_size > 1:
                 forward.strategies = [Strategy.SHARDED]
             optimizer = RecordingOptimizer(model)

@@ -91,7 +91,7 @@ def assert_same(folder, batch, *, checkpointed=False, parts=None, temperature=0.
     if checkpointed:
         packed.gradient_checkpointing_enable({"use_reentrant": False})
         packed.train()
-    forward = PackedForward(packed, packed.config, Features(), share_prompt=True)
+    forward = PackedForward(packed, Features(), share_prompt=True)
     assert forward.shares_prompts
     lengths = []
     packed.get_input_embeddings().register_forward_pre_hook(
@@ -187,7 +187,7 @@ def test_a_group_shows_its_media_to_the_vision_tower_once(folders):
     ):
         grids[uid] = dict(row["inputs"])["image_grid_thw"].prod(-1).sum().item()
 
-    PackedForward(model, model.config, Features(), share_prompt=True).log_probs(batch, 1.0)
+    PackedForward(model, Features(), share_prompt=True).log_probs(batch, 1.0)
 
     assert seen == [sum(grids.values())]
 
@@ -197,7 +197,7 @@ def test_models_whose_tokens_see_later_ones_do_not_share_prompts(folders, caplog
     model.config.use_bidirectional_attention = True
 
     with caplog.at_level("WARNING"):
-        forward = PackedForward(model, model.config, share_prompt=True)
+        forward = PackedForward(model, share_prompt=True)
 
     assert not forward.shares_prompts
     assert "prompts are not shared" in caplog.text and "later tokens" in caplog.text
@@ -209,8 +209,8 @@ def test_all_statistics_equal_those_of_separate_rows(folders):
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.mul_(1.1)
-    shared, packed = (PackedForward(model, model.config, share_prompt=share) for share in (True, False))
-    reference_model = PackedForward(other, other.config, share_prompt=True)
+    shared, packed = (PackedForward(model, share_prompt=share) for share in (True, False))
+    reference_model = PackedForward(other, share_prompt=True)
 
     ours, theirs = (
         forward.log_probs(batch, 0.7, with_entropy=True, with_sum_squares=True, reference=reference_model)
@@ -225,7 +225,7 @@ def test_all_statistics_equal_those_of_separate_rows(folders):
 def test_values_equal_those_of_separate_rows(folders):
     batch = text_batch(((9, (7, 20, 0)), (5, (4, 4)))).select(non_tensor_batch_keys=["uid"])
     model = load_scalar(folders("qwen2"))
-    shared, packed = (PackedForward(model, model.config, share_prompt=share) for share in (True, False))
+    shared, packed = (PackedForward(model, share_prompt=share) for share in (True, False))
 
     assert_values_close(shared.values(batch), packed.values(batch))
     assert_values_close(shared.last_values(batch), packed.last_values(batch))

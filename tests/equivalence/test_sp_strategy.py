@@ -111,7 +111,7 @@ def train(content, setting, loss_type, folder, sp):
     found = {"rows": batch.batch["row_ids"].numpy(), "metrics": {}}
     for role, model in (("actor", load(folder, True)), ("critic", load_scalar(folder))):
         sharded(model)
-        forward = PackedForward(model, model.config, Features(), share_prompt=shared, sp=sp)
+        forward = PackedForward(model, Features(), share_prompt=shared, sp=sp)
         forward.strategies = strategies[sp.dp_index % len(strategies)]
         optimizer = RecordingOptimizer(model)
         scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
@@ -159,7 +159,7 @@ def patches_seen(folder, sp):
         with_kwargs=True,
     )
     batch = media_batch(folder, [((CLIP,), (20, 20, 20, 20))])
-    forward = PackedForward(model, model.config, Features(), share_prompt=True, sp=sp)
+    forward = PackedForward(model, Features(), share_prompt=True, sp=sp)
     for strategy in (Strategy.REPLICATED, Strategy.SHARDED_ENCODE):
         forward.strategies = [strategy]
         run_in_micro_batches(

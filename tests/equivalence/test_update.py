@@ -224,7 +224,7 @@ def build_forward(kind, folder, checkpointing, world_size):
         media = MediaLoader(
             AutoProcessor.from_pretrained(folder), MediaOptions(min_pixels=1, max_pixels=10**6)
         )
-    return PackedForward(model, model.config, media, "cpu")
+    return PackedForward(model, media, "cpu")
 
 
 def relative_errors(found, expected):

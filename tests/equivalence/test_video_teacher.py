@@ -88,9 +88,7 @@ def log_probs_on_rank(rank, world_size, folder):
         mesh=make_mesh(world_size, -1, "cpu"), device="cpu", trainable=False,
     )  # fmt: skip
     options = MediaOptions(SIZE, SIZE, num_video_frames=FRAMES["teacher"])
-    forward = PackedForward(
-        model, model.config, MediaLoader(load_processor(folder / "teacher"), options), "cpu"
-    )
+    forward = PackedForward(model, MediaLoader(load_processor(folder / "teacher"), options), "cpu")
     teachers = Teachers({"t": forward}, DistillationLossConfig("mse"))
     config = ActorConfig(micro_batch_size_per_device_for_experience=2)
     return teachers.compute_log_probs("t", config, batch_of(folder), 1.0).tolist()

@@ -58,7 +58,7 @@ def update_once(root, kind, dtype, device):
             global_batch_size=2, micro_batch_size_per_device_for_update=2, max_grad_norm=1e9,
             entropy_coef=ENTROPY_COEF, **CLIP,
         ),
-        PackedForward(model, model.config, media, device),
+        PackedForward(model, media, device),
         ActorTraining(
             optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0), rollout_n=N,
             kl_loss=KLLoss("low_var_kl", KL_COEF),

@@ -129,9 +129,7 @@ def adapted(kind: str) -> Error:
             if is_adapter(name):
                 torch.nn.init.normal_(parameter, std=0.1)
     expected = own_forward(tiny, plain, batch, held)[0]
-    found = (
-        PackedForward(model, model.config, held, share_prompt=True).log_probs(batch, TEMPERATURE).log_probs
-    )
+    found = PackedForward(model, held, share_prompt=True).log_probs(batch, TEMPERATURE).log_probs
     expected.square().sum().backward()
     found.square().sum().backward()
     parts = family_of(tiny.config).encoder
@@ -153,7 +151,7 @@ def frozen(kind: str) -> Error:
         parameter.requires_grad_(not is_part(name, parts))
     assert parts and not all(parameter.requires_grad for parameter in plain.parameters())
     expected = own_forward(tiny, plain, batch, held)[0]
-    found = PackedForward(model, model.config, held).log_probs(batch, TEMPERATURE).log_probs
+    found = PackedForward(model, held).log_probs(batch, TEMPERATURE).log_probs
     expected.square().sum().backward()
     found.square().sum().backward()
     assert all(each.grad is None for name, each in model.named_parameters() if is_part(name, parts))
@@ -173,9 +171,9 @@ def features_once(kind: str) -> Error:
         loader = MediaLoader(tiny.processor, MediaOptions(1, 1 << 20), family=tiny.family)
         batch = _batch_of_files(tiny, loader, Files(tiny, Path(folder)))
         media = [row for key in MEDIA_KEYS for row in batch.non_tensor_batch[key]]
-        expected = PackedForward(model, model.config, loader).log_probs(batch, TEMPERATURE).log_probs
-        tower = FrozenTower(model, model.config, loader, "cpu", torch.float32)
-        forward = PackedForward(model, model.config, loader, tower=tower, share_prompt=True)
+        expected = PackedForward(model, loader).log_probs(batch, TEMPERATURE).log_probs
+        tower = FrozenTower(model, loader, "cpu", torch.float32)
+        forward = PackedForward(model, loader, tower=tower, share_prompt=True)
         assert calls, "no call of the tower is seen"
         with tower.holding(media):
             calls.clear()

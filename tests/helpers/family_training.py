@@ -200,7 +200,7 @@ def training_errors(
     if checkpointed:
         packed.gradient_checkpointing_enable({"use_reentrant": False})
         packed.train()
-    forward = PackedForward(packed, packed.config, held, share_prompt=share_prompt, sp=sp)
+    forward = PackedForward(packed, held, share_prompt=share_prompt, sp=sp)
     assert forward.shares_prompts == share_prompt
     error = 0.0
     for chosen in parts or [list(range(len(batch)))]:
@@ -239,7 +239,7 @@ def fsdp_errors(tiny: Tiny, own: Own, rank: int, world_size: int, share_prompt: 
     model = load_model(tiny, True)
     for module in [*fsdp_blocks(model), model]:
         fully_shard(module)
-    forward, error = PackedForward(model, model.config, held, share_prompt=share_prompt), 0.0
+    forward, error = PackedForward(model, held, share_prompt=share_prompt), 0.0
     for rows in _parts(len(batch), rank, world_size):
         result = forward.log_probs(batch[rows], TEMPERATURE, with_entropy=True)
         assert result.entropy is not None

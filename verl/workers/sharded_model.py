@@ -90,7 +90,7 @@ class ShardedModel(TrainedModel):
 
     def _tower(self, kind: type[FrozenTower], media: MediaLoader, folder: str | None = None) -> FrozenTower:
         setup, dtype = self.setup, torch_dtype(self.fsdp.mp_param_dtype)
-        return kind(self.model, self.model.config, media, setup.device, dtype, setup.sp, folder)
+        return kind(self.model, media, setup.device, dtype, setup.sp, folder)
 
     @cached_property
     def engine_tower(self) -> FrozenTower | None:
@@ -102,9 +102,7 @@ class ShardedModel(TrainedModel):
 
     def _forward(self, kind: type[PackedForward]) -> PackedForward:
         setup = self.setup
-        forward = kind(
-            self.model, self.model.config, setup.media, setup.device, setup.share_prompt, setup.sp, self.tower
-        )
+        forward = kind(self.model, setup.media, setup.device, setup.share_prompt, setup.sp, self.tower)
         if setup.always_shards:
             forward.strategies = [Strategy.SHARDED]
         return forward

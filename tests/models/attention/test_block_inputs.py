@@ -34,7 +34,7 @@ def test_attention_finds_its_layout_and_positions(model_type, overrides, checkpo
 
     expected = reference(plain, batch, 1.0)[0]
     expected.sum().backward()
-    ours = PackedForward(packed, packed.config).log_probs(batch, 1.0).log_probs
+    ours = PackedForward(packed).log_probs(batch, 1.0).log_probs
     ours.sum().backward()
 
     torch.testing.assert_close(ours, expected, atol=1e-5, rtol=0)
@@ -48,10 +48,10 @@ def test_temperatures_at_the_index_in_the_packed_sequence_would_be_wrong(monkeyp
     batch = unpadded_batch()
     model = build("llama4_text", **LLAMA4)
     prepare_model(model)
-    right = PackedForward(model, model.config).log_probs(batch, 1.0).log_probs
+    right = PackedForward(model).log_probs(batch, 1.0).log_probs
 
     monkeypatch.setattr("verl.models.attention.interface.at_positions", lambda query, module: query)
-    wrong = PackedForward(model, model.config).log_probs(batch, 1.0).log_probs
+    wrong = PackedForward(model).log_probs(batch, 1.0).log_probs
 
     torch.testing.assert_close(wrong[:1], right[:1])  # the first row, where both are the same
     assert (wrong[1:] - right[1:]).abs().max() > 1e-3
@@ -63,6 +63,6 @@ def test_a_block_that_fails_leaves_nothing_behind():
     model.model.layers[1].mlp.forward = lambda hidden: 1 / 0
 
     with pytest.raises(ZeroDivisionError):
-        PackedForward(model, model.config).log_probs(unpadded_batch(), 1.0)
+        PackedForward(model).log_probs(unpadded_batch(), 1.0)
 
     assert running_block() is None

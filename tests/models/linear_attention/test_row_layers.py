@@ -57,11 +57,11 @@ def test_a_state_that_leaks_over_the_start_of_a_row_would_be_seen(model_type, mo
     batch = as_batch(text_rows(((8, 5), (9, 7))), prompt=24)
     model = build_family(model_type, FAMILIES[model_type])
     prepare_model(model)
-    right = PackedForward(model, model.config).log_probs(batch, 1.0).log_probs
+    right = PackedForward(model).log_probs(batch, 1.0).log_probs
 
     one_row = Recurrence(group_segments([(int(batch.batch["attention_mask"].sum()), ())]))
     monkeypatch.setattr("verl.models.attention.layouts.PackedLayout.recurrence", one_row)
-    wrong = PackedForward(model, model.config).log_probs(batch, 1.0).log_probs
+    wrong = PackedForward(model).log_probs(batch, 1.0).log_probs
 
     torch.testing.assert_close(wrong[:1], right[:1], atol=1e-5, rtol=0)
     assert (wrong[1:] - right[1:]).abs().max() > 1e-4
@@ -84,8 +84,8 @@ def errors_on_this_rank(rank, world_size):
             whole, sharded = (build_family(model_type, FAMILIES[model_type]) for _ in range(2))
             for model in (whole, sharded):
                 prepare_model(model)
-            expected = PackedForward(whole, whole.config, share_prompt=share).log_probs(batch, 1.0).log_probs
-            found = PackedForward(sharded, sharded.config, share_prompt=share, sp=sp).log_probs(batch, 1.0)
+            expected = PackedForward(whole, share_prompt=share).log_probs(batch, 1.0).log_probs
+            found = PackedForward(sharded, share_prompt=share, sp=sp).log_probs(batch, 1.0)
             (expected * weights).sum().backward()
             (found.log_probs * weights).sum().backward()
             error = (found.log_probs - expected).abs().max().item()

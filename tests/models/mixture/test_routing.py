@@ -53,7 +53,7 @@ def gradients(model, loss):
 @pytest.mark.parametrize("name", CAUSAL)
 def test_routers_of_every_family_are_found_and_their_loss_is_that_of_transformers(name):
     model, layers = build(name)
-    routing = Routing.of(model, model.config)
+    routing = Routing.of(model)
     assert routing is not None and len(routing.routers) == layers
 
     with routing.recording(MASK.flatten().float(), keeps_logits=True) as routes:
@@ -76,7 +76,7 @@ def test_routers_of_every_family_are_found_and_their_loss_is_that_of_transformer
 @pytest.mark.parametrize("name", CAUSAL)
 def test_padding_is_counted_nowhere_and_every_token_once_for_each_of_its_experts(name):
     model, layers = build(name)
-    routing = Routing.of(model, model.config)
+    routing = Routing.of(model)
 
     with torch.no_grad(), routing.recording(MASK.flatten().float(), by_token=True) as routes:
         model(IDS, attention_mask=MASK)
@@ -89,7 +89,7 @@ def test_padding_is_counted_nowhere_and_every_token_once_for_each_of_its_experts
 
 def test_the_load_counts_the_experts_that_a_grouped_router_really_chose():
     model, _ = build("glm4_moe")
-    routing = Routing.of(model, model.config)
+    routing = Routing.of(model)
     with torch.no_grad():
         for router in routing.routers:
             router.module.e_score_correction_bias.copy_(torch.tensor([9.0, 9.0, 0.0, 0.0]))
@@ -102,7 +102,7 @@ def test_the_load_counts_the_experts_that_a_grouped_router_really_chose():
 
 def test_recomputed_activations_are_recorded_once_and_change_no_gradient():
     model, _ = build("qwen3_moe")
-    routing = Routing.of(model, model.config)
+    routing = Routing.of(model)
     found = []
     for checkpointed in (False, True):
         if checkpointed:
@@ -174,7 +174,7 @@ def test_the_plan_counts_the_logits_that_the_loss_keeps(tmp_path):
 def test_dense_models_have_no_routers_to_balance_and_nothing_to_freeze(tmp_path, caplog):
     model = meta_model(AutoConfig.from_pretrained(save_tiny_model(tmp_path, "qwen3")))
 
-    assert Routing.of(model, model.config) is None
+    assert Routing.of(model) is None
     with pytest.raises(
         ValueError, match=r"`worker.actor.model.router_aux_loss_coef` needs a mixture.*Qwen3For"
     ):

@@ -51,7 +51,7 @@ def make_actor(folder, *, kl_loss=None, lr=0.1, steps=10, correction=None, **opt
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
     return DataParallelPPOActor(
         ActorConfig(**options),
-        PackedForward(model, model.config, None, "cpu"),
+        PackedForward(model, None, "cpu"),
         ActorTraining(
             optimizer,
             scheduler,

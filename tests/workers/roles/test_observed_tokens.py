@@ -127,7 +127,7 @@ def make_critic(folder):
     config = CriticConfig(global_batch_size=4, micro_batch_size_per_device_for_update=3, cliprange_value=0.3)
     return DataParallelPPOCritic(
         config,
-        PackedForward(model, model.config, None, "cpu"),
+        PackedForward(model, None, "cpu"),
         Training(optimizer, scheduler),
     )
 

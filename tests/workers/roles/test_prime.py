@@ -72,7 +72,7 @@ def make_prime(folder, reference, *, make_optimizer=RecordingOptimizer, **option
             device="cpu",
             trainable=trainable,
         )
-        return PackedForward(model, model.config, None, "cpu")
+        return PackedForward(model, None, "cpu")
 
     trained = forward(folder, trainable=True)
     optimizer = make_optimizer(trained.model)

@@ -100,7 +100,7 @@ def make_scorer(folder, size=4, policy_model_type="qwen2", media=None):
         trainable=False, head="scalar", option="worker.reward_model.model",
     )  # fmt: skip
     return RewardModelScorer(
-        PackedForward(model, model.config, media, "cpu"),
+        PackedForward(model, media, "cpu"),
         read_tokenizer(str(folder)),
         train_tokenizer(),
         config,

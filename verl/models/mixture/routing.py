@@ -142,10 +142,10 @@ class Routing:
             router.module.register_forward_hook(self._hook(router.index))
 
     @classmethod
-    def of(cls, model: Any, config: Any) -> "Routing | None":
+    def of(cls, model: Any) -> "Routing | None":
         """Return None for a model without routers that transformers records."""
         routers = routers_of(model)
-        return cls(routers, experts_per_token(config.get_text_config()) or None) if routers else None
+        return cls(routers, experts_per_token(model.config.get_text_config()) or None) if routers else None
 
     @contextmanager
     def recording(

@@ -14,7 +14,8 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from verl.data.media.loader import MediaLoader
 from verl.distributed.device import to_device
@@ -72,7 +73,7 @@ class PackedForward(RowForward):
 
     Example::
 
-        forward = PackedForward(model, model.config, media_loader, "cuda")
+        forward = PackedForward(model, media_loader, "cuda")
         result = forward.log_probs(micro, temperature=1.0, with_entropy=True)
         loss = (result.log_probs - 0.1 * result.entropy).sum()  # (B, R) each
     """
@@ -81,8 +82,7 @@ class PackedForward(RowForward):
 
     def __init__(
         self,
-        model: nn.Module,  # prepared by `prepare_model`, possibly under FSDP
-        config: Any,
+        model: PreTrainedModel,  # prepared by `prepare_model`, possibly under FSDP
         media: MediaLoader | None = None,  # None if rows hold text only
         device: torch.device | str = "cpu",
         share_prompt: bool = False,  # run a prompt once for all of its rows, if the attention allows it
@@ -90,13 +90,13 @@ class PackedForward(RowForward):
         tower: FrozenTower | None = None,  # provides the features of media instead of the model's own tower
     ) -> None:
         super().__init__(model, device, SequenceParallel() if sp is None else sp)
-        self.config, self.media, self.tower = config, media, tower
-        self.family = family_of(config)
+        self.config, self.media, self.tower = model.config, media, tower
+        self.family = family_of(self.config)
         self.reader = self.family if isinstance(self.family, MediaFamily) else None
-        check_sequence_parallel(config, self.sp)
-        reason = prompt_sharing_obstacle(config) if share_prompt else None
+        check_sequence_parallel(self.config, self.sp)
+        reason = prompt_sharing_obstacle(self.config) if share_prompt else None
         if reason is not None:
-            logger.warning("prompts are not shared: model=%s reason=%s", config.model_type, reason)
+            logger.warning("prompts are not shared: model=%s reason=%s", self.config.model_type, reason)
         self.shares_prompts = share_prompt and reason is None
 
     def routers(self) -> list[Router]:

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from verl.data.media.cache import Entry, MediaFolder
 from verl.data.media.loader import MediaData, MediaLoader, references_in_order
@@ -52,7 +53,7 @@ class FrozenTower:
 
     Example::
 
-        tower = FrozenTower(model, model.config, media_loader, device, torch.bfloat16)
+        tower = FrozenTower(model, media_loader, device, torch.bfloat16)
         tower.encode(rows)  # other ranks of the node find the result
         with tower.holding(rows):  # `PackedForward` reads them
             forward.log_probs(micro, temperature=1.0)
@@ -60,17 +61,16 @@ class FrozenTower:
 
     def __init__(
         self,
-        model: nn.Module,  # prepared, possibly under FSDP
-        config: Any,
+        model: PreTrainedModel,  # prepared, possibly under FSDP
         media: MediaLoader,  # its cache keeps the features
         device: torch.device | str,
         dtype: torch.dtype,  # the tower computes in it
         sp: SequenceParallel | None = None,  # the ranks with the same rows, which share the work
         folder: str | None = None,  # keeps features across runs
     ) -> None:
-        self.model, self.config, self.media = model, config, media
-        self.family = media_family_of(config)
-        self._blank = self.family.example(config, media.processor).media
+        self.model, self.config, self.media = model, model.config, media
+        self.family = media_family_of(self.config)
+        self._blank = self.family.example(self.config, media.processor).media
         self.device, self.dtype = device, dtype
         self.sp = sp or SequenceParallel()
         self.num_encoded = 0

@@ -72,7 +72,7 @@ class RouterBalance(ForwardObserver):
         ranks: int = 1,  # that the experts of a layer are divided over
     ) -> None:
         self.role, self.forward, self.coef, self.ranks = role, forward, coef, ranks
-        self.routing = Routing.of(forward.model, forward.model.config) if forward.routers() else None
+        self.routing = Routing.of(forward.model) if forward.routers() else None
         self.routes: list[Routes] = []  # of the passes of a micro batch
         assert self.routing is not None or not coef, "checked when the model was built"
         if self.routing is not None:
