@@ -17,7 +17,7 @@ from tests.helpers.nightly import by_day
 from tests.workers.rollout.reference import rollout_config, setup_of
 from verl.models.families.registry import all_families, trained_part
 from verl.workers.rollout.generation_rng import preserved_rng
-from verl.workers.rollout.vllm.engine_prompts import vllm_prompt
+from verl.workers.rollout.vllm.engine_requests import vllm_prompt
 from verl.workers.rollout.vllm.family_patches import apply_family_patches
 from verl.workers.rollout.vllm.llm_arguments import engine_arguments
 from verl.workers.rollout.vllm.vllm_import import import_vllm

@@ -15,9 +15,9 @@ from tests.workers.rollout.reference import rollout_config, setup_of
 from verl.models.tiny import save_tiny_model
 from verl.workers.rollout.interface import RolloutEngine, RolloutRequest, SamplingOptions
 from verl.workers.rollout.vllm import llm_arguments, sleep_mode, vllm_import
+from verl.workers.rollout.vllm.engine_requests import check_sampling
 from verl.workers.rollout.vllm.llm_arguments import engine_arguments
 from verl.workers.rollout.vllm.rollout import VLLMRollout
-from verl.workers.rollout.vllm.sampling import check_sampling
 
 
 @pytest.fixture(scope="module")

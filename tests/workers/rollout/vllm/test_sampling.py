@@ -3,7 +3,7 @@ from types import SimpleNamespace
 
 import torch
 
-from verl.workers.rollout.vllm.sampling import scale_logits
+from verl.workers.rollout.vllm.engine_requests import scale_logits
 
 
 def test_logits_are_divided_by_the_current_temperature():

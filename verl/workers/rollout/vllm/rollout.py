@@ -31,19 +31,17 @@ from verl.workers.rollout.interface import (
     media_token_ids,
 )
 from verl.workers.rollout.vllm import lora_sync, sleep_mode, vllm_import, weight_sync
-from verl.workers.rollout.vllm.engine_prompts import (
+from verl.workers.rollout.vllm.engine_requests import (
+    check_sampling,
     prompt_embeddings,
     reads_embeddings,
+    sampled_log_probs,
+    sampling_params,
+    scale_logits,
     vllm_prompt,
 )
 from verl.workers.rollout.vllm.family_patches import apply_family_patches
 from verl.workers.rollout.vllm.llm_arguments import engine_arguments
-from verl.workers.rollout.vllm.sampling import (
-    check_sampling,
-    sampled_log_probs,
-    sampling_params,
-    scale_logits,
-)
 from verl.workers.rollout.vllm.slot_routes import ReturnedRoutes, SlotRoutes
 
 
