@@ -1,27 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of an export: weights as safetensors of a bounded size, and what it takes over from the base model.
+"""Files of an export: weights of a bounded size, what it takes over from the base model, and a model card.
 
 Training does not load all tensors and files of some models, such as a head that drafts further tokens. A
 merged model keeps them as they are, so that it has all parts of the model that it replaces.
 """
 
 import json
+import shlex
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
+import yaml
+from huggingface_hub import metadata_load, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from jinja2 import StrictUndefined, Template
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from verl.checkpoint.manifest import BASE_MODEL, MANIFEST
+from verl.checkpoint.manifest import BASE_MODEL, MANIFEST, ORIGIN, STATE_FILE, STEP_FOLDER
+from verl.config.files.model_files import PIPELINE, read_json
+from verl.config.parsing import yaml_text
+from verl.config.ppo import PPOConfig
+from verl.config.schema import list_options
+from verl.config.sft import SFTConfig
+from verl.logger.file import METRICS_FILE, read_log
 from verl.utils.rank_logger import get_logger
+from verl.utils.typed_command import version_text
 from verl.utils.weight_files import save_weights
 
 MAX_FILE_BYTES = 5 * 1024**3  # as hub checkpoints are cut
+CARD, TEMPLATE = "README.md", Path(__file__).with_name("card.md.jinja")
+OURS = "<!-- Written by verl-merge, which replaces it; without this line it stays as it is. -->"
 
 logger = get_logger(__name__)
 
@@ -147,3 +160,50 @@ def folder_of(base: str, *patterns: str) -> Path | None:
         return Path(snapshot_download(base, local_files_only=True, allow_patterns=list(patterns)))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError):
         return None
+
+
+def write_card(local_dir: Path, folder: Path, base_model: str | None = None) -> None:
+    """Write the card of a merged model from what its run recorded; one that the user wrote stays.
+
+    Arguments are as for `unread_tensors`; `folder` has the merged model.
+    """
+    card = folder / CARD
+    if card.is_file() and OURS not in card.read_text(encoding="utf-8", errors="replace"):
+        return
+    base, source = base_of(local_dir, base_model, CARD)
+    facts = _recorded(local_dir.resolve()) | {
+        "base": _shown(str(source.absolute()) if source and source == Path(base or "") else base),
+        "base_card": {},
+        "library": "diffusers" if (folder / PIPELINE).is_file() else "transformers",
+        "versions": version_text(),
+        "ours": OURS,
+    }
+    with suppress(OSError, ValueError, yaml.YAMLError):  # the base has no card, or none that can be read
+        facts["base_card"] = (metadata_load(source / CARD) if source else None) or {}
+    template = Template(TEMPLATE.read_text(encoding="utf-8"), undefined=StrictUndefined, trim_blocks=True)
+    card.write_text(template.render(facts) + "\n", encoding="utf-8")
+
+
+def _recorded(role_folder: Path) -> dict[str, Any]:
+    """Return what a run recorded up to a checkpoint: other trainers and older runs record less."""
+    step, run = STEP_FOLDER.fullmatch(role_folder.parent.name), role_folder.parent.parent
+    last = int(step[1]) if step else 0
+    state = read_json(role_folder.parent / STATE_FILE) or {}
+    options = _shown((state.get(ORIGIN) or {}).get("options", {}))
+    arguments = [
+        shlex.quote(f"{entry.key}={yaml_text(value)}")
+        for entry in list_options(PPOConfig if "algorithm.adv_estimator" in options else SFTConfig)
+        if not isinstance(value := options.get(entry.key, entry.default), dict)  # which may hold secrets
+        and yaml_text(value) != yaml_text(entry.default)
+    ]
+    log = read_log(run) if last and (run / METRICS_FILE).is_file() else []
+    return {"role": role_folder.name, "step": last, "options": options, "arguments": arguments, "log": log}
+
+
+def _shown(value: Any) -> Any:
+    """Return the value of an option, or all options; of paths on this machine, only the last part."""
+    if isinstance(value, dict):
+        return {name: _shown(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_shown(item) for item in value]
+    return Path(value).name if isinstance(value, str) and value.startswith("/") else value

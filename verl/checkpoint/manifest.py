@@ -17,6 +17,8 @@ from verl.config.files.paths import MODEL_CONFIGS
 
 MANIFEST = "manifest.json"
 BASE_MODEL = "base_model"  # in a role's manifest: folder or hub name of the model that training started from
+STATE_FILE = "trainer_state.json"  # of a step, written by the controller
+ORIGIN = "origin"  # its entry for what the run is computed from, see `trainer/run/resuming.py`
 STEP_FOLDER = re.compile(r"global_step_(\d{1,18})")
 
 

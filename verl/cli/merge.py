@@ -3,8 +3,8 @@
 
     verl-merge --local_dir checkpoints/math/first/global_step_100/actor
 
-writes `…/actor/huggingface/*.safetensors`. A critic (`…/critic`) becomes a sequence-classification model, a
-diffusion model a folder for `DiffusionPipeline.from_pretrained`.
+writes `…/actor/huggingface/*.safetensors` and a model card, its README.md. A critic (`…/critic`) becomes a
+sequence-classification model, a diffusion model a folder for `DiffusionPipeline.from_pretrained`.
 Adapters are merged into their base; `…/actor/lora_adapter` has them separately, in peft's format.
 Checkpoints of EasyR1 and verl (`model_world_size_W_rank_R.pt`) work too.
 """
@@ -37,6 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         check_role_folder(options.local_dir)
         # Imported here so that `--help` and a wrong folder are answered before torch loads.
+        from verl.checkpoint.export_files import write_card  # noqa: PLC0415
         from verl.checkpoint.merger import merge_checkpoint, upload  # noqa: PLC0415
         from verl.distributed.fsdp import torch_dtype  # noqa: PLC0415
         from verl.models.families.registry import register_family  # noqa: PLC0415
@@ -48,6 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             base_model=options.base_model,
             trust_remote_code=options.trust_remote_code,
         )
+        write_card(options.local_dir, folder, options.base_model)
         sys.stdout.write(f"model written to {folder}\n")
         if options.hf_upload_path:
             sys.stdout.write(f"uploaded to {upload(folder, options.hf_upload_path)}\n")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from verl.algorithms.controllers import EntropyController, KLController
-from verl.checkpoint.manifest import write_json, write_manifest
+from verl.checkpoint.manifest import ORIGIN, STATE_FILE, write_json, write_manifest
 from verl.checkpoint.tracker import CheckpointTracker, checkpoint_step, checkpoint_to_resume
 from verl.config.trainer import RunConfig
 from verl.logger.console.start_up import phase
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 LOADER_FILE = "dataloader.pt"
-STATE_FILE = "trainer_state.json"
-ORIGIN = "origin"  # its entry for what the run is computed from, see `resuming.py`
 GROUPS_FILE = "carried_groups.pt"  # only if groups wait for the next step
 
 

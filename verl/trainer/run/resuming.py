@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedConfig
 
+from verl.checkpoint.manifest import ORIGIN, STATE_FILE
 from verl.checkpoint.tracker import checkpoint_to_resume
 from verl.config.model import ModelConfig
 from verl.config.schema import list_options, plain, value_at
@@ -22,7 +23,7 @@ from verl.config.trainer import RunTree
 from verl.data.loader import PromptLoader
 from verl.planning.planned_model import PlannedModel
 from verl.trainer.extensions.protocol import extension_digests
-from verl.trainer.run.checkpointing import LOADER_FILE, ORIGIN, STATE_FILE
+from verl.trainer.run.checkpointing import LOADER_FILE
 from verl.utils.rank_logger import get_logger
 
 # Options of `trainer` that decide where and how a run is started and watched, and not what it computes.
