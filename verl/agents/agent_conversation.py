@@ -134,9 +134,8 @@ class AgentConversation:
     ) -> FinishedConversation:
         """Return the response: the first context after its prompt, and every later one as a whole.
 
-        Args:
-            result: That of the agent; failed if it raised, hung or died.
-            reason: Another one than stop cut the conversation off.
+        The result of an agent that raised, hung or died is failed. With a reason other than stop, something
+        else cut the conversation off.
         """
         for call in list(self._open):
             self.cancel(call)

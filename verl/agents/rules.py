@@ -59,12 +59,9 @@ class ConversationRules:
         name: str,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> Row:
-        """Render and tokenize a prompt that is not in the data set.
+        """Render and tokenize a prompt that is not in the data set; errors call its messages `name`.
 
-        Args:
-            media: Those of the messages, by reference.
-            name: That of the messages, for errors.
-            tools: Schemas that the template shows instead of those of the run.
+        The template shows the schemas of `tools` instead of those of the run. Media are given by reference.
 
         Raises:
             ValueError: The template cannot render the messages.

@@ -233,9 +233,8 @@ class Run:
 def started(job: dict, stdin: bytes, kept: int, connection: int | None = None) -> Iterator[Run]:
     """Start a program in an empty folder; kill it at the end.
 
-    Args:
-        kept: The first bytes of stdout and of the value that are kept.
-        connection: File descriptor of a socket that replaces the pipe of the value.
+    The first bytes of stdout and of the value are `kept`. A socket replaces the pipe of the value if
+    `connection` is its file descriptor.
     """
     limit = job["limits"]["output_bytes"]
     limits = {

@@ -67,11 +67,9 @@ class IncomingCall:
 
 
 class Endpoint(AbstractContextManager["Endpoint"]):
-    """The server and the calls that wait.
+    """The server and the calls that wait; see `read_request` for what it reads.
 
-    Args:
-        read_url: See `read_request`.
-        on_call: Called with the conversation before a call can be taken, in a thread of the server.
+    `on_call` gets the conversation of a call before it can be taken, in a thread of the server.
     """
 
     def __init__(

@@ -185,15 +185,12 @@ class EarlyStop:
 
     Source: Russian roulette, as Monte Carlo simulations end paths of little worth (Kahn and Harris,
     "Estimation of Particle Transmission by Random Sampling", 1951).
-
-    Args:
-        seed: Number from which, with the `uid` of a group, the decision on it follows.
     """
 
     after: int  # responses
     keep_probability: float
     filter: GroupFilter
-    seed: int
+    seed: int  # from which, with the `uid` of a group, the decision on it follows
 
     def parts(self, options: SamplingOptions) -> tuple[SamplingOptions, SamplingOptions]:
         """Divide the responses to a prompt into the first ones and the rest."""
