@@ -27,7 +27,6 @@ from verl.config.sft import SFTConfig
 from verl.trainer.command import at_least, make_parser, run_with_config
 from verl.trainer.first_look import look_at_conversations, look_at_prompts
 from verl.trainer.run.exit_status import BAD_INPUT
-from verl.utils.cuda_builds import repair_cuda_builds
 
 OUT = Path("outputs", "data_check")
 ADD_SFT = "these are options of supervised fine-tuning: add `--sft`\n"
@@ -35,7 +34,6 @@ DROP_SFT = "these are options of reinforcement learning: leave out `--sft`\n"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    repair_cuda_builds()
     parser = make_parser("verl-data-check", __doc__)
     parser.add_argument("--sft", action="store_true", help="the config is for supervised fine-tuning")
     parser.add_argument("--rows", type=at_least(0), default=3, help="rows of each kind to show (default: 3)")

@@ -33,7 +33,7 @@ from verl.config.trainer import RunConfig
 from verl.distributed.gpus import list_gpus
 from verl.planning.device_defaults import load_run_config
 from verl.trainer.command import make_parser
-from verl.trainer.run.exit_status import BAD_INPUT, FAILED
+from verl.trainer.run.exit_status import FAILED, told
 from verl.utils.cuda_builds import REMEDY, is_broken, repair_cuda_builds, repair_environment
 from verl.utils.version_check import NAME, VLLM_PACKAGES, check_versions, find_version, matches, name_clash
 
@@ -63,8 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         config = load_run_config(PPOConfig, switches.options) if switches.options else None
     except ConfigError as error:
-        sys.stderr.write(f"{error}\n")
-        return BAD_INPUT
+        return told(error)
     engine, trainer = ("vllm", None) if config is None else (config.engine, config.trainer)
     findings = []
     for finding in run_checks(engine, trainer, tries_imports=not switches.quick):

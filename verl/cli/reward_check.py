@@ -44,7 +44,6 @@ from verl.rewards.servers import specs_of
 from verl.trainer.command import at_least, make_parser, run_with_config
 from verl.trainer.reward_samples import Response, read_responses
 from verl.trainer.run.exit_status import BAD_INPUT, INTERRUPTED
-from verl.utils.cuda_builds import repair_cuda_builds
 from verl.utils.text_table import table
 
 SAMPLES = "samples made from the rows, no model's responses: ground truth, empty and wrong"
@@ -65,7 +64,6 @@ class CheckedCall(NamedTuple):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    repair_cuda_builds()
     parser = make_parser("verl-reward-check", __doc__)
     parser.add_argument("--responses", type=Path, help="JSON lines to score instead of samples")
     parser.add_argument("--rows", type=at_least(1), default=4, help="rows to make samples of (default: 4)")

@@ -102,8 +102,7 @@ class TrainingCommand(Generic[C]):
                 return 0
             config = load_with_notes(self.config_class, [*overrides, *planned.options])
         except ConfigError as error:
-            sys.stderr.write(f"{error}\n")
-            return BAD_INPUT
+            return told(error)
         if "--print-config" in switches:
             defaults = device_defaults(type(config), config.trainer.device)
             sys.stdout.write(config_yaml(config, only_changed="--changed" in switches, defaults=defaults))
@@ -213,18 +212,12 @@ def run_with_config(
 ) -> int:
     """Load the config from `switches.options` and run a command with it, with errors on stderr.
 
-    Returns:
-        The exit status: that of `run`; 2 for bad input; 1 for an unsuitable machine; 130 after Ctrl-C.
+    The exit status is that of `run`; 2 for bad input; 1 for an unsuitable machine; 130 after Ctrl-C.
     """
     outlive_readers()
     repair_cuda_builds()
     try:
-        config = load_with_notes(config_class, switches.options)
-    except ConfigError as error:
-        sys.stderr.write(f"{error}\n")
-        return BAD_INPUT
-    try:
-        return run(switches, config)
+        return run(switches, load_with_notes(config_class, switches.options))
     except FOR_THE_USER as error:
         return told(error)
     except KeyboardInterrupt:
