@@ -21,6 +21,7 @@ Exit status: 0; 2 for bad input; 1 for an unsuitable machine; 130 after Ctrl-C.
 import argparse
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -121,12 +122,10 @@ def _talk(options: argparse.Namespace) -> int:
 
 def typed_lines() -> Iterator[str]:
     """Yield the lines that a person types, until Ctrl-D."""
-    while True:
-        try:
+    with suppress(EOFError):
+        while True:
             yield input(PROMPT)
-        except EOFError:
-            sys.stderr.write("\n")
-            return
+    sys.stderr.write("\n")
 
 
 def answer(conversation: "Conversation", lines: Iterable[str], *, is_terminal: bool) -> int:
