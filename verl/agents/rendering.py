@@ -104,11 +104,8 @@ class ObservationRenderer:
     ) -> list[int]:
         """Return the tokens after a turn that ended with `last_token`, up to where the next turn starts.
 
-        Each image and video is one placeholder.
-
-        Args:
-            messages: Their content is a text or a list of parts. Those of the role `tool` at the start answer
-                `calls`, in their order.
+        Each image and video is one placeholder. The content of `messages` is a text or a list of parts;
+        those of the role `tool` at the start answer `calls`, in their order.
         """
         following = self._after(self.style, *self.following(calls, messages))
         tokens = self._encode(following.text)
@@ -219,8 +216,7 @@ class ObservationRenderer:
     def check(self, max_parallel_calls: int = 1) -> None:
         """Compare each piece of a conversation with the template's rendering of the whole.
 
-        Args:
-            max_parallel_calls: 0 for conversations without calls, in which the user answers.
+        With 0 for `max_parallel_calls` a conversation has no calls, and the user answers.
 
         Raises:
             ValueError: They differ, so the policy would read observations in another form than that of the

@@ -32,12 +32,9 @@ def command_path(name: str) -> Path:
 
 
 def command_parser(name: str, description: str | None) -> argparse.ArgumentParser:
-    """Build a parser with `--help` and `--version`.
+    """Build a parser with `--help` and `--version` for an installed command, such as `verl-merge`.
 
-    Args:
-        name: The installed command, such as `verl-merge`. Where the description has it, help shows the
-            command that was typed.
-        description: Shown unchanged otherwise.
+    Where the description has its name, help shows the command that was typed.
     """
     typed = typed_command()
     parser = argparse.ArgumentParser(

@@ -139,10 +139,9 @@ def neighbors(table: pa.Table, query: RolloutQuery, group: tuple[int, str, int, 
 
 
 def prompt_history(table: pa.Table) -> list[dict[str, Any]]:
-    """Summarize the responses to one prompt by group, in the order of the steps.
+    """Return for each `kind`, `step` and `group` of a prompt, in the order of the steps, its `rows`.
 
-    Returns:
-        For each `kind`, `step` and `group` the `mean`, `min` and `max` of its known scores, and its `rows`.
+    With them are the `mean`, `min` and `max` of their known scores.
     """
     groups: dict[tuple[str, int, str], list[dict[str, Any]]] = {}
     for row in plain(table.to_pylist()):

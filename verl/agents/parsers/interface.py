@@ -40,8 +40,7 @@ class Finder:
 def calls_after(start: str, text: str, read: Callable[[str, int], tuple[ToolCall, int]]) -> list[ToolCall]:
     """Read a call after each start tag, of `MAX_CALLS` at most.
 
-    Args:
-        read: Returns the call at a position, and where to look for the next start tag.
+    `read` returns the call at a position, and where to look for the next start tag.
     """
     calls = []
     at = text.find(start)

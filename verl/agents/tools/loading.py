@@ -113,8 +113,7 @@ def _load_tool(spec: str, all_kwargs: Mapping[str, Any], modules: dict[Path, Mod
 def find_named(spec: str, option: str, modules: dict[Path, ModuleType]) -> tuple[Any, Path, str]:
     """Import `file.py:NAME` or a shipped function or class; return it, its file, and its place for errors.
 
-    Args:
-        modules: Files that were imported already, to which this one is added.
+    `modules` are the files that were imported already, to which this one is added.
     """
     if spec in SHIPPED:
         spec = str(Path(__file__).parents[1] / SHIPPED[spec])

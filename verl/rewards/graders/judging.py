@@ -59,10 +59,7 @@ async def prefer(ask: Ask, question: Callable[[str, str], str], first: str, seco
     """Return how much of two comparisons `first` wins, each response being shown first once.
 
     So the place of a response does not count: the preference for `second` is one minus this one, and a judge
-    that always chooses the first place has none.
-
-    Args:
-        question: Makes the question about two responses, which the answer calls A and B.
+    that always chooses the first place has none. `question` asks about two responses, A and B of the answer.
     """
     shown_first, shown_second = await asyncio.gather(
         ask(question(first, second)), ask(question(second, first))
