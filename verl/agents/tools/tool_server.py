@@ -15,9 +15,8 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-from verl.agents.environments.opening import as_opening, as_step
 from verl.agents.interface import CallRefusedError, Observation
-from verl.agents.tools.answers import AnswerLimits, BadAnswerError, as_observation
+from verl.agents.tools.answers import AnswerLimits, BadAnswerError, as_observation, as_opening, as_step
 from verl.agents.tools.loading import LoadedTool
 from verl.config.multi_turn import MultiTurnConfig
 from verl.utils.processes.child_process import limit_memory, offer_to_kill
