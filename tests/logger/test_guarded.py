@@ -11,7 +11,6 @@ import pytest
 from safetensors.torch import save_file
 
 from tests.helpers.training import ROOT
-from verl.logger import guarded
 from verl.logger.base import LOGGERS, Generation, Logger, Run
 from verl.logger.file import read_log
 from verl.logger.tracker import Tracker
@@ -88,7 +87,7 @@ def test_a_logger_that_raises_costs_its_own_lines_and_one_warning(
 
 @pytest.mark.parametrize("place", PLACES)
 def test_a_logger_that_hangs_holds_up_nothing(place, tmp_path, monkeypatch, caplog, released):
-    monkeypatch.setattr(guarded, "OPEN_S", WAIT_S)
+    monkeypatch.setattr("verl.logger.tracker.OPEN_S", WAIT_S)
     monkeypatch.setattr("verl.logger.tracker.CLOSE_S", WAIT_S)
     register(monkeypatch, "hanging", place, released.wait)
     sound = register(monkeypatch, "sound", None, None)
@@ -114,7 +113,7 @@ def test_a_package_that_ends_the_process_ends_only_its_own_lines(tmp_path, monke
 
 
 def test_a_logger_that_never_answers_keeps_a_bounded_number_of_lines(tmp_path, monkeypatch, caplog, released):
-    monkeypatch.setattr(guarded, "MAX_WAITING", 5)
+    monkeypatch.setattr("verl.logger.tracker.MAX_WAITING", 5)
     monkeypatch.setattr("verl.logger.tracker.CLOSE_S", WAIT_S)
     calls = register(monkeypatch, "slow", "log", released.wait)
 

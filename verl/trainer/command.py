@@ -17,8 +17,7 @@ from verl.config.text import config_yaml, example_yaml, help_text, options_page
 from verl.config.trainer import RunConfig, RunTree
 from verl.distributed.gpus import list_gpus, shows_gpu
 from verl.logger.console.start_up import shown_start_up
-from verl.logger.guarded import end_process_if_hung
-from verl.logger.tracker import check_loggers
+from verl.logger.tracker import check_loggers, end_process_if_hung
 from verl.planning.device_defaults import device_defaults, load_run_config
 from verl.planning.planned_run import PlannedRun
 from verl.planning.report import Describe

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from verl.checkpoint.tracker import TRACKER, find_last_checkpoint
 from verl.config.trainer import RunTree
-from verl.logger.guarded import end_process_if_hung
+from verl.logger.tracker import end_process_if_hung
 from verl.trainer.run.exit_status import FAILED, ExitStatus, report_failure, resume_hint
 from verl.trainer.run.run_lock import locked_by_child
 from verl.trainer.run.stopping import ENDED_BY, handling_signals
