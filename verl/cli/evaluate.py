@@ -68,6 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     outlive_readers()
     try:
         return _evaluate(switches)
+    except FOR_THE_USER as error:
+        return told(error)
     except KeyboardInterrupt:
         return INTERRUPTED
 
@@ -78,13 +80,9 @@ def _evaluate(switches: argparse.Namespace) -> int:
     def read(replaced: Mapping[str, Any]) -> PPOConfig:
         return load_run_config(PPOConfig, [*switches.options, *as_arguments(PPOConfig, own | {**replaced})])
 
-    try:
-        arguments = [*switches.options, *as_arguments(PPOConfig, own | EVALUATION_OPTIONS)]
-        load_with_notes(PPOConfig, arguments)
-        question = Question(switches.k, switches.correct_key, switches.correct_at, switches.keep)
-        evaluation = evaluate_model(read, question, switches.out)
-    except FOR_THE_USER as error:
-        return told(error)
+    load_with_notes(PPOConfig, [*switches.options, *as_arguments(PPOConfig, own | EVALUATION_OPTIONS)])
+    question = Question(switches.k, switches.correct_key, switches.correct_at, switches.keep)
+    evaluation = evaluate_model(read, question, switches.out)
     text = json.dumps(evaluation.as_dict(), indent=2) + "\n" if switches.json else evaluation.table()
     sys.stdout.write(text)
     look = shlex.join([str(command_path("verl-view")), str(evaluation.folder)])
