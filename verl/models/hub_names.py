@@ -71,7 +71,9 @@ class HubNames:
         converted = _to_hub(self._model, tensors)
         self.memory_shapes = {name: tensor.shape for name, tensor in tensors.items()}  # including tied ones
         self.hub_shapes = {name: tensor.shape for name, tensor in converted.items()}  # including tied ones
-        self.tied = tied_names(self._model)
+        # Weights that share another's memory: `lm_head.weight` with tied embeddings.
+        every, own = self._model.named_parameters(remove_duplicate=False), self._model.named_parameters()
+        self.tied = dict(every).keys() - dict(own).keys()
         self._groups = _find_groups(self._model, tensors, self.hub_shapes)
 
     def of(self, name: str) -> tuple[str, ...]:
@@ -107,11 +109,6 @@ class HubNames:
                 "tensors are missing that convert together with"
                 f" {sorted(name for part in waiting.values() for name in part)}"
             )
-
-
-def tied_names(model: PreTrainedModel) -> set[str]:
-    """Return weights that share another weight's memory: `lm_head.weight` with tied embeddings."""
-    return dict(model.named_parameters(remove_duplicate=False)).keys() - dict(model.named_parameters()).keys()
 
 
 def correct_conversions(model: PreTrainedModel) -> None:

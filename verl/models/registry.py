@@ -5,7 +5,7 @@ Any model that uses transformers' attention interface may work; the start compar
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -187,7 +187,7 @@ def check_model(model: PreTrainedModel, processor: Any = None) -> float:
     with evaluating(model):
         if not is_named(model.config):
             _check_features(model, media)
-        packed = _packed(model, rows, media, _projections if scores else _log_probs)
+        packed = _packed(model, rows, media)
         with plain_attention(model), deferred(model) if scores else nullcontext():
             logits, padded = _padded(model, rows, media)
     values = (logits.hidden if scores else logits)[:, -CHECKED_TOKENS - 1 : -1]  # before each checked token
@@ -250,29 +250,25 @@ def _positions(model: PreTrainedModel, positions: Tensor) -> Tensor:
     return positions if rows == 1 else positions.expand(rows, *positions.shape)
 
 
-def _packed(
-    model: PreTrainedModel, rows: list[Tensor], media: list[Medium], read: Callable[..., Tensor]
-) -> Tensor:
-    """Return `read` of the predictions of the last tokens of each row: (rows x CHECKED_TOKENS, ...)."""
+def _packed(model: PreTrainedModel, rows: list[Tensor], media: list[Medium]) -> Tensor:
+    """Return the log-probs of the last tokens of each row, or projections of the states before them."""
     tokens = torch.cat(rows)
     ends = torch.tensor([len(row) for row in rows], device=tokens.device).cumsum(0)
     before = (ends[:, None] - 1 + torch.arange(-CHECKED_TOKENS, 0, device=tokens.device)).flatten()
     positions = torch.cat([torch.arange(len(row), device=tokens.device) for row in rows])
+
+    def read(logits: DeferredLogits) -> Tensor:
+        if is_scalar(model.config):
+            return _project(logits.hidden.flatten(0, 1)[before])
+        return logits.log_probs(tokens[before + 1], before, temperature=1.0).log_probs
+
     return model(
         input_ids=tokens[None],
         position_ids=_positions(model, positions[None]),
         cu_seqlens=nn.functional.pad(ends, (1, 0)).to(torch.int32),
-        read=lambda logits: read(logits, before, tokens[before + 1]),
+        read=read,
         media=media,
     )
-
-
-def _log_probs(logits: DeferredLogits, rows: Tensor, targets: Tensor) -> Tensor:
-    return logits.log_probs(targets, rows, temperature=1.0).log_probs
-
-
-def _projections(logits: DeferredLogits, rows: Tensor, _targets: Tensor) -> Tensor:
-    return _project(logits.hidden.flatten(0, 1)[rows])
 
 
 def _project(hidden: Tensor) -> Tensor:

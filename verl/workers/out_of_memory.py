@@ -56,7 +56,9 @@ def _advice(phase: str, worker: Any) -> Iterator[str]:
     """Yield what lowers the memory of a phase, first what costs least."""
     option = MICRO_BATCH_OPTIONS.get(phase)
     if option is not None:
-        yield from _halved(option, worker)
+        size = _value(option, worker)
+        if isinstance(size, int) and size > 1:
+            yield f"set `{option}` to {size // 2} (now {size})"
         role = option.split(".")[1]
         if phase.startswith("update") or phase == "validation":
             yield from _switched_on(f"worker.{role}.model.enable_gradient_checkpointing", worker)
@@ -75,12 +77,6 @@ def _raised_share(worker: Any) -> Iterator[str]:
     yield f"set `{ENGINE_SHARE}` to {min(1.0, share + 0.1):.2g} (now {share:g})"
     size = _value("worker.rollout.tensor_parallel_size", worker)
     yield f"set `worker.rollout.tensor_parallel_size` to {2 * size} (now {size})"
-
-
-def _halved(option: str, worker: Any) -> Iterator[str]:
-    size = _value(option, worker)
-    if isinstance(size, int) and size > 1:
-        yield f"set `{option}` to {size // 2} (now {size})"
 
 
 def _switched_on(option: str, worker: Any) -> Iterator[str]:

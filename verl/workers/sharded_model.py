@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from verl.config.model import FSDPConfig, ModelConfig, OffloadConfig, OptimConfig
 from verl.data.media.loader import MediaLoader
@@ -139,13 +139,10 @@ class ShardedModel(TrainedModel):
         return nullcontext() if self.tower is None else self.tower.holding(rows)
 
     def _files(self, files: tuple) -> tuple:
-        return self._config_on_hub(), self.model.generation_config, *files
-
-    def _config_on_hub(self) -> PreTrainedConfig:
         config, options = self.model.config, self.options
-        if is_scalar(config) or options.model_path is None:
-            return config
-        return whole_config(config, options.model_path, trust_remote_code=options.trust_remote_code)
+        if not is_scalar(config) and options.model_path is not None:
+            config = whole_config(config, options.model_path, trust_remote_code=options.trust_remote_code)
+        return config, self.model.generation_config, *files
 
     def load(self, folder: Path) -> dict[str, Any] | None:
         if self.tower is not None:

@@ -102,6 +102,7 @@ class Recurrence:
     segments: tuple[Segment, ...]
     device: torch.device | str = "cpu"  # of the tokens
     sp: SequenceParallel = field(default_factory=SequenceParallel)
+    _windows: dict[int, Window] = field(default_factory=dict, init=False)  # by width
 
     @property
     def length(self) -> int:
@@ -129,10 +130,6 @@ class Recurrence:
         if width not in self._windows:
             self._windows[width] = to_device(_window(self, width), self.device)
         return self._windows[width]
-
-    @cached_property
-    def _windows(self) -> dict[int, Window]:
-        return {}
 
 
 def _waves(segments: Sequence[Segment]) -> list[list[int]]:

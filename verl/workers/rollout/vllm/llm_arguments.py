@@ -71,14 +71,16 @@ def engine_arguments(config: Any, setup: EngineSetup, hf_config: Any) -> dict[st
 
 
 def _cpu_arguments(config: Any, hf_config: Any, max_model_len: int) -> dict[str, Any]:
-    cache_bytes = _cache_bytes(hf_config, config, max_model_len)
+    text = hf_config.get_text_config()
+    values = sum(2 * heads.keys * heads.dim for heads in layer_heads(text))  # keys and values of a token
+    cache_bytes = config.cpu_cache_bytes(values * torch_dtype(config.dtype).itemsize, max_model_len)
     # compiling on CPU takes 22 s and gains nothing
     arguments = dict(enforce_eager=True, kv_cache_memory_bytes=cache_bytes)
     if config.multi_turn.enable:
         # turns are seeded, and vLLM cannot rewind a CPU's generator after a part of a prompt
         tokens = max(config.max_num_batched_tokens, max_model_len)
         arguments |= dict(enable_chunked_prefill=False, max_num_batched_tokens=tokens)
-    if not hasattr(hf_config.get_text_config(), "kv_lora_rank"):  # latent attention has blocks of 16
+    if not hasattr(text, "kv_lora_rank"):  # latent attention has blocks of 16
         arguments["block_size"] = CPU_BLOCK
     return arguments
 
@@ -126,17 +128,9 @@ def _overridden(
         # else vLLM rounds logits to the weights' dtype, which the trainer does not; models with a vision
         # tower build their head from the nested config
         hf_config.head_dtype = hf_config.get_text_config().head_dtype = head_dtype
-    return _language_model(hf_config) if family_of(hf_config).embeds_prompts else hf_config
-
-
-def _language_model(hf_config: Any) -> Any:
-    # vLLM finds its class by the name of transformers' class
+    if not family_of(hf_config).embeds_prompts:
+        return hf_config
+    # vLLM finds the class of a language model by the name of transformers' class
     text = hf_config.get_text_config()
     text.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[text.model_type]]
     return text
-
-
-def _cache_bytes(hf_config: Any, config: Any, max_model_len: int) -> int:
-    layers = layer_heads(hf_config.get_text_config())
-    values = sum(2 * heads.keys * heads.dim for heads in layers)  # keys and values of a token
-    return config.cpu_cache_bytes(values * torch_dtype(config.dtype).itemsize, max_model_len)
