@@ -51,6 +51,7 @@ from tests.helpers.family_training import (
 from tests.helpers.media import save_video
 from tests.workers.rollout.reference import rollout_config, setup_of
 from verl.agents.media import join_shapes
+from verl.config.model import ModelConfig
 from verl.data.media.audio import wav_bytes
 from verl.data.media.loader import MediaLoader
 from verl.data.media.sizes import MediaOptions
@@ -61,7 +62,7 @@ from verl.models.families.registry import all_families, family_of, transposed_ex
 from verl.models.hub_names import HubNames
 from verl.models.lora_weights import AdapterConfig, is_adapter
 from verl.models.registry import check_sequence_parallel
-from verl.models.trainable import TrainableOptions, select_trainable
+from verl.models.trainable import select_trainable
 from verl.protocol import DataProto
 from verl.workers.packing.forward import PackedForward
 from verl.workers.packing.media_inputs import MEDIA_KEYS
@@ -120,11 +121,11 @@ def adapted(kind: str) -> Error:
     """LoRA in all linear layers, also the tower's: gradients of adapters in packed and in padded rows."""
     tiny = load_tiny(kind)
     batch, held = batch_of(tiny, groups_of(kind))
-    options = TrainableOptions(AdapterConfig(rank=4, alpha=8, target_modules="all-linear"))
+    adapter = AdapterConfig(rank=4, alpha=8, target_modules="all-linear")
     plain, model = load_model(tiny, False), load_model(tiny, True)
     for each in (plain, model):
         torch.manual_seed(0)
-        select_trainable(each, options, "worker.actor.model")
+        select_trainable(each, ModelConfig(), "worker.actor.model", adapter)
         for name, parameter in each.named_parameters():
             if is_adapter(name):
                 torch.nn.init.normal_(parameter, std=0.1)
@@ -144,7 +145,7 @@ def frozen(kind: str) -> Error:
     batch, held = batch_of(tiny, groups_of(kind))
     plain, model = load_model(tiny, False), load_model(tiny, True)
     senses = tiny.family.encoders
-    options = TrainableOptions(freeze_vision_tower="vision" in senses, freeze_audio_tower="audio" in senses)
+    options = ModelConfig(freeze_vision_tower="vision" in senses, freeze_audio_tower="audio" in senses)
     select_trainable(model, options, "worker.actor.model")
     parts = family_of(tiny.config).encoder
     for name, parameter in plain.named_parameters():

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM
 
 from tests.helpers.causal_families import FAMILIES, build_family
+from verl.config.model import ModelConfig
 from verl.models.hub_names import meta_model
 from verl.models.lora import (
     adapted_layers,
@@ -27,7 +28,7 @@ from verl.models.lora_weights import (
     read_adapter_config,
 )
 from verl.models.tiny import save_tiny_model
-from verl.models.trainable import TrainableOptions, select_trainable
+from verl.models.trainable import select_trainable
 from verl.planning.memory_model import MicroBatch, ModelSetup, log_prob_peak, update_peak
 from verl.planning.model_sizes import model_shape
 
@@ -244,9 +245,9 @@ def test_folding_gives_the_weights_of_pefts_merge_in_either_layout(folder, famil
 
 def test_what_is_trained_next_to_adapted_experts_is_found_by_its_own_name(folder):
     model = meta_model(load(folder).config)
-    options = TrainableOptions(config_of([DOWN]), train=["0.mlp.experts"], freeze=["layers.1"])
+    options = ModelConfig(train_modules=["0.mlp.experts"], freeze_modules=["layers.1"])
 
-    select_trainable(model, options, "worker.actor.model")
+    select_trainable(model, options, "worker.actor.model", config_of([DOWN]))
 
     whole = [name for name, param in model.named_parameters() if param.requires_grad and not is_adapter(name)]
     assert whole == ["model.layers.0.mlp.experts.base_layer.gate_up_proj"]
@@ -256,8 +257,8 @@ def test_what_is_trained_next_to_adapted_experts_is_found_by_its_own_name(folder
 def test_the_plan_counts_the_adapters_of_experts_and_the_experts_without(folder):
     config = load(folder).config
     plain, adapted = meta_model(config), meta_model(config)
-    select_trainable(plain, TrainableOptions(config_of([])), "worker.actor.model")
-    select_trainable(adapted, TrainableOptions(config_of([DOWN])), "worker.actor.model")
+    select_trainable(plain, ModelConfig(), "worker.actor.model", config_of([]))
+    select_trainable(adapted, ModelConfig(), "worker.actor.model", config_of([DOWN]))
 
     before, after = model_shape(plain), model_shape(adapted)
 

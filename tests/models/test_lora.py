@@ -5,12 +5,13 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from verl.config.model import ModelConfig
 from verl.models.hub_names import HubNames, meta_model
 from verl.models.lora import adapted_layers, adapters_disabled, attach_adapters, set_adapter
 from verl.models.lora_weights import AdapterConfig, is_adapter
 from verl.models.scalar_head import make_scalar
 from verl.models.tiny import save_tiny_model
-from verl.models.trainable import TrainableOptions, select_trainable
+from verl.models.trainable import select_trainable
 from verl.planning.model_sizes import model_shape
 
 OPTION = "worker.actor.model"
@@ -115,14 +116,14 @@ def test_a_pattern_without_a_match_is_not_taken_for_experts(mixture):
 def test_experts_without_an_adapter_are_counted(config, mixture):
     # Of each of two layers `gate_up_proj` and `down_proj`.
     cases = (
-        (mixture, TrainableOptions(ALL), 4),
-        (mixture, TrainableOptions(ALL, train=[r"layers\.1\.mlp\.experts"]), 2),
-        (mixture, TrainableOptions(), 0),
-        (config, TrainableOptions(ALL), 0),
+        (mixture, [], ALL, 4),
+        (mixture, [r"layers\.1\.mlp\.experts"], ALL, 2),
+        (mixture, [], None, 0),
+        (config, [], ALL, 0),
     )
-    for shape_config, options, count in cases:
+    for shape_config, trained, adapter, count in cases:
         model = meta_model(shape_config)
-        select_trainable(model, options, OPTION)
+        select_trainable(model, ModelConfig(train_modules=trained), OPTION, adapter)
 
         shape = model_shape(model)
 
@@ -132,20 +133,20 @@ def test_experts_without_an_adapter_are_counted(config, mixture):
 
 
 def test_a_frozen_tower_is_not_adapted(model):
-    select_trainable(model, TrainableOptions(ALL, freeze_vision_tower=True), OPTION)
+    select_trainable(model, ModelConfig(freeze_vision_tower=True), OPTION, ALL)
 
     assert len(adapted_layers(model)) == TEXT_LINEAR
     assert not [name for name in trained(model) if "visual" in name]
 
 
 def test_without_patterns_everything_is_trained(model):
-    select_trainable(model, TrainableOptions(), OPTION)
+    select_trainable(model, ModelConfig(), OPTION)
 
     assert trained(model) == {name for name, _ in model.named_parameters()}
 
 
 def test_patterns_select_trained_parameters_and_freezing_wins(model):
-    options = TrainableOptions(train=[r"visual\.merger", r"layers\.1\."], freeze=["bias"])
+    options = ModelConfig(train_modules=[r"visual\.merger", r"layers\.1\."], freeze_modules=["bias"])
 
     select_trainable(model, options, OPTION)
 
@@ -157,7 +158,7 @@ def test_patterns_select_trained_parameters_and_freezing_wins(model):
 def test_parameters_trained_with_adapters_are_float32(config):
     model = meta_model(config, torch.bfloat16)
 
-    select_trainable(model, TrainableOptions(ALL, train=["embed_tokens"]), OPTION)
+    select_trainable(model, ModelConfig(train_modules=["embed_tokens"]), OPTION, ALL)
 
     assert "model.language_model.embed_tokens.weight" in trained(model)
     kinds = {(parameter.dtype, parameter.requires_grad) for parameter in model.parameters()}
@@ -169,7 +170,7 @@ def test_the_score_of_an_adapted_value_model_is_trained(config):
     make_scalar(config, has_bias=True)
     model = meta_model(config)
 
-    select_trainable(model, TrainableOptions(ALL), "worker.critic.model")
+    select_trainable(model, ModelConfig(), "worker.critic.model", ALL)
 
     assert {"score.weight", "score.bias"} < trained(model)
     assert "score" not in adapted_layers(model)
@@ -178,9 +179,9 @@ def test_the_score_of_an_adapted_value_model_is_trained(config):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (TrainableOptions(freeze=["visaul"]), r"freeze_modules` \(visaul\) matches no parameter's name"),
-        (TrainableOptions(train=["*"]), r"train_modules` \(\*\) is not a regular expression"),
-        (TrainableOptions(freeze=["."]), r"freeze_modules` \(\['.'\]\) leaves nothing to train"),
+        (ModelConfig(freeze_modules=["visaul"]), r"freeze_modules` \(visaul\) matches no parameter's name"),
+        (ModelConfig(train_modules=["*"]), r"train_modules` \(\*\) is not a regular expression"),
+        (ModelConfig(freeze_modules=["."]), r"freeze_modules` \(\['.'\]\) leaves nothing to train"),
     ],
 )
 def test_invalid_parameter_patterns_are_errors_that_name_the_option(model, options, message):

@@ -20,9 +20,9 @@ from verl.diffusion.video_ulysses import VideoUlysses
 from verl.distributed.fsdp import keep_float32, make_mesh, shard_model, torch_dtype
 from verl.distributed.sequence_parallel import SequenceParallel
 from verl.models.lora import ALL_LINEAR, adapters_disabled, set_adapter
-from verl.models.lora_weights import read_adapter
-from verl.models.trainable import TrainableOptions, select_trainable
-from verl.workers.model_builder import trainable_options, weights_dtype
+from verl.models.lora_weights import AdapterConfig, read_adapter
+from verl.models.trainable import select_trainable
+from verl.workers.model_builder import adapter_config, weights_dtype
 from verl.workers.trained_model import TrainedModel
 
 VAE = "vae"  # its convolutions overflow in float16, and lose colors in bfloat16
@@ -56,8 +56,8 @@ class DiffusionModel(TrainedModel):
     ) -> None:
         self.family, self.options, self.device = family, options, device
         assert options.model_path is not None, "required when the config was checked"
-        trained = trained_part(family, options, self.option)
-        self.adapter, dtype = trained.adapter, weights_dtype(fsdp, trained)
+        self.adapter = adapter_of(family, options, self.option)
+        dtype = weights_dtype(fsdp, is_whole=self.adapter is None)
         self.parts = DiffusionPipeline.from_pretrained(
             options.model_path,
             dtype={TRANSFORMER: dtype, VAE: torch.float32, "default": torch_dtype(fsdp.mp_param_dtype)},
@@ -67,7 +67,7 @@ class DiffusionModel(TrainedModel):
         if self.adapter is None:
             for param in self.model.parameters():  # FSDP trains weights of one data type
                 param.data = param.data.to(dtype)
-        self._select(trained, seed)
+        self._select(seed)
         if sp is not None and sp.size > 1:
             assert family.layers is not None, "the config was checked"
             VideoUlysses(self.model, family.layers, sp)
@@ -76,11 +76,11 @@ class DiffusionModel(TrainedModel):
         self._shard(fsdp, world_size)
         self._prepare_training(device, fsdp, offload, optim, training_steps)
 
-    def _select(self, trained: TrainableOptions, seed: int) -> None:
+    def _select(self, seed: int) -> None:
         """Select what is trained; adapters have the same values on every rank."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            select_trainable(self.model, trained, self.option)
+            select_trainable(self.model, self.options, self.option, self.adapter)
         path = self.options.lora.path
         if path is not None:
             where = f"`{self.option}.lora.path` ({path})"
@@ -120,13 +120,12 @@ class DiffusionModel(TrainedModel):
         return None if files is None else PipelineAdapter(files)
 
 
-def trained_part(family: DiffusionFamily, options: ModelConfig, option: str) -> TrainableOptions:
-    """Return what of a transformer is trained; adapters are by default those of the family."""
-    found = trainable_options(options, option)
-    adapter = found.adapter
+def adapter_of(family: DiffusionFamily, options: ModelConfig, option: str) -> AdapterConfig | None:
+    """Return the adapter of a transformer, by default in the modules that its family names."""
+    adapter = adapter_config(options, option)
     if adapter is None or adapter.target_modules != ALL_LINEAR:
-        return found
-    return replace(found, adapter=replace(adapter, target_modules=",".join(family.adapted)))
+        return adapter
+    return replace(adapter, target_modules=",".join(family.adapted))
 
 
 def _cast_inputs(

@@ -2,12 +2,12 @@
 """Selection of the trained parameters of a model."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from verl.config.model import ModelConfig
 from verl.models.families.interface import Sense, is_part
 from verl.models.families.registry import family_of
 from verl.models.lora import adapted_parameters, attach_adapters, compile_pattern
@@ -19,66 +19,59 @@ from verl.utils.rank_logger import get_logger
 logger = get_logger(__name__)
 
 
-@dataclass(frozen=True)
-class TrainableOptions:
-    """Options of parameter selection; patterns are regular expressions found anywhere in a name."""
-
-    adapter: AdapterConfig | None = None  # train LoRA and the parameters in `train`
-    train: Sequence[str] = ()  # without an adapter, empty trains everything
-    freeze: Sequence[str] = ()  # overrides `train`
-    freeze_vision_tower: bool = False  # which then has no adapters either
-    freeze_audio_tower: bool = False
-    freeze_router: bool = False  # of a mixture of experts; no adapters either
-    balances_router: bool = False  # the loss reads router logits
-
-    @property
-    def frozen_senses(self) -> set[Sense]:
-        frozen: dict[Sense, bool] = {"vision": self.freeze_vision_tower, "audio": self.freeze_audio_tower}
-        return {sense for sense, is_frozen in frozen.items() if is_frozen}
+def frozen_senses(options: ModelConfig) -> set[Sense]:
+    """Return the encoders that are not trained."""
+    frozen: dict[Sense, bool] = {"vision": options.freeze_vision_tower, "audio": options.freeze_audio_tower}
+    return {sense for sense, is_frozen in frozen.items() if is_frozen}
 
 
-def select_trainable(model: nn.Module, options: TrainableOptions, option: str) -> None:
+def select_trainable(
+    model: nn.Module, options: ModelConfig, option: str, adapter: AdapterConfig | None = None
+) -> None:
     """Freeze and adapt a model in place, so that `requires_grad` marks the trained parameters.
 
-    `option` is the config section named in errors.
+    Args:
+        options: Names the modules that are trained or frozen; what is frozen has no adapters either.
+        option: The config section of `options`, for errors.
+        adapter: Train LoRA, and of the other parameters those of `train_modules` only.
     """
     frozen: list[str] = []
     if isinstance(model, PreTrainedModel):  # the transformer of a diffusion model has neither
         frozen = [*_frozen_encoders(model, options, option), *_frozen_routers(model, options, option)]
     names = list(dict(model.named_parameters()))
-    trained = set(_matching(names, options.train, f"{option}.train_modules"))
-    if options.adapter is None:
+    trained = set(_matching(names, options.train_modules, f"{option}.train_modules"))
+    if adapter is None:
         trained = trained or set(names)
     else:
-        attach_adapters(model, options.adapter, f"{option}.lora", frozen)
+        attach_adapters(model, adapter, f"{option}.lora", frozen)
         names = list(dict(model.named_parameters()))  # with adapters
         trained = {name for name in names if is_adapter(name) or name in trained | _moved(model, trained)}
     # A value model's score starts without useful values: it is trained unless it is frozen by name.
     trained |= {name for name in names if name.startswith(f"{SCORE}.")}
-    trained -= set(_matching(names, options.freeze, f"{option}.freeze_modules"))
+    trained -= set(_matching(names, options.freeze_modules, f"{option}.freeze_modules"))
     trained -= {name for name in trained if is_part(name, frozen)}
     if not trained:
         raise ValueError(
-            f"`{option}.freeze_modules` ({list(options.freeze)}) leaves nothing to train: freeze less"
+            f"`{option}.freeze_modules` ({options.freeze_modules}) leaves nothing to train: freeze less"
         )
     for name, param in model.named_parameters():
         param.requires_grad_(name in trained)
         # With LoRA everything trained is float32.
-        if options.adapter is not None and (name in trained or is_adapter(name)):
+        if adapter is not None and (name in trained or is_adapter(name)):
             param.data = param.data.to(torch.float32)
 
 
-def _frozen_encoders(model: PreTrainedModel, options: TrainableOptions, option: str) -> list[str]:
-    encoders = family_of(model.config).encoders
-    for sense in options.frozen_senses - encoders.keys():
+def _frozen_encoders(model: PreTrainedModel, options: ModelConfig, option: str) -> list[str]:
+    encoders, frozen = family_of(model.config).encoders, frozen_senses(options)
+    for sense in frozen - encoders.keys():
         text, name = "`%s.freeze_%s_tower` has no effect: %s has no %s tower", type(model).__name__
         logger.warning(text, option, sense, name, sense)
-    return [part for sense, parts in encoders.items() if sense in options.frozen_senses for part in parts]
+    return [part for sense, parts in encoders.items() if sense in frozen for part in parts]
 
 
-def _frozen_routers(model: PreTrainedModel, options: TrainableOptions, option: str) -> list[str]:
+def _frozen_routers(model: PreTrainedModel, options: ModelConfig, option: str) -> list[str]:
     routers, name = routers_of(model), type(model).__name__
-    if options.balances_router and not routers:
+    if options.router_aux_loss_coef > 0 and not routers:
         raise ValueError(
             f"`{option}.router_aux_loss_coef` needs a mixture of experts whose router logits transformers"
             f" records, which {name} is not: leave it at 0"

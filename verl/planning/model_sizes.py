@@ -38,7 +38,7 @@ from verl.optim.build import parameter_groups
 from verl.planning.memory_model import LayerCache, ModelShape, Stack
 from verl.planning.planned_model import PlannedModel
 from verl.planning.stored_shape import tower_stack
-from verl.workers.model_builder import load_model_config, trainable_options, weights_dtype
+from verl.workers.model_builder import adapter_config, load_model_config, weights_dtype
 
 
 def read_shape(
@@ -53,10 +53,10 @@ def read_shape(
         ValueError: `override_config`, `lora`, the patterns of parameters or `expert_parallel_size` do not fit
             the model.
     """
-    options = trainable_options(model, option) if is_trained else None
-    empty = _meta_model(model, option, head, weights_dtype(fsdp, options))
-    if options is not None:
-        select_trainable(empty, options, option)
+    adapter = adapter_config(model, option) if is_trained else None
+    empty = _meta_model(model, option, head, weights_dtype(fsdp, is_whole=is_trained and adapter is None))
+    if is_trained:
+        select_trainable(empty, model, option, adapter)
     else:
         empty.requires_grad_(False)
     if fsdp.expert_parallel_size > 1:
@@ -64,7 +64,7 @@ def read_shape(
     if model.runs_tiles(is_trained=is_trained):
         tile_mlps(empty)
     shape = replace(model_shape(empty), routes=route_bytes(empty) if is_trained else 0)
-    if options is not None and options.balances_router:
+    if is_trained and model.router_aux_loss_coef > 0:
         shape = replace(shape, router_logits=logits_per_token(empty))
     return shape
 
@@ -86,7 +86,7 @@ def check_model(planned: PlannedModel) -> ModelShape | None:
     empty = _meta_model(planned.model, option, planned.head)
     if optim is not None:
         check_replay(empty, planned.router_replay)
-        select_trainable(empty, trainable_options(planned.model, option), option)
+        select_trainable(empty, planned.model, option, adapter_config(planned.model, option))
         parameter_groups(empty, optim.lr, optim.lr_factors, f"{planned.section}.optim")
     if size > 1:
         check_divisible(empty, size, expert_option(option))

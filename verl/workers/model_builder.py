@@ -39,7 +39,7 @@ from verl.models.scalar_head import (
     start_score,
 )
 from verl.models.tiled_mlp import tile_mlps
-from verl.models.trainable import TrainableOptions, select_trainable
+from verl.models.trainable import select_trainable
 from verl.utils.rank_logger import get_logger
 
 logger = get_logger(__name__)
@@ -71,18 +71,18 @@ def build_model(
     _check_head(config, head, trainable, f"`{option}.model_path` ({model.model_path})")
     if head == "scalar":
         make_scalar(config, has_bias=True)
-    options = trainable_options(model, option) if trainable else None
-    dtype = weights_dtype(fsdp, options)
+    adapter = adapter_config(model, option) if trainable else None
+    dtype = weights_dtype(fsdp, is_whole=trainable and adapter is None)
     empty = meta_model(config, dtype, model.trust_remote_code)
     empty.generation_config = load_generation_config(model, config)
     prepare_model(empty)
     source = _on_rank0(lambda: _read_model(model, config, dtype, trainable, option))
     if head == "scalar":
         _agree_on_bias(empty, source)
-    if options is not None:
-        select_trainable(empty, options, option)
-        if options.adapter is not None:
-            _on_rank0(lambda: _adapt_source(source, model, options, option))
+    if trainable:
+        select_trainable(empty, model, option, adapter)
+        if adapter is not None:
+            _on_rank0(lambda: _adapt_source(source, model, adapter, option))
         if model.enable_gradient_checkpointing:
             empty.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     else:
@@ -204,22 +204,8 @@ def adapter_config(model: ModelConfig, option: str) -> AdapterConfig | None:
     return replace(saved, base=model.model_path)
 
 
-def trainable_options(model: ModelConfig, option: str) -> TrainableOptions:
-    """Options of `verl.models.trainable.select_trainable`; raises what `adapter_config` raises."""
-    return TrainableOptions(
-        adapter_config(model, option),
-        model.train_modules,
-        model.freeze_modules,
-        model.freeze_vision_tower,
-        model.freeze_audio_tower,
-        model.freeze_router,
-        model.router_aux_loss_coef > 0,
-    )
-
-
-def weights_dtype(fsdp: FSDPConfig, options: TrainableOptions | None) -> torch.dtype:
-    """The dtype of stored weights; `options` are None for a model that is not trained."""
-    is_whole = options is not None and options.adapter is None
+def weights_dtype(fsdp: FSDPConfig, *, is_whole: bool) -> torch.dtype:
+    """The dtype of stored weights; `is_whole` if the model is trained without adapters."""
     return torch_dtype(fsdp.torch_dtype or ("fp32" if is_whole else "bf16"))
 
 
@@ -242,11 +228,11 @@ def _on_rank0(function: Callable[[], T]) -> T | None:
 
 
 def _adapt_source(
-    source: PreTrainedModel | None, model: ModelConfig, options: TrainableOptions, option: str
+    source: PreTrainedModel | None, model: ModelConfig, adapter: AdapterConfig, option: str
 ) -> None:
     """Add adapters with their initial values to the source model."""
     assert source is not None, "rank 0 has read it"
-    select_trainable(source, options, option)
+    select_trainable(source, model, option, adapter)
     if model.lora.path is not None:
         where = f"`{option}.lora.path` ({model.lora.path})"
         hub = HubNames(source.config, model.trust_remote_code)

@@ -24,7 +24,8 @@ from verl.models.lora import adapted_parameters
 from verl.models.lora_weights import fold
 from verl.models.registry import check_model
 from verl.models.scalar_head import is_scalar
-from verl.workers.model_builder import build_model, trainable_options
+from verl.models.trainable import frozen_senses
+from verl.workers.model_builder import adapter_config, build_model
 from verl.workers.packing.forward import BaseForward, PackedForward
 from verl.workers.packing.sp_strategy import Strategy
 from verl.workers.packing.vision_features import FrozenTower, TrainedTower
@@ -72,10 +73,9 @@ class ShardedModel(TrainedModel):
             head=head,
             option=option,
         )
-        trained = trainable_options(model, option)
-        self.adapter = None if optim is None else trained.adapter
+        self.adapter = None if optim is None else adapter_config(model, option)
         self._prepare_training(setup.device, fsdp, offload, optim, training_steps)
-        self.tower = self._frozen_tower(trained.frozen_senses)
+        self.tower = self._frozen_tower(frozen_senses(model))
         self.forward = self._forward(PackedForward)
         trains_vision = not model.freeze_vision_tower
         self.flops = FlopsCounter(self.model.config, device=setup.device, trains_vision=trains_vision)

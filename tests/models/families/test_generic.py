@@ -35,6 +35,7 @@ from tests.helpers.unnamed_families import (
     UNNAMED,
     table,
 )
+from verl.config.model import ModelConfig
 from verl.config.rollout import RolloutConfig
 from verl.models import tiny as tiny_models
 from verl.models.families import registry
@@ -43,7 +44,7 @@ from verl.models.families.interface import MediaShape, is_part
 from verl.models.families.registry import family_of, is_named
 from verl.models.hub_names import HubNames
 from verl.models.registry import check_model
-from verl.models.trainable import TrainableOptions, select_trainable
+from verl.models.trainable import select_trainable
 from verl.workers.rollout.interface import EngineSetup
 from verl.workers.rollout.vllm.llm_arguments import engine_arguments
 
@@ -225,7 +226,7 @@ def test_a_frozen_tower_freezes_the_parameter_after_each_row_of_features():
     tiny = load_tiny("llava_next")
     model = load_model(tiny, prepared=True)
 
-    select_trainable(model, TrainableOptions(freeze_vision_tower=True), "worker.actor.model")
+    select_trainable(model, ModelConfig(freeze_vision_tower=True), "worker.actor.model")
 
     assert tiny.family.encoder[-1] == "model.image_newline"
     assert not model.get_parameter("model.image_newline").requires_grad

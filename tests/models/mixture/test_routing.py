@@ -13,7 +13,7 @@ from verl.models.hub_names import meta_model
 from verl.models.lora_weights import AdapterConfig, is_adapter
 from verl.models.mixture.routing import Routing, balance_loss, routers_of
 from verl.models.tiny import save_tiny_model
-from verl.models.trainable import TrainableOptions, select_trainable
+from verl.models.trainable import select_trainable
 from verl.planning.memory_model import MicroBatch, ModelSetup, saved_activations
 from verl.planning.model_sizes import read_shape
 
@@ -130,7 +130,7 @@ def frozen(model):
 def test_frozen_routers_are_the_routers_and_nothing_else(config):
     model = meta_model(config)
 
-    select_trainable(model, TrainableOptions(freeze_router=True, train=["mlp"]), OPTION)
+    select_trainable(model, ModelConfig(freeze_router=True, train_modules=["mlp"]), OPTION)
 
     trained = {name for name, param in model.named_parameters() if param.requires_grad}
     assert len(routers_of(model)) == 2
@@ -141,7 +141,7 @@ def test_frozen_routers_have_no_adapters(config):
     model = meta_model(config)
     adapter = AdapterConfig(4, 8, "all-linear", target_parameters=("gate.weight", "experts.down_proj"))
 
-    select_trainable(model, TrainableOptions(adapter, freeze_router=True), OPTION)
+    select_trainable(model, ModelConfig(freeze_router=True), OPTION, adapter)
 
     adapted = {name for name, _ in model.named_parameters() if is_adapter(name)}
     assert any("experts" in name for name in adapted) and not any(".gate." in name for name in adapted)
@@ -178,7 +178,7 @@ def test_dense_models_have_no_routers_to_balance_and_nothing_to_freeze(tmp_path,
     with pytest.raises(
         ValueError, match=r"`worker.actor.model.router_aux_loss_coef` needs a mixture.*Qwen3For"
     ):
-        select_trainable(model, TrainableOptions(balances_router=True), OPTION)
-    select_trainable(model, TrainableOptions(freeze_router=True), OPTION)
+        select_trainable(model, ModelConfig(router_aux_loss_coef=0.1), OPTION)
+    select_trainable(model, ModelConfig(freeze_router=True), OPTION)
     assert "`worker.actor.model.freeze_router` has no effect" in caplog.text
     assert not frozen(model)

@@ -27,7 +27,7 @@ from verl.config.model import FSDPConfig, ModelConfig
 from verl.config.rollout import RolloutConfig
 from verl.diffusion.families.interface import GUIDANCE, Conditions
 from verl.diffusion.families.registry import family_of
-from verl.diffusion.model import trained_part
+from verl.diffusion.model import adapter_of
 from verl.diffusion.sampler import size_of
 from verl.distributed.fsdp import fsdp_blocks, torch_dtype
 from verl.models.trainable import select_trainable
@@ -87,9 +87,9 @@ def read_pictures(
             raise ValueError(f"`{option}.model_path` ({folder}) lacks {name}/{CONFIG}, which has its sizes")
     parts: dict[str, Any] = {name: meta_part(folder, name) for name in model_names(folder)}
     pipeline = _pipeline(folder, parts)
-    transformer, vae, trained = parts[TRANSFORMER], parts[VAE], trained_part(family, model, option)
-    nn.Module.to(transformer, weights_dtype(fsdp, trained))  # its own method warns of what has no values yet
-    select_trainable(transformer, trained, option)
+    transformer, vae, adapter = parts[TRANSFORMER], parts[VAE], adapter_of(family, model, option)
+    nn.Module.to(transformer, weights_dtype(fsdp, is_whole=adapter is None))  # its own warns of empty ones
+    select_trainable(transformer, model, option, adapter)
     shape = _shape(transformer)
     blocks = tuple(count(block.parameters()) for block in fsdp_blocks(transformer))
     buffers = sum(buffer.nbytes for buffer in transformer.buffers())
