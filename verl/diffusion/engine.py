@@ -4,6 +4,7 @@
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -74,10 +75,8 @@ class DiffusionEngine:
         generators = [self._generator(name) for name in names]
         noise = torch.stack([torch.randn(self.shape, generator=generator) for generator in generators])
         conditions = self.forward.conditions([text for _, text, _ in rows])
+        velocity = partial(self.forward.velocity, conditions=conditions)
         self.forward.model.eval()
-
-        def velocity(latents: Tensor, times: Tensor) -> Tensor:
-            return self.forward.velocity(latents, times, conditions)
 
         def reference(latents: Tensor, times: Tensor) -> Tensor:
             with self.policy.reference():
