@@ -233,7 +233,7 @@ def test_folding_gives_the_weights_of_pefts_merge_in_either_layout(folder, famil
     move(model), move(theirs)
 
     parameters = adapted_parameters(model)
-    folded = dict(fold(model.state_dict().items(), config.scale, has_magnitude=False, parameters=parameters))
+    folded = dict(fold(model.state_dict().items(), config, parameters))
 
     assert [each.is_transposed for each in parameters] == [family == "gpt_oss"] * 4
     assert torch.equal(model(IDS).logits, theirs(IDS).logits)

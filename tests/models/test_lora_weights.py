@@ -57,7 +57,7 @@ def test_folding_yields_plain_names_for_any_order_of_the_tensors():
         "layer.q.lora_A.default.weight": DOWN,
     }
 
-    result = dict(fold(tensors.items(), 0.5, has_magnitude=False))
+    result = dict(fold(tensors.items(), AdapterConfig(2, 1, "")))
 
     assert sorted(result) == ["layer.norm.weight", "layer.q.bias", "layer.q.weight"]
     torch.testing.assert_close(result["layer.q.weight"], fold_weight(WEIGHT, DOWN, UP, 0.5))
@@ -88,7 +88,7 @@ def test_two_tensors_of_a_module_are_folded_with_the_layers_around_it():
         "experts.base_layer.base_layer.b": torch.zeros(2, 2, 2),
     }
 
-    found = dict(fold(tensors.items(), 1.0, has_magnitude=False, parameters=[first, second]))
+    found = dict(fold(tensors.items(), AdapterConfig(1, 1, ""), [first, second]))
 
     assert sorted(found) == ["experts.a", "experts.a_bias", "experts.b"]
     assert (found["experts.a"] == 5).all() and (found["experts.b"] == 1).all()
@@ -106,7 +106,7 @@ def test_an_incomplete_adapter_is_an_error_that_names_the_module(lost):
     tensors = {name: tensor for name, tensor in tensors.items() if lost not in name}
 
     with pytest.raises(ValueError, match=r"incomplete: \['q'\]"):
-        list(fold(tensors.items(), 1.0, has_magnitude=True))
+        list(fold(tensors.items(), AdapterConfig(1, 1, "", use_dora=True)))
 
 
 @pytest.mark.parametrize(

@@ -148,12 +148,7 @@ class FoldedShards:
         own = name if name in self._parameters else f"{module}{BASE}weight"
         tensors = [(own, weight), *((part, self._read(part)) for part in adapter)]
         with reading(f"the adapter of {module}", f"it must fit its base model and {self._folder / CONFIG}"):
-            [(_, folded)] = fold(
-                tensors,
-                self._adapter.scale,
-                has_magnitude=self._adapter.use_dora,
-                parameters=self._parameters.values(),
-            )
+            [(_, folded)] = fold(tensors, self._adapter, self._parameters.values())
         return folded
 
     def _layer(self, name: str) -> str:

@@ -143,14 +143,12 @@ def fold_experts(weight: Tensor, down: Tensor, up: Tensor, scale: float, is_tran
 
 def fold(
     named_tensors: Iterable[tuple[str, Tensor]],
-    scale: float,
-    *,
-    has_magnitude: bool,
-    parameters: Iterable[AdaptedParameter] = (),
+    adapter: AdapterConfig,
+    parameters: Iterable[AdaptedParameter] = (),  # outside of linear modules
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of the plain model: adapted weights folded, in float32, and the others unchanged."""
     by_name, by_layer = {each.name: each for each in parameters}, {each.layer: each for each in parameters}
-    wanted = {BASE, DOWN, UP} | ({MAGNITUDE} if has_magnitude else set())
+    wanted = {BASE, DOWN, UP} | ({MAGNITUDE} if adapter.use_dora else set())
     waiting: dict[str, dict[str, Tensor]] = {}  # incomplete modules; peft keeps a weight next to its adapter
     for name, tensor in named_tensors:
         if is_adapter(name):
@@ -168,7 +166,8 @@ def fold(
         if wanted <= parts.keys():
             del waiting[module]
             adapted = by_layer.get(module)
-            yield (adapted.name if adapted else f"{module}.weight", _folded(parts, scale, adapted))
+            name = adapted.name if adapted else f"{module}.weight"
+            yield name, _folded(parts, adapter.scale, adapted)
     if waiting:
         raise ValueError(f"adapters are incomplete: {sorted(waiting)[:3]} of {len(waiting)}")
 

@@ -127,12 +127,7 @@ class ShardedModel(TrainedModel):
         if self.adapter is None:
             return full_named_tensors(self.model, dtype, is_wanted)
         tensors = full_named_tensors(self.model, select=is_wanted)
-        return fold(
-            tensors,
-            self.adapter.scale,
-            has_magnitude=self.adapter.use_dora,
-            parameters=adapted_parameters(self.model),
-        )
+        return fold(tensors, self.adapter, adapted_parameters(self.model))
 
     def holding(self, rows: Iterable[MediaData]) -> AbstractContextManager[None]:
         """Keep a frozen tower's features of the rows' media inside the block; every rank enters."""

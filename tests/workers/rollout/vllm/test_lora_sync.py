@@ -51,8 +51,7 @@ def move(model, seed):
 
 
 def folded(model, config=CONFIG):
-    options = dict(has_magnitude=config.use_dora, parameters=adapted_parameters(model))
-    return fold(model.state_dict().items(), config.scale, **options)
+    return fold(model.state_dict().items(), config, adapted_parameters(model))
 
 
 @pytest.fixture(
