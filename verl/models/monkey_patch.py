@@ -118,7 +118,7 @@ def _packed_forward(original: Callable, family: Family) -> Callable:
             return encoded
         if read is None or layout is None:
             return original(self, *args, **kwargs)
-        features = media_features or {}
+        features: Features = media_features or {}
         if media:
             order = order_of(_reading_media(self, family), media) if media_order is None else media_order
             features = {kind: [encoded[i] for i in numbers] for kind, numbers in order.items() if numbers}

@@ -24,7 +24,7 @@ from verl.distributed.token_sharding import ShardPlan, SPRows, shard_plan
 from verl.models.attention.layouts import PackedLayout
 from verl.models.attention.sequence_parallel_layouts import sequence_layout
 from verl.models.deferred_logits import DeferredLogits
-from verl.models.families.interface import ExampleRow, MediaFamily, Medium
+from verl.models.families.interface import ExampleRow, Kind, MediaFamily, Medium
 from verl.models.families.registry import family_of
 from verl.models.fused_log_probs import TokenLogProbs
 from verl.models.head.logit_chunks import HeadLogits
@@ -260,8 +260,8 @@ class PackedForward(RowForward):
     ) -> dict[str, Any]:
         """Return the media of packed rows, or their features, and the tokens that these replace."""
         assert self.reader is not None, "rows with media were refused"
-        found = self.reader.media_tokens(self.config, input_ids)
-        tokens = {kind: SPRows.of(positions, plan, self.sp) for kind, positions in found.items()}
+        found = self.reader.media_tokens(self.config, input_ids).items()
+        tokens: dict[Kind, SPRows] = {kind: SPRows.of(places, plan, self.sp) for kind, places in found}
         if not self._has_features:
             return self._encoded_media(rows, micro) | {"media_rows": tokens}
         assert self.tower is not None, "it provides the features"

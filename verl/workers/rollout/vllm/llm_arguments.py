@@ -75,7 +75,7 @@ def _cpu_arguments(config: Any, hf_config: Any, max_model_len: int) -> dict[str,
     values = sum(2 * heads.keys * heads.dim for heads in layer_heads(text))  # keys and values of a token
     cache_bytes = config.cpu_cache_bytes(values * torch_dtype(config.dtype).itemsize, max_model_len)
     # compiling on CPU takes 22 s and gains nothing
-    arguments = dict(enforce_eager=True, kv_cache_memory_bytes=cache_bytes)
+    arguments: dict[str, Any] = dict(enforce_eager=True, kv_cache_memory_bytes=cache_bytes)
     if config.multi_turn.enable:
         # turns are seeded, and vLLM cannot rewind a CPU's generator after a part of a prompt
         tokens = max(config.max_num_batched_tokens, max_model_len)
