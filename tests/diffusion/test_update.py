@@ -11,7 +11,7 @@ from torch.distributed.tensor import distribute_tensor
 
 from tests.helpers.distributed import run_distributed
 from verl.algorithms.policy_losses import POLICY_LOSSES, PolicyLossInputs
-from verl.config.model import FSDPConfig, LoraConfig, ModelConfig, OffloadConfig, OptimConfig
+from verl.config.model import FSDPConfig, LoraConfig, ModelConfig, TrainedModelConfig
 from verl.config.worker import ActorConfig
 from verl.diffusion.engine import DiffusionEngine
 from verl.diffusion.families.interface import Size
@@ -45,11 +45,8 @@ def policy_of(folder, world_size, *, rank=0, checkpointing=False, at_once=None, 
     options = ModelConfig(
         model_path=folder, lora=LoraConfig(rank=rank), enable_gradient_checkpointing=checkpointing
     )
-    fsdp = FSDPConfig(mp_param_dtype="fp32")
-    policy = DiffusionModel(
-        family, options, fsdp, OffloadConfig(), OptimConfig(),
-        device=CPU, world_size=world_size, training_steps=1,
-    )  # fmt: skip
+    config = TrainedModelConfig(model=options, fsdp=FSDPConfig(mp_param_dtype="fp32"))
+    policy = DiffusionModel(family, config, device=CPU, world_size=world_size, training_steps=1)
     schedule = NoiseSchedule(*family.times(policy.parts, STEPS, SIZE), 0.7, "sde", NOISY)
     prompts = PromptEncoder(family, policy.parts, CPU, 16)
     reference = policy.reference if rank else None

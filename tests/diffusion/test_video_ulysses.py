@@ -7,7 +7,7 @@ import torch
 from torch.distributed.tensor import distribute_tensor
 
 from tests.helpers.distributed import run_distributed
-from verl.config.model import FSDPConfig, LoraConfig, ModelConfig, OffloadConfig, OptimConfig
+from verl.config.model import FSDPConfig, LoraConfig, ModelConfig, TrainedModelConfig
 from verl.config.worker import ActorConfig
 from verl.diffusion.engine import DiffusionEngine
 from verl.diffusion.families.interface import Size
@@ -32,10 +32,8 @@ def policy_of(folder, world_size, sp, lora, size, checkpointing=False):
     options = ModelConfig(
         model_path=str(folder), lora=LoraConfig(rank=lora), enable_gradient_checkpointing=checkpointing
     )
-    policy = DiffusionModel(
-        family, options, FSDPConfig(mp_param_dtype="fp32"), OffloadConfig(), OptimConfig(),
-        device=CPU, world_size=world_size, training_steps=1, sp=sp,
-    )  # fmt: skip
+    config = TrainedModelConfig(model=options, fsdp=FSDPConfig(mp_param_dtype="fp32"))
+    policy = DiffusionModel(family, config, device=CPU, world_size=world_size, training_steps=1, sp=sp)
     for name, parameter in policy.model.named_parameters():
         if "lora_B" in name:
             whole = 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))

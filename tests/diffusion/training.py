@@ -5,7 +5,7 @@ import torch
 
 from tests.diffusion.models import LENGTH, PROMPTS, SIZE, STEPS, generators, noise
 from verl.checkpoint.sharded import write_snapshot
-from verl.config.model import FSDPConfig, LoraConfig, ModelConfig, OffloadConfig, OptimConfig
+from verl.config.model import FSDPConfig, LoraConfig, ModelConfig, OptimConfig, TrainedModelConfig
 from verl.diffusion.families.interface import guided
 from verl.diffusion.families.registry import family_of
 from verl.diffusion.model import DiffusionModel
@@ -20,10 +20,13 @@ TIMES = [987.3, 303.7]
 
 
 def build(folder, lora, world_size, *, seed=0, torch_dtype="fp32", computes_in="fp32", **options):
-    fsdp = FSDPConfig(torch_dtype=torch_dtype, mp_param_dtype=computes_in)
+    config = TrainedModelConfig(
+        model=ModelConfig(model_path=str(folder), lora=lora, **options),
+        optim=OptimConfig(lr=3e-2, lr_scheduler_type="cosine"),
+        fsdp=FSDPConfig(torch_dtype=torch_dtype, mp_param_dtype=computes_in),
+    )
     return DiffusionModel(
-        family_of(folder), ModelConfig(model_path=str(folder), lora=lora, **options), fsdp,
-        OffloadConfig(), OptimConfig(lr=3e-2, lr_scheduler_type="cosine"),
+        family_of(folder), config,
         device=torch.device("cpu"), world_size=world_size, training_steps=8, seed=seed,
     )  # fmt: skip
 

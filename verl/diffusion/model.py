@@ -14,7 +14,7 @@ from torch import Tensor
 from verl.checkpoint.manifest import BASE_MODEL
 from verl.checkpoint.pipelines import TRANSFORMER, PipelineAdapter, PipelineConfigs
 from verl.checkpoint.sharded import Snapshot
-from verl.config.model import FSDPConfig, ModelConfig, OffloadConfig, OptimConfig
+from verl.config.model import FSDPConfig, ModelConfig, TrainedModelConfig
 from verl.diffusion.families.interface import DiffusionFamily
 from verl.diffusion.video_ulysses import VideoUlysses
 from verl.distributed.fsdp import keep_float32, make_mesh, shard_model, torch_dtype
@@ -43,10 +43,7 @@ class DiffusionModel(TrainedModel):
     def __init__(
         self,
         family: DiffusionFamily,
-        options: ModelConfig,
-        fsdp: FSDPConfig,
-        offload: OffloadConfig,
-        optim: OptimConfig,
+        config: TrainedModelConfig,
         *,
         device: torch.device,
         world_size: int,
@@ -54,6 +51,7 @@ class DiffusionModel(TrainedModel):
         seed: int = 0,  # of the adapters' initial values
         sp: SequenceParallel | None = None,  # ranks that share the tokens of a row
     ) -> None:
+        options, fsdp = config.model, config.fsdp
         self.family, self.options, self.device = family, options, device
         assert options.model_path is not None, "required when the config was checked"
         self.adapter = adapter_of(family, options, self.option)
@@ -74,7 +72,7 @@ class DiffusionModel(TrainedModel):
         if options.enable_gradient_checkpointing:
             self.model.enable_gradient_checkpointing()
         self._shard(fsdp, world_size)
-        self._prepare_training(device, fsdp, offload, optim, training_steps)
+        self._prepare_training(device, fsdp, config.offload, config.optim, training_steps)
 
     def _select(self, seed: int) -> None:
         """Select what is trained; adapters have the same values on every rank."""

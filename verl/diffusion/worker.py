@@ -33,9 +33,8 @@ class DiffusionWorker(ModelWorker):
         self.set_axis("rollout", sp.dp_index, sp.dp_size, is_first=sp.index == 0)
         family = family_of(downloaded(actor.model))
         self.policy = DiffusionModel(
-            family, actor.model, actor.fsdp, actor.offload, actor.optim,
-            device=self.device, world_size=self.world_size, training_steps=self.options.training_steps,
-            seed=self.options.seed, sp=sp,
+            family, actor, device=self.device, world_size=self.world_size,
+            training_steps=self.options.training_steps, seed=self.options.seed, sp=sp,
         )  # fmt: skip
         self.models, parts = [self.policy], self.policy.parts
         size = size_of(config.rollout, family)
