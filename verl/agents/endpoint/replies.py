@@ -48,8 +48,7 @@ def events(request: ChatRequest, reply: Reply) -> Iterator[str]:
     deltas += [{"content": piece} for piece in pieces]
     deltas += [{"tool_calls": [{"index": index, **call}]} for index, call in enumerate(_calls(reply))]
     for number, delta in enumerate(deltas):
-        shown = logprobs if number == 1 else None
-        yield _event(head | {"choices": [_delta(delta, None, shown)]})
+        yield _event(head | {"choices": [_delta(delta, None, logprobs if number == 1 else None)]})
     last = _delta({}, reply.finish_reason, logprobs if len(deltas) == 1 else None)
     yield _event(head | {"choices": [last | {"token_ids": reply.token_ids}]})
     if request.streams_usage:
@@ -89,9 +88,8 @@ def _calls(reply: Reply) -> list[dict[str, Any]]:
 
 
 def _log_probs(reply: Reply) -> dict[str, Any]:
-    pairs = zip(reply.texts, reply.log_probs, strict=True)
     content = [
         {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
-        for text, value in pairs
+        for text, value in zip(reply.texts, reply.log_probs, strict=True)
     ]
     return {"content": content, "refusal": None}

@@ -159,9 +159,7 @@ def as_text(space: gymnasium.Space, observation: Any) -> str:
         return "\n".join(f"{key}: {as_text(space[key], observation[key])}" for key in space)
     if isinstance(space, spaces.Tuple):
         return "\n".join(as_text(part, value) for part, value in zip(space, observation, strict=True))
-    if isinstance(observation, str):
-        return observation
-    return _written(observation)
+    return observation if isinstance(observation, str) else _written(observation)
 
 
 def _named(names: Sequence[str], text: str) -> int | None:
