@@ -438,17 +438,3 @@ def test_adapters_are_not_folded_into_random_weights_or_left_out(models, tmp_pat
         tmp_path / "more", capsys
     )
     assert f"the adapter of {MODULE} cannot be read" in failure(tmp_path / "shape", capsys)
-
-
-def test_an_upload_that_fails_is_an_error_after_the_model_was_written(
-    checkpoints, tmp_path, capsys, monkeypatch
-):
-    folder = shutil.copytree(checkpoints / "qwen2", tmp_path / "actor")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-
-    for repository in ("not a name//", "user/name"):
-        message = failure(folder, capsys, "--hf_upload_path", repository)
-        assert (
-            f"`--hf_upload_path` ({repository}): {folder}/huggingface was written but not uploaded" in message
-        )
-    assert (folder / "huggingface/model.safetensors").is_file()

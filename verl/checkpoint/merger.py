@@ -105,16 +105,16 @@ def _set_dtype(folder: Path, config: PreTrainedConfig, dtype: torch.dtype | None
 
 
 def upload(folder: Path, repository: str) -> str:
-    """Upload a merged folder to the private Hugging Face repository `user/name`, and return its address."""
+    """Upload a merged folder to the hub repository `OWNER/NAME`, new ones private, and return its address."""
     from huggingface_hub import HfApi  # noqa: PLC0415 - only uploads need the client
 
     api = HfApi()
     try:
-        api.create_repo(repository, private=True, exist_ok=True)
+        address = api.create_repo(repository, private=True, exist_ok=True)
         api.upload_folder(repo_id=repository, folder_path=folder)
     except Exception as error:  # of several HTTP libraries
         raise OSError(
-            f"`--hf_upload_path` ({repository}): {folder} was written but not uploaded ({error}):"
-            " check the name, the network and `hf auth login`"
+            f"{folder} was written but not uploaded to {repository} ({' '.join(str(error).split())}): check"
+            " the name, the network and `hf auth login`"
         ) from error
-    return f"https://huggingface.co/{repository}"
+    return str(address)

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from verl.checkpoint.manifest import check_role_folder
+from verl.config.files.model_files import check_upload
 from verl.config.files.paths import extension_in_file
 from verl.config.model import DTYPES
 from verl.utils.cuda_builds import repair_cuda_builds
@@ -27,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--local_dir", required=True, type=Path, help="folder of a role: …/global_step_N/actor"
     )
     parser.add_argument("--base_model", help="model that training started from, if it has moved since")
-    parser.add_argument("--hf_upload_path", help="hub repository to upload to, as user/name")
+    parser.add_argument("--push-to-hub", "--hf_upload_path", help="hub repository OWNER/NAME to upload to")
     parser.add_argument(
         "--dtype", choices=sorted(DTYPES), help="type of the weights (default: as in the checkpoint)"
     )
@@ -36,6 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         check_role_folder(options.local_dir)
+        if options.push_to_hub is not None:
+            check_upload(options.push_to_hub, "--push-to-hub")
         # Imported here so that `--help` and a wrong folder are answered before torch loads.
         from verl.checkpoint.export_files import write_card  # noqa: PLC0415
         from verl.checkpoint.merger import merge_checkpoint, upload  # noqa: PLC0415
@@ -51,8 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         write_card(options.local_dir, folder, options.base_model)
         sys.stdout.write(f"model written to {folder}\n")
-        if options.hf_upload_path:
-            sys.stdout.write(f"uploaded to {upload(folder, options.hf_upload_path)}\n")
+        if options.push_to_hub is not None:
+            sys.stdout.write(f"uploaded to {upload(folder, options.push_to_hub)}\n")
     except (OSError, ValueError, NotImplementedError) as error:
         sys.stderr.write(f"verl-merge: {error}\n")
         return 1

@@ -6,6 +6,7 @@ Only certain mistakes are reported; models whose files say less are left to the 
 
 import json
 import os
+import re
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -27,6 +28,7 @@ PIPELINE = "model_index.json"  # of a diffusers folder
 TOKENIZERS = ("tokenizer_3", "tokenizer_2", "tokenizer")  # the one of the longest prompts first
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight")  # the ends of their names
 HUB_TIMEOUT_S = 3.0
+HUB_REPOSITORY = re.compile(r"(?!.*(--|\.\.|\.git$))\w([\w.-]*\w)?/\w([\w.-]{0,94}\w)?")  # as on the hub
 LENGTHS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length")
 FIXED_ROPES = {"su", "longrope", "llama3", "default", "mrope"}  # `factor` does not lengthen them
 
@@ -216,8 +218,16 @@ def _sizes_in(path: Path, size: int, _changed: int) -> list[tuple[str, tuple[int
 
 def hub_problem(model: str) -> str | None:
     """Say that a model is not a folder and cannot be downloaded: the hub's client tries for a minute."""
-    if local_folder(model) is not None:
+    reason = hub_unreachable() if local_folder(model) is None else None
+    if reason is None:
         return None
+    return (
+        f"({model}) is not a folder here, was not downloaded, and {reason}: run `hf download {model}` first"
+    )
+
+
+def hub_unreachable() -> str | None:
+    """Say why the hub cannot be reached; None if it can be, or if only its client can find out."""
     hub = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
     reason = f"{hub.hostname} cannot be reached"
     if os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes", "on"):
@@ -228,9 +238,21 @@ def hub_problem(model: str) -> str | None:
         with suppress(OSError):
             socket.create_connection((hub.hostname, hub.port or 443), timeout=HUB_TIMEOUT_S).close()
             return None
-    return (
-        f"({model}) is not a folder here, was not downloaded, and {reason}: run `hf download {model}` first"
-    )
+    return reason
+
+
+def check_upload(repository: str, given_as: str) -> None:
+    """Raise a ValueError with the remedy if nothing can be uploaded to a hub repository."""
+    from huggingface_hub import get_token  # noqa: PLC0415 - only uploads need it
+
+    if HUB_REPOSITORY.fullmatch(repository) is None:
+        raise ValueError(f"`{given_as}` must name a hub repository as `OWNER/NAME`, got {repository!r}")
+    if get_token() is None:
+        raise ValueError(f"`{given_as}` needs a token of the hub: run `hf auth login`, or set `HF_TOKEN`")
+    if (reason := hub_unreachable()) is not None:
+        raise ValueError(
+            f"`{given_as}` ({repository}): {reason}: allow network access, or leave the upload out"
+        )
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
