@@ -122,6 +122,13 @@ def read_record(root: Path | str) -> CheckpointRecord | None:
         ) from error
 
 
+def best_checkpoint(root: Path) -> Path | None:
+    """Return the checkpoint with the best validation if it is whole, else the last one, if there is any."""
+    record = read_record(root) or CheckpointRecord()
+    steps = (record.best_global_step, record.last_global_step)
+    return next(filter(is_whole, (root / f"global_step_{step}" for step in steps)), None)
+
+
 def find_last_checkpoint(root: Path | str) -> Path | None:
     """Return the newest complete checkpoint in a folder; None if nothing was saved there."""
     record = read_record(root)

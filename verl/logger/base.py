@@ -51,6 +51,9 @@ class Logger:
     def __init__(self, run: Run) -> None:
         self.run = run
 
+    @classmethod
+    def check(cls) -> None: ...  # raises what is in the way, before anything starts; not in a restart
+
     def log(self, metrics: Metrics, step: int) -> None: ...
 
     def log_generations(self, generations: Sequence[Generation], step: int) -> None: ...

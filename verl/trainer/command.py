@@ -16,6 +16,7 @@ from verl.config.schema import ConfigError, config_notes
 from verl.config.text import config_yaml, example_yaml, help_text, options_page
 from verl.config.trainer import RunConfig, RunTree
 from verl.distributed.gpus import list_gpus, shows_gpu
+from verl.logger.base import LOGGERS
 from verl.logger.console.start_up import shown_start_up
 from verl.logger.tracker import check_loggers, end_process_if_hung
 from verl.planning.device_defaults import device_defaults, load_run_config
@@ -168,6 +169,8 @@ def check_run(trainer: RunConfig, num_serving: int = 0) -> None:
         )
     check_cores(trainer, num_serving)
     check_loggers(trainer.logger)
+    for name in trainer.logger:
+        LOGGERS[name].check()
     checkpoint_to_resume(trainer)
 
 

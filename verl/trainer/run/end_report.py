@@ -18,7 +18,7 @@ from pathlib import Path
 from rich.text import Text
 
 from verl.checkpoint.manifest import whole_steps
-from verl.checkpoint.tracker import read_record
+from verl.checkpoint.tracker import best_checkpoint
 from verl.config.trainer import RunConfig
 from verl.logger.console.bar import hours, stderr_console, stdout_console
 from verl.logger.file import METRICS_FILE
@@ -78,7 +78,7 @@ def _entries(trainer: RunConfig, finished: Finished) -> Iterator[tuple[str, str]
         value = f"loss {-score:.4f}" if finished.is_loss else f"{score:.3f}"
         yield "best validation", f"{value} at step {step}" if step else f"{value} before the first step"
     saved = whole_steps(folder) if folder.is_dir() else []  # the newest first
-    best = _best(folder, saved)
+    best = best_checkpoint(folder)
     if best is not None:
         yield "last checkpoint", _shown(saved[0])
         if best != saved[0]:
@@ -100,13 +100,6 @@ def _entries(trainer: RunConfig, finished: Finished) -> Iterator[tuple[str, str]
 
 def _line(command: str, *words: str | Path) -> str:
     return " ".join(_shown(Path(word)) for word in (command_path(command), *words))
-
-
-def _best(folder: Path, saved: list[Path]) -> Path | None:
-    """Return the checkpoint with the best validation if it is kept, else the last one, if there is any."""
-    record = read_record(folder)
-    best = folder / f"global_step_{None if record is None else record.best_global_step}"
-    return best if best in saved else next(iter(saved), None)
 
 
 def _shown(path: Path) -> str:
