@@ -6,15 +6,15 @@ import pytest
 from tests.architecture.shape import measure
 
 CEILINGS = {
-    "lines": 69_986,
-    "files": 420,
+    "lines": 69_863,
+    "files": 416,
     "percent of the largest room": 14,
     "files over 400 lines": 0,
-    "files under 60 lines": 34,
+    "files under 60 lines": 33,
     "files that share a name": 66,
     "longest function": 45,
     "functions that take PPOConfig": 9,
-    "modules below the trainer": 113,
+    "modules below the trainer": 112,
     "modules below the actor": 58,
     "modules below the data set": 59,
     "lines of README.md": 175,
