@@ -83,12 +83,14 @@ class ByPassRate(RowSampler):
         return torch.where(is_extreme, torch.where(rests, 0.0, REVIVED), weights)
 
     def see(self, row: int, scores: Mapping[str, Sequence[float]]) -> None:
-        if self.score not in scores:
+        try:
+            values = scores[self.score]
+        except KeyError:
             raise ValueError(
                 f"`data.sampler_kwargs.score` ({self.score}) must be one of the reward function's values:"
                 f" {sorted(scores)}"
-            )
-        known = [min(max(value, 0.0), 1.0) for value in scores[self.score] if not math.isnan(value)]
+            ) from None
+        known = [min(max(value, 0.0), 1.0) for value in values if not math.isnan(value)]
         if not known:
             return
         rate, before = sum(known) / len(known), float(self.rates[row])

@@ -10,8 +10,12 @@ import torch
 
 from tests.data.test_mixture import WEIGHTS, drawn, make_sources, open_mixture
 from tests.data.test_sampler import STAGED, STAGES
+from tests.helpers.extensions import minimal_arguments
 from tests.helpers.training import SAMPLERS
+from verl.config.ppo import PPOConfig
+from verl.config.schema import load_config
 from verl.models.tiny import save_tiny_model
+from verl.trainer.extensions.checks import check_extensions
 
 sys.path.insert(0, str(SAMPLERS))
 from by_pass_rate import REVIVED, ByPassRate
@@ -27,6 +31,19 @@ def model(tmp_path_factory):
 
 def by_pass_rate(size=4, **options):
     return ByPassRate({"": range(size)}, {"": 1.0}, 7, **options)
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        ["data.sampler={folder}/by_pass_rate.py:ByPassRate", "data.sampler_kwargs={score: accuracy}"],
+        ["data.sampler={folder}/staged.py:Staged", "data.sampler_kwargs={stages: [{weights: {'': 1}}]}"],
+    ],
+)
+def test_a_sampler_passes_the_check_before_a_run(sampler, tmp_path):
+    options = [option.replace("{folder}", str(SAMPLERS)) for option in sampler]
+
+    check_extensions(load_config(PPOConfig, [*minimal_arguments(tmp_path), *options]))
 
 
 def test_a_pass_rate_is_halfway_between_the_last_visit_and_those_before():

@@ -312,7 +312,7 @@ def test_a_failure_surfaces_at_the_next_submit(reward_file):
     with make_manager(reward_file(RAISES)) as manager:
         job = manager.start()
         job.submit([0], rows(["one"]))
-        wait_until(lambda: job._finished.qsize() == 1)
+        wait_until(lambda: job._batch.finished.qsize() == 1)
 
         with pytest.raises(ValueError, match="raised ValueError: invalid literal"):
             job.submit([1], rows(["1"]))

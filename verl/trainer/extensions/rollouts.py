@@ -119,7 +119,7 @@ def check_sampler(kind: Any, _used: UsedExtension, config: Any) -> None:
     if not drawn or len(drawn) > size or not set(drawn) <= set(range(size * len(names))):
         raise ProtocolError(f"must draw 1 to {size} indices below {size * len(names)}, got {drawn}")
     for row in drawn:
-        sampler.see(row, defaultdict(lambda: [0.0, 1.0]))  # under any name
+        sampler.see(row, defaultdict(lambda: [0.0, 1.0], overall=[0.0, 1.0]))  # and any other name
     for name, value in sampler.metrics().items():
         if not isinstance(value, int | float):
             raise ProtocolError(f"must return numbers as metrics, got {described(value)} for {name!r}")
