@@ -6,10 +6,12 @@ import io
 import json
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import NamedTuple
 
 from PIL import Image
+
+from tests.helpers.local_server import LocalServer
 
 
 class Reply(NamedTuple):
@@ -23,7 +25,7 @@ class Reply(NamedTuple):
     delay_s: float = 0.0
 
 
-class ChatServer:
+class ChatServer(LocalServer):
     """Sends `replies` in turn and then repeats the last one; `requests` has the received bodies.
 
     A reply may be a function of the body.
@@ -38,17 +40,8 @@ class ChatServer:
         self.running = 0
         self.most_running = 0
         self.lock = threading.Lock()
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
-        self._server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}/v1"
-
-    def __enter__(self):
-        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
-        return self
-
-    def __exit__(self, *_):
-        self._server.shutdown()
-        self._server.server_close()
+        super().__init__()
+        self.url = f"http://127.0.0.1:{self.port}/v1"
 
     def reply_to(self, path, body, headers):
         with self.lock:

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """A small real HTTP server of files and of faulty responses."""
 
-import threading
 import time
 from collections import Counter
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
+
+from tests.helpers.local_server import LocalServer
 
 
-class FileServer:
+class FileServer(LocalServer):
     """Responds to `/NAME` with `answers[NAME]`: the bytes of a file, or a function of the handler.
 
     `asked` counts the requests for each name.
@@ -16,17 +17,7 @@ class FileServer:
     def __init__(self, **answers):
         self.answers = answers
         self.asked = Counter()
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
-        self._server.daemon_threads = True
-        self.port = self._server.server_address[1]
-
-    def __enter__(self):
-        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
-        return self
-
-    def __exit__(self, *_):
-        self._server.shutdown()
-        self._server.server_close()
+        super().__init__()
 
     def url(self, name, host="127.0.0.1"):
         return f"http://{host}:{self.port}/{name}"

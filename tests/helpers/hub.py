@@ -4,15 +4,16 @@
 import base64
 import json
 import re
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
+
+from tests.helpers.local_server import LocalServer
 
 TOKEN = "hf_stand_in"
 PREUPLOAD = re.compile(r"/api/models/(.+)/preupload/main")
 COMMIT = re.compile(r"/api/models/(.+)/commit/main")
 
 
-class Hub:
+class Hub(LocalServer):
     """`repositories` has the files of each repository, and `private` the names of the private ones.
 
     Weights are stored as large files, all others in the commit, as on the hub. With `refuses`, a commit is
@@ -22,17 +23,8 @@ class Hub:
     def __init__(self, refuses=None):
         self.repositories, self.private, self.refuses = {}, set(), refuses
         self._large = {}  # by their sha256
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
-        self._server.daemon_threads = True
-        self.endpoint = f"http://127.0.0.1:{self._server.server_address[1]}"
-
-    def __enter__(self):
-        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
-        return self
-
-    def __exit__(self, *_):
-        self._server.shutdown()
-        self._server.server_close()
+        super().__init__()
+        self.endpoint = f"http://127.0.0.1:{self.port}"
 
     @property
     def environment(self):
