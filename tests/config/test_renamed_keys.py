@@ -14,6 +14,7 @@ keys:
   Engine:
     engine.watts: motor.power; kilowatts here
     engine.fuel: motor.fuel
+    motor.fuel.grade: motor.fuel; by name
     engine.turbo.size: motor.power
     engine.turbo: none; there is no turbo
     spare.engine.turbo.size: none; there is one size
@@ -73,6 +74,14 @@ def test_a_key_in_a_yaml_file_is_answered_in_the_same_way(problems_of, tmp_path)
         "`engine.fuel` is abc's name for `motor.fuel`",
         "`engine.note` is a key of abc without a counterpart here: notes are not read",
     ]
+
+
+def test_a_section_of_another_program_that_is_an_option_here_is_answered_key_by_key(problems_of):
+    assert problems_of("motor.fuel.grade=95", "motor.fuel.brand=x", "motor.power=2") == [
+        "`motor.fuel.grade` is abc's name for `motor.fuel`: by name",
+        "`motor.fuel.brand` is not an option; `--help` lists the options",
+    ]
+    assert problems_of("motor.fuel.brand=x") == ["`motor.fuel` must be text or null, got {'brand': 'x'}"]
 
 
 @pytest.mark.parametrize(

@@ -262,6 +262,10 @@ class _Builder:
             _check_value(value, entry)
             return _resolved(value, entry.info)
         except (ValueError, OSError) as error:  # OSError: a path may be too long for the system to look up
+            keys = {_join(entry.key, str(name)) for name in value} if isinstance(value, dict) else set()
+            if self.renamed and keys & self.renamed.keys.keys():  # a section of another program
+                self._complain_unknown(entry.key, value)
+                return entry.default
             separator = " " if str(error).startswith("must") else ": "
             hint = spelling(entry.key, members_of(entry.hint), value)
             text = MissingPath if isinstance(error, FileNotFoundError) else str
