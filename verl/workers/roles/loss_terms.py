@@ -72,14 +72,14 @@ def needed_results(terms: Iterable[LossTerm]) -> set[str]:
 
 def needed_columns(terms: Iterable[LossTerm], batch: DataProto) -> list[str]:
     """Return the columns that the terms need; raise `ValueError` if the batch lacks one."""
-    needed = {name: term for term in terms for name in term.needs if name not in TokenLogProbs._fields}
-    for name, term in needed.items():
+    needed = [(name, term) for term in terms for name in term.needs if name not in TokenLogProbs._fields]
+    for name, term in needed:
         if name not in batch.batch:
             raise ValueError(
                 f"the loss term {term.name!r} needs the column `{name}`, and the batch has"
                 f" {sorted(batch.batch.keys())}: turn on what computes it, or remove it from `needs`"
             )
-    return list(needed)
+    return list(dict(needed))
 
 
 def with_masks(batch: DataProto, terms: Iterable[LossTerm]) -> DataProto:
