@@ -86,6 +86,10 @@ class PromptLoader(Generic[D]):
         """Number of times that the rows were used."""
         return self.epoch + self.position / len(self.positions)
 
+    def metrics(self) -> dict[str, float]:
+        """Return what each step logs about the rows that it had so far."""
+        return {}
+
     def __len__(self) -> int:
         whole, rest = divmod(len(self.positions), self.batch_size)
         return whole if self.drop_last or rest == 0 else whole + 1
@@ -359,6 +363,7 @@ def _open_loaders(
         position_ids=readers.position_ids,
         tools=readers.tools,
     )
+    options: dict[str, Any] = {"seed": data.seed, "num_workers": data.num_workers}
     train = val = None
     if data.train_files:
         taught = {} if teachers is None else {"teachers": teachers}
@@ -366,20 +371,17 @@ def _open_loaders(
         if size_option is not None and len(rows) < size:
             unusable = f", {rows.num_overlong} too long, {len(rows.bad_rows)} bad"
             raise too_few_rows(size_option, size, len(rows), f"{len(rows.rows)} rows{unusable}")
-        train = _open_training(rows, size, data)
+        train = _open_training(rows, size, data, options)
     if data.val_files:
         rows = open_rows(data.val_files, option="data.val_files")
-        val = PromptLoader(
-            rows, val_size or len(rows), shuffle=False, seed=data.seed, drop_last=False, read_on=False,
-            num_workers=data.num_workers,
-        )  # fmt: skip
+        options |= {"shuffle": False, "drop_last": False, "read_on": False}
+        val = PromptLoader(rows, val_size or len(rows), **options)
     return Loaders(train, val)
 
 
-def _open_training(dataset: D, size: int, data: RowsConfig) -> PromptLoader[D]:
+def _open_training(dataset: D, size: int, data: RowsConfig, options: dict[str, Any]) -> PromptLoader[D]:
     """Open the training rows: in epochs, as a mixture, or as a sampler draws them."""
-    options: dict[str, Any] = {"shuffle": data.shuffle, "seed": data.seed, "num_workers": data.num_workers}
-    options |= {"drop_last": True, "read_on": True}
+    options = options | {"shuffle": data.shuffle, "drop_last": True, "read_on": True}
     found = dataset.rows.by_source()
     weights = {name: data.sources[name].weight for name in found}
     if data.sampler is not None:

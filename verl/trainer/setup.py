@@ -23,14 +23,7 @@ from verl.config.ppo import PPOConfig
 from verl.config.sft import SFTConfig
 from verl.config.trainer import PARTIAL, STREAM, AsyncConfig, RunTree, TrainerConfig
 from verl.config.worker import RewardConfig, WorkerConfig
-from verl.data.loader import (
-    Loaders,
-    MixedLoader,
-    PromptLoader,
-    SampledLoader,
-    make_loaders,
-    make_sft_loaders,
-)
+from verl.data.loader import Loaders, PromptLoader, SampledLoader, make_loaders, make_sft_loaders
 from verl.data.media.cache import MediaCache
 from verl.data.media.sizes import MediaOptions
 from verl.data.readers import Readers, load_readers, media_options
@@ -203,9 +196,9 @@ def on_scored_of(loader: PromptLoader | None) -> OnScored | None:
 
 
 def row_stages(loaders: Loaders, data: DataConfig) -> list[RewardStage]:
-    """Return the reward stage that adds the metrics of a mixture or of a sampler, if there is one."""
+    """Return the reward stage that adds the metrics of the training rows, if there are any rows."""
     loader, is_mixed = loaders.train, len(data.files_by_source("train_files")) > 1
-    if not isinstance(loader, MixedLoader | SampledLoader):
+    if loader is None:
         return []
 
     def measure(batch: DataProto, timer: StageTimer) -> tuple[DataProto, Metrics]:
