@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The real client uploads an export to the hub, here a local server; what is in the way is told in a line."""
+"""Exports are uploaded with the hub's own client, to a local server; each failure is reported in one line."""
 
 import os
 import subprocess

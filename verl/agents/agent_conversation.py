@@ -134,8 +134,7 @@ class AgentConversation:
     ) -> FinishedConversation:
         """Return the response: the first context after its prompt, and every later one as a whole.
 
-        The result of an agent that raised, hung or died is failed. With a reason other than stop, something
-        else cut the conversation off.
+        The `result` is failed if the agent raised, hung or died. A `reason` other than stop cut it off.
         """
         for call in list(self._open):
             self.cancel(call)

@@ -139,9 +139,10 @@ def neighbors(table: pa.Table, query: RolloutQuery, group: tuple[int, str, int, 
 
 
 def prompt_history(table: pa.Table) -> list[dict[str, Any]]:
-    """Return for each `kind`, `step` and `group` of a prompt, in the order of the steps, its `rows`.
+    """Summarize the responses to one prompt by group, in the order of the steps.
 
-    With them are the `mean`, `min` and `max` of their known scores.
+    Returns:
+        For each `kind`, `step` and `group` the `mean`, `min` and `max` of its known scores, and its `rows`.
     """
     groups: dict[tuple[str, int, str], list[dict[str, Any]]] = {}
     for row in plain(table.to_pylist()):
