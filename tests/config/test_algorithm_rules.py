@@ -61,6 +61,7 @@ def test_verls_names_of_estimators_are_accepted(minimal, verls, ours):
 
 CORRECTION = "algorithm.rollout_correction"
 EARLY, FILTER = "algorithm.early_stop.after", "algorithm.online_filtering=true"
+REPLAY = "algorithm.replay_max_age"
 ADAPTIVE = "worker.actor.adaptive_entropy"
 TURNS = "worker.rollout.multi_turn"
 LONE = [
@@ -109,6 +110,12 @@ LONE = [
         (["trainer.rejection_sample_multiplier=2"], ["needs `trainer.rejection_sample=true`"]),
         (["algorithm.filter_low=0.9", "algorithm.filter_high=0.1"], ["filter_low", "must be below"]),
         ([f"{EARLY}=2"], [EARLY, "(2) needs a filter", "algorithm.online_filtering=true"]),
+        ([f"{REPLAY}=2", f"{CORRECTION}.rollout_is=token"], [REPLAY, "(2) needs a filter"]),
+        ([FILTER, f"{REPLAY}=2"], [REPLAY, "(2) needs", f"{CORRECTION}.rollout_is=token", "older weights"]),
+        (
+            [FILTER, f"{REPLAY}=2", f"{CORRECTION}.rollout_is=token", "trainer.async_training.mode=partial"],
+            [REPLAY, "must be null", "mode=partial", "one_step_off"],
+        ),
         ([FILTER, f"{EARLY}=5"], [EARLY, "(5) must be below", "worker.rollout.n", "(5)"]),
         ([FILTER, f"{EARLY}=2", "algorithm.adv_estimator=sppo"], [EARLY, "must be null", "sppo", "grpo"]),
         ([FILTER, f"{EARLY}=2", "algorithm.use_pf_ppo=true"], [EARLY, "must be null", "use_pf_ppo"]),

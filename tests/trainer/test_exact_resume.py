@@ -33,11 +33,13 @@ SAMPLED = [
     f"data.sampler={SAMPLERS}/by_pass_rate.py:ByPassRate",
     "data.sampler_kwargs={score: accuracy, rest: 1}",
 ]
+REPLAYED = ["algorithm.replay_max_age=2", "algorithm.rollout_correction.rollout_is=token"]
 KINDS = {
     "text, mixed": ("qwen2", []),
     "text, mixed, sampled": ("qwen2", SAMPLED),
     "text, filtered, sampled": ("qwen2", [*FILTER, *SAMPLED]),
     "text, filtered": ("qwen2", FILTER),
+    "text, filtered, replayed": ("qwen2", [*FILTER, *REPLAYED]),
     "images": ("qwen2_5_vl", []),
     "images, filtered": ("qwen2_5_vl", FILTER),
     "text, stochastic": ("qwen2", STOCHASTIC),
@@ -77,7 +79,8 @@ def test_a_run_that_is_killed_and_resumed_ends_bit_for_bit_as_an_unbroken_one(ki
     assert_same([*killed.steps, *resumed.steps], expected)
     assert all(expected[step]["actor/grad_norm"] > 0 for step in range(1, 2 * HALF + 1))
     if "filtered" in kind:
-        assert expected[HALF + 1]["filter/carried_in"] > 0  # groups went through the checkpoint
+        arrived = "filter/replayed" if "replayed" in kind else "filter/carried_in"
+        assert expected[HALF + 1][arrived] > 0  # groups went through the checkpoint
     one, other = (
         saved_tensors(tmp_path / name / f"global_step_{2 * HALF}") for name in ("unbroken", "killed")
     )

@@ -279,6 +279,12 @@ class AlgorithmConfig:
     early_stop: EarlyStopConfig = option(
         EarlyStopConfig, "Stop of prompts that a filter is likely to leave out."
     )
+    replay_max_age: int | None = option(
+        None,
+        "Fill steps for which a filter keeps too few groups with trained ones, sampled at most so many steps"
+        " before; null samples more prompts instead.",
+        minimum=1,
+    )
     use_pf_ppo: bool = option(False, "Resample the sequences of a step by score (PF-PPO).")
     pf_ppo: PFPPOConfig = option(PFPPOConfig, "Weights of PF-PPO.")
     rollout_correction: RolloutCorrectionConfig = option(

@@ -118,7 +118,7 @@ def test_a_step_that_cannot_be_filled_says_how_many_groups_there_were_and_what_t
 
     message = (
         r"a step needs 4 groups, got 3 in 3 calls .*`trainer.max_try_make_batch`.* 12 were sampled and 3"
-        r" kept, 0 came from the step before, 3 too hard .* 6 too easy .* 9 with equal scores: .* harder"
+        r" kept, 0 came from earlier steps, 3 too hard .* 6 too easy .* 9 with equal scores: .* harder"
     )
     with pytest.raises(RuntimeError, match=message):
         collector.collect(1)

@@ -149,7 +149,7 @@ def test_weights_are_carried_with_their_groups_and_through_a_checkpoint(reward_m
     collector.collect(1)
     assert collector.num_carried
     collector.save_carried(tmp_path / "carried.pt")
-    resumed.load_carried(tmp_path / "carried.pt")
+    resumed.load_carried(tmp_path / "carried.pt", collector.num_carried)
     carried = resumed.carried.sequences
 
     assert group_weights(carried).eq(2).all()
@@ -158,7 +158,7 @@ def test_weights_are_carried_with_their_groups_and_through_a_checkpoint(reward_m
         make_config(prompts=4, n=4, algorithm=FILTERING), Engine(lambda _: LATE), reward_manager
     )
     with pytest.raises(ValueError, match=r"`?algorithm.early_stop.after.*\(True, False\)"):
-        other.load_carried(tmp_path / "carried.pt")
+        other.load_carried(tmp_path / "carried.pt", collector.num_carried)
 
 
 @pytest.mark.parametrize(

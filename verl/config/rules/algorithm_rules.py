@@ -20,6 +20,8 @@ def algorithm_problems(
     yield from _filters(algorithm, worker, trainer)
     if algorithm.early_stop.is_used:
         yield from _early_stop(algorithm, worker.rollout, trainer)
+    if algorithm.replay_max_age is not None:
+        yield from _replay(algorithm, trainer)
     yield from _critic(algorithm, worker, trainer)
     yield from _prime(algorithm, worker)
     yield from _bypass(algorithm, worker)
@@ -59,20 +61,38 @@ def _filters(algorithm: AlgorithmConfig, worker: WorkerConfig, trainer: TrainerC
         yield "`worker.reward.reward_function` must be set to filter prompts: sampling sees only its scores"
 
 
-def _early_stop(algorithm: AlgorithmConfig, rollout: RolloutConfig, trainer: TrainerConfig) -> Iterator[str]:
-    key, after, mode = "`algorithm.early_stop.after`", algorithm.early_stop.after, trainer.async_training.mode
+def _with_a_filter(
+    key: str, value: int | None, algorithm: AlgorithmConfig, trainer: TrainerConfig
+) -> Iterator[str]:
+    """Yield why an option for steps that a filter fills has no use."""
     if not algorithm.online_filtering and not trainer.rejection_sample:
         yield (
-            f"{key} ({after}) needs a filter that leaves prompts out: `algorithm.online_filtering=true` or"
+            f"{key} ({value}) needs a filter that leaves prompts out: `algorithm.online_filtering=true` or"
             " `trainer.rejection_sample=true`"
         )
-    if after is not None and after >= rollout.n:
-        yield f"{key} ({after}) must be below `worker.rollout.n` ({rollout.n}): else there is nothing to stop"
+    mode = trainer.async_training.mode
     if trainer.async_training.continues_responses:
         yield (
-            f"{key} must be null with `trainer.async_training.mode={mode}`, got {after}: that begins all"
-            " responses to a prompt at once; use off or one_step_off"
+            f"{key} must be null with `trainer.async_training.mode={mode}`, got {value}: that samples groups"
+            " one by one, for no step in particular; use off or one_step_off"
         )
+
+
+def _replay(algorithm: AlgorithmConfig, trainer: TrainerConfig) -> Iterator[str]:
+    key, correction = "`algorithm.replay_max_age`", algorithm.rollout_correction
+    yield from _with_a_filter(key, algorithm.replay_max_age, algorithm, trainer)
+    if correction.rollout_is is None and not correction.bypass_mode:
+        yield (
+            f"{key} ({algorithm.replay_max_age}) needs `algorithm.rollout_correction.rollout_is=token` or"
+            " =sequence, or `algorithm.rollout_correction.bypass_mode=true`: older weights sampled the groups"
+        )
+
+
+def _early_stop(algorithm: AlgorithmConfig, rollout: RolloutConfig, trainer: TrainerConfig) -> Iterator[str]:
+    key, after = "`algorithm.early_stop.after`", algorithm.early_stop.after
+    yield from _with_a_filter(key, after, algorithm, trainer)
+    if after is not None and after >= rollout.n:
+        yield f"{key} ({after}) must be below `worker.rollout.n` ({rollout.n}): else there is nothing to stop"
     estimator = algorithm.adv_estimator
     if not is_extension(estimator) and estimator not in WITHIN_GROUPS:
         yield (

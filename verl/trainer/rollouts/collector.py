@@ -19,7 +19,14 @@ from verl.config.algorithm import AlgorithmConfig
 from verl.config.worker import RewardConfig
 from verl.protocol import DataProto
 from verl.trainer.metrics import Metrics
-from verl.trainer.rollouts.group_filter import WEIGHTS, EarlyStop, GroupFilter, Quota, StopCounts
+from verl.trainer.rollouts.group_filter import (
+    WEIGHTS,
+    EarlyStop,
+    GroupFilter,
+    Quota,
+    Replay,
+    StopCounts,
+)
 from verl.trainer.rollouts.sampler import Sampler, with_uids
 from verl.trainer.rollouts.scores import ScoredGroups, Scoring, column_of, shaping_terms
 from verl.utils.rank_logger import get_logger
@@ -43,6 +50,7 @@ class CollectedGroups:
     kept: list[ScoredGroups]
     sampled: list[Tensor] = field(default_factory=list)  # scores of all groups of each call, (G, n)
     stops: StopCounts = field(default_factory=StopCounts)
+    num_replayed: int = 0  # of those kept
 
     @property
     def num_kept(self) -> int:
@@ -71,6 +79,8 @@ class RolloutCollector:
     def __post_init__(self) -> None:
         self.has_baselines = "reward_baselines" in self.algorithm.needs
         self.group_size = self.sampler.options.n
+        max_age = self.algorithm.replay_max_age
+        self.replay = None if max_age is None else Replay(max_age)
 
     def collect(self, step: int, weights_of: int | None = None) -> Collected:
         """Sample until the step has its prompts; consumes from the loader, waits for the workers.
@@ -94,11 +104,19 @@ class RolloutCollector:
     def num_carried(self) -> int:
         return 0 if self.carried is None else len(self.carried)
 
-    def save_carried(self, path: Path) -> None:
-        if self.carried is not None:
-            self.carried.save(path)
+    @property
+    def num_replayable(self) -> int:
+        return len(self.replay.groups) if self.replay and self.replay.groups is not None else 0
 
-    def load_carried(self, path: Path) -> None:
+    def save_carried(self, path: Path) -> None:
+        """Write the groups that wait for the next step, and those that later ones may train on again."""
+        stored = [self.carried, self.replay and self.replay.groups]
+        groups = [part for part in stored if part is not None]
+        if groups:
+            ScoredGroups.concat(groups).save(path)
+
+    def load_carried(self, path: Path, num_carried: int) -> None:
+        """Read what `save_carried` wrote, the first `num_carried` groups of which wait."""
         groups = ScoredGroups.load(path)
         if self.filter is None:
             logger.warning("carried groups are dropped, this run filters nothing: groups=%d", len(groups))
@@ -107,7 +125,10 @@ class RolloutCollector:
             groups,
             "or set `algorithm.online_filtering=false` and `trainer.rejection_sample=false` to drop them",
         )
-        self.carried = groups
+        carried, trained = groups.split(num_carried)
+        self.carried = carried if num_carried else None
+        if self.replay:
+            self.replay.groups = trained if len(trained) else None
 
     def _collect_all(self, step: int) -> Collected:
         parts: list[DataProto] = []
@@ -135,22 +156,32 @@ class RolloutCollector:
             collected.sampled.append(scores)
             if len(kept):
                 collected.kept.append(groups.select(kept))
-        return self._divide(collected, carried_in)
+            if self.replay and not calls:
+                replayed = self.replay.take(quota.target - collected.num_kept, self._filter_scores)
+                if replayed is not None:
+                    collected.kept.append(replayed)
+                    collected.num_replayed = len(replayed)
+        return self._divide(collected, carried_in, step)
 
-    def _divide(self, collected: CollectedGroups, carried_in: int) -> Collected:
+    def _divide(self, collected: CollectedGroups, carried_in: int, step: int) -> Collected:
         """Train on the oldest groups and carry the others."""
         trained, rest = ScoredGroups.concat(collected.kept).split(self.quota.usable(collected.num_kept))
         rest.check_storable()  # before training: a checkpoint must be able to hold them
         self.carried = rest if len(rest) else None
+        if self.replay:
+            trained.check_storable()
+            self.replay.put(trained, step)
         metrics = {
             "filter/tries": float(len(collected.sampled)),
             "filter/sampled": float(collected.num_sampled),
-            "filter/kept": float(collected.num_kept - carried_in),
+            "filter/kept": float(collected.num_kept - carried_in - collected.num_replayed),
             "filter/carried_in": float(carried_in),
             "filter/carried_out": float(self.num_carried),
             "filter/trained": float(len(trained)),
         }
         metrics |= self.filter_metrics(collected.sampled, trained)
+        if self.replay:
+            metrics["filter/replayed"] = float(collected.num_replayed)
         if self.early_stop is not None:
             metrics |= collected.stops.metrics(trained)
         return Collected(trained.sequences, Scoring(lambda: trained.values), metrics)
@@ -257,11 +288,11 @@ class RolloutCollector:
     def _shortage(
         self, collected: CollectedGroups, carried_in: int, group_filter: GroupFilter
     ) -> RuntimeError:
-        kept = collected.num_kept - carried_in
+        kept = collected.num_kept - carried_in - collected.num_replayed
         return RuntimeError(
             f"a step needs {self.quota.multiple} groups, got {collected.num_kept} in {self.quota.max_calls}"
             f" calls of the engine (`trainer.max_try_make_batch`): {collected.num_sampled} were sampled and"
-            f" {kept} kept, {carried_in} came from the step before,"
+            f" {kept} kept, {carried_in + collected.num_replayed} came from earlier steps,"
             f" {group_filter.reasons(self._joined(collected.sampled))}, or allow more calls"
         )
 

@@ -7,7 +7,7 @@ score, which is ignored. To add one: a class with the same methods in `GroupFilt
 
 import hashlib
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -162,6 +162,36 @@ def make_quota(data: DataConfig, trainer: TrainerConfig, mini_batch_prompts: Ite
         max_calls=max(trainer.max_try_make_batch, 0),
         prompts_per_call=data.mini_rollout_batch_size,
     )
+
+
+@dataclass
+class Replay:
+    """Groups that were trained on, to fill later steps for which a filter keeps too few.
+
+    Each keeps the `rollout_log_probs` of the weights that sampled it, which `rollout_correction` compares.
+    """
+
+    max_age: int  # steps
+    groups: ScoredGroups | None = None  # in the order of their training
+
+    def take(self, count: int, scores: Callable[[ScoredGroups], Tensor]) -> ScoredGroups | None:
+        """Return at most `count` groups, those whose scores (G, n) vary most, the newest of equal ones."""
+        if self.groups is None or count <= 0:
+            return None
+        values = scores(self.groups)
+        variances = (values - values.nanmean(-1, keepdim=True)).square().nanmean(-1)  # (G,)
+        order = len(variances) - 1 - variances.flip(0).argsort(descending=True, stable=True)
+        taken, rest = order[:count].sort().values, order[count:].sort().values
+        found = self.groups.select(taken)
+        self.groups = self.groups.select(rest) if len(rest) else None
+        return found
+
+    def put(self, trained: ScoredGroups, step: int) -> None:
+        """Add the groups of a step, and drop those that the next one may not train on."""
+        groups = trained if self.groups is None else ScoredGroups.concat([self.groups, trained])
+        ages = step + 1 - groups.sequences.batch["rollout_steps"][:: groups.group_size]  # (G,)
+        young = (ages <= self.max_age).nonzero().flatten()
+        self.groups = groups.select(young) if len(young) else None
 
 
 WEIGHTS = "sequence_weights"  # column of the batch

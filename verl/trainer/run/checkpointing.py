@@ -230,11 +230,13 @@ class PPORunState(RunState):
             "kl_controller": self.kl_controller.state_dict(),
             "entropy_controller": self.entropy_controller.state_dict(),
             "carried_groups": self.collector.num_carried,
+            "replayable_groups": self.collector.num_replayable,
         }
 
     def _load_own(self, folder: Path, state: dict[str, Any]) -> None:
         self.kl_controller.load_state_dict(state["kl_controller"])
         self.entropy_controller.load_state_dict(state["entropy_controller"])
         self.sampling.load(folder)
-        if self.loader is not None and state["carried_groups"]:
-            self.collector.load_carried(folder / GROUPS_FILE)
+        num_carried, num_stored = state["carried_groups"], state.get("replayable_groups", 0)
+        if self.loader is not None and num_carried + num_stored:
+            self.collector.load_carried(folder / GROUPS_FILE, num_carried)
