@@ -17,7 +17,7 @@ import random
 import time
 from pathlib import Path
 
-from demo import ACCURACY, KINDS, PANELS, draw_curves, train
+from demo import ACCURACY, KINDS, PANELS, draw_curves, outcome, train
 from dots import BOX, CALL, write_dots
 from runs import HERE, ROOT, curve, fine_tune, read_arguments
 from shapes import COLORS, save_rows
@@ -131,14 +131,9 @@ def main() -> None:
     )
     print(f"Share of them with a call: {rates[0]:.2f} before, {rates[-1]:.2f} after")
     print(f"Curves: {folder / 'curves.png'}")
-    summary = {
-        "val_before": accuracies[0],
-        "val_after": accuracies[-1],
+    summary = outcome(checkpoints, start) | {
         "calls_before": rates[0],
         "calls_after": rates[-1],
-        "seconds": round(time.time() - start, 1),
-        "steps": steps[-1],
-        "checkpoint": str(checkpoints / f"global_step_{steps[-1]}"),
     }
     print(json.dumps(summary))
 

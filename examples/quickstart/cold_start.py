@@ -1,32 +1,61 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cold start: fine-tune a tiny model with random weights on a few answers, then train it with GRPO.
+"""Cold start: fine-tune a model on a few answers to what it cannot do, then train it with GRPO.
 
-The questions are the same as in `demo.py --text`: the color of a shape in a sentence. Supervised fine-tuning
-on some questions with their answers lifts the model above chance; reinforcement learning starts from its
-checkpoint and learns the rest from rewards. The last line of the output is JSON.
+The model is tiny and has random weights; it is asked for the color of a shape in a sentence, as by
+`demo.py --text`. With `--real`, it is SmolLM2-135M-Instruct, and it is asked to write a number of four digits
+backwards. Supervised fine-tuning on some questions with their answers teaches the model what to try;
+reinforcement learning starts from its checkpoint and learns the rest from rewards. The last line of the
+output is JSON.
 
-    python3 examples/quickstart/cold_start.py [--folder FOLDER] [--seed 0] [a.b=c ...]
+    python3 examples/quickstart/cold_start.py [--real] [--folder FOLDER] [--seed 0] [a.b=c ...]
 """
 
 import json
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from demo import KINDS, accuracies_of, train
-from runs import curve, fine_tune, read_arguments
+from demo import DEMOS, accuracies_of, outcome, train
+from runs import curve, fine_tune, make_parser, output_folder
 from shapes import save_rows
 
 from verl.logger.file import read_log
 
-NAME = "text"
-NUM_TAUGHT = 16  # questions that are fine-tuned on
-SFT_STEPS, RL_STEPS = 7, 40
-RL_OPTIONS = (
-    "data.max_response_length=2",  # a word and the end of the turn
-    "worker.actor.optim.lr=3e-4",
-    "worker.actor.entropy_coef=0",  # no bonus needed: fine-tuning taught the model what to try
-    "trainer.val_freq=10",
-    f"trainer.max_steps={RL_STEPS}",
+
+@dataclass(frozen=True)
+class ColdStart:
+    """A demo with its two stages.
+
+    Attributes:
+        num_taught: Questions that are fine-tuned on.
+    """
+
+    demo: str
+    num_taught: int
+    sft_steps: int
+    rl_options: tuple[str, ...]
+    sft_options: tuple[str, ...] = ()
+
+
+TINY = ColdStart(
+    "text",
+    num_taught=16,
+    sft_steps=7,
+    rl_options=(
+        "data.max_response_length=2",  # a word and the end of the turn
+        "worker.actor.optim.lr=3e-4",
+        "worker.actor.entropy_coef=0",  # no bonus needed: fine-tuning taught the model what to try
+        "trainer.val_freq=10",
+        "trainer.max_steps=40",
+    ),
+)
+REAL = ColdStart(
+    "reversals",
+    num_taught=64,
+    sft_steps=8,
+    sft_options=("data.max_length=96", "worker.actor.optim.lr=2e-5"),
+    rl_options=("trainer.max_steps=20",),
 )
 
 
@@ -46,40 +75,45 @@ def write_conversations(folder: Path, name: str, count: int) -> Path:
     return save_rows(rows, folder / f"{name}_conversations.jsonl")
 
 
-def teach(folder: Path, seed: int) -> Path:
+def teach(folder: Path, seed: int, plan: ColdStart) -> Path:
     """Run supervised fine-tuning and return the folder of its checkpoints."""
-    rows = write_conversations(folder, "train", NUM_TAUGHT), write_conversations(folder, "val", 64)
-    return fine_tune(folder, seed, SFT_STEPS, rows)
+    rows = write_conversations(folder, "train", plan.num_taught), write_conversations(folder, "val", 64)
+    return fine_tune(folder, seed, plan.sft_steps, rows, *plan.sft_options)
 
 
-def reinforce(folder: Path, seed: int, output: str, *overrides: str) -> list[float]:
-    """Run reinforcement learning and return the accuracies on held-out questions, the first before it."""
-    return accuracies_of(train(folder, NAME, seed, [*RL_OPTIONS, *overrides], output))
+def reinforce(
+    folder: Path, seed: int, plan: ColdStart, output: str, *options: str, overrides: Sequence[str]
+) -> Path:
+    """Run reinforcement learning and return the folder of its checkpoints."""
+    return train(folder, plan.demo, seed, [*plan.rl_options, *options, *overrides], output)
 
 
 def main() -> None:
-    folder, seed, overrides = read_arguments(__doc__, "cold_start")
+    parser = make_parser(__doc__)
+    parser.add_argument("--real", action="store_true", help="train SmolLM2-135M-Instruct")
+    arguments, overrides = parser.parse_known_args()
+    plan, seed = REAL if arguments.real else TINY, arguments.seed
+    folder = output_folder(arguments.folder, "cold_start_real" if arguments.real else "cold_start")
 
     start = time.time()
-    KINDS[NAME].prepare(folder, seed)
-    checkpoints = teach(folder, seed)
+    DEMOS[plan.demo].prepare(folder, seed)
+    checkpoints = teach(folder, seed, plan)
     losses = curve(read_log(checkpoints), "val/loss")[1]
-    checkpoint = checkpoints / f"global_step_{SFT_STEPS}"
-    (untaught,) = reinforce(folder, seed, "untaught", "trainer.val_only=true", *overrides)
-    first, *_, last = reinforce(folder, seed, "rl", f"worker.actor.model.model_path={checkpoint}", *overrides)
+    taught = f"worker.actor.model.model_path={checkpoints / f'global_step_{plan.sft_steps}'}"
+    before = reinforce(folder, seed, plan, "untaught", "trainer.val_only=true", overrides=overrides)
+    (untaught,) = accuracies_of(before)
+    after = outcome(reinforce(folder, seed, plan, "rl", taught, overrides=overrides), start)
 
-    print(f"\nLoss on held-out answers: {losses[0]:.2f} before, {losses[-1]:.2f} after {SFT_STEPS} steps")
-    print(f"Accuracy on held-out questions: {untaught:.2f} untaught, {first:.2f} after {NUM_TAUGHT} answers,")
-    print(f"{last:.2f} after {RL_STEPS} steps of reinforcement learning")
-    summary = {
-        "sft_loss_before": losses[0],
-        "sft_loss_after": losses[-1],
-        "val_untaught": untaught,
-        "val_before": first,
-        "val_after": last,
-        "seconds": round(time.time() - start, 1),
-    }
-    print(json.dumps(summary))
+    print(
+        f"\nLoss on held-out answers: {losses[0]:.2f} before, {losses[-1]:.2f} after {plan.sft_steps} steps"
+    )
+    print(
+        f"Accuracy on held-out questions: {untaught:.2f} untaught, {after['val_before']:.2f} after"
+        f" {plan.num_taught} answers,"
+    )
+    print(f"{after['val_after']:.2f} after {after['steps']} steps of reinforcement learning")
+    summary = {"sft_loss_before": losses[0], "sft_loss_after": losses[-1], "val_untaught": untaught}
+    print(json.dumps(summary | after))
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ from events import ANSWERS, NUM_FRAMES, write_event_questions
 from moving import NUM_SAMPLED, write_video_questions
 from runs import HERE, ROOT, curve, make_parser, output_folder
 from shapes import write_questions
-from sums import answer_sums, write_model, write_sums
+from sums import answer_sums, write_model, write_reversals, write_sums
 from tasks import accuracies_by_task, write_tasks
 from tones import PITCHES, write_tone_questions
 
@@ -157,11 +157,13 @@ class RealModel(Demo):
 
     config: ClassVar[str] = "real.yaml"
     reward: ClassVar[str] = "sums_reward.py"
+    write: Callable[[Path, int], None] = write_sums  # writes questions: folder, seed
     guesses: dict[str, float] = field(default_factory=dict)
+    options: tuple[str, ...] = ()
 
     def prepare(self, folder: Path, seed: int) -> None:
         write_model(folder / "model")
-        write_sums(folder, seed)
+        self.write(folder, seed)
 
     def show(self, folder: Path, exported: Path) -> str:
         accuracy, responses = answer_sums(exported, folder / "val.jsonl")
@@ -170,12 +172,11 @@ class RealModel(Demo):
 
 
 @dataclass(frozen=True)
-class Tasks(Demo):
-    """A demo that trains a real model on tasks that others made."""
+class Tasks(RealModel):
+    """A demo that trains it on tasks that others made."""
 
-    config: ClassVar[str] = "real.yaml"
     reward: ClassVar[str] = "../reward_function/reasoning_tasks.py"
-    guesses: dict[str, float] = field(default_factory=dict)
+    write: Callable[[Path, int], None] = write_tasks
     options: tuple[str, ...] = (
         "data.max_prompt_length=128",
         "data.format_prompt=examples/format_prompt/number.jinja",
@@ -186,10 +187,6 @@ class Tasks(Demo):
         "trainer.max_steps=40",
         "trainer.val_freq=10",
     )
-
-    def prepare(self, folder: Path, seed: int) -> None:
-        write_model(folder / "model")
-        write_tasks(folder, seed)
 
     def show(self, folder: Path, exported: Path) -> str:
         found = accuracies_by_task(read_log(folder / "checkpoints"))
@@ -279,6 +276,7 @@ KINDS = {
 DEMOS: dict[str, Demo] = {
     **KINDS,
     "real": RealModel(),
+    "reversals": RealModel(write_reversals),
     "tasks": Tasks(),
     "diffusion": Painting(save_tiny_sd3, paint_pictures, ONE_COLOR),
     "diffusion_video": Painting(
@@ -334,6 +332,19 @@ def train(folder: Path, name: str, seed: int, overrides: Sequence[str], output: 
 def accuracies_of(checkpoints: Path) -> list[float]:
     """Return the accuracies of a run on held-out questions, the first before the first step."""
     return curve(read_log(checkpoints), ACCURACY)[1]
+
+
+def outcome(checkpoints: Path, start: float) -> dict[str, Any]:
+    """Return what a run came to, for the last line of a script's output that began at `start`."""
+    steps, accuracies = curve(read_log(checkpoints), ACCURACY)
+    return {
+        "val_before": accuracies[0],
+        "val_after": accuracies[-1],
+        "curve": dict(zip(steps, accuracies, strict=True)),
+        "seconds": round(time.time() - start, 1),
+        "steps": steps[-1],
+        "checkpoint": str(checkpoints / f"global_step_{steps[-1]}"),
+    }
 
 
 def draw_curves(log: list[dict], guesses: dict[str, float], path: Path, panels: Panels = PANELS) -> None:
@@ -401,14 +412,7 @@ def main() -> None:
     print(f"\nAccuracy on held-out questions: {before:.2f} before, {after:.2f} after {steps[-1]} steps")
     print(shown)
     print(f"Curves: {folder / 'curves.png'}")
-    summary = {
-        "val_before": before,
-        "val_after": after,
-        "seconds": round(time.time() - start, 1),
-        "steps": steps[-1],
-        "checkpoint": str(checkpoint),
-    }
-    print(json.dumps(summary))
+    print(json.dumps(outcome(checkpoints, start)))
 
 
 if __name__ == "__main__":

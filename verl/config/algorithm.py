@@ -281,8 +281,8 @@ class AlgorithmConfig:
     )
     replay_max_age: int | None = option(
         None,
-        "Fill steps for which a filter keeps too few groups with trained ones, sampled at most so many steps"
-        " before; null samples more prompts instead.",
+        "Steps since they were sampled, up to which trained groups fill a step for which a filter keeps too"
+        " few; null samples more prompts instead.",
         minimum=1,
     )
     use_pf_ppo: bool = option(False, "Resample the sequences of a step by score (PF-PPO).")

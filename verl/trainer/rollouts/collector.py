@@ -109,7 +109,7 @@ class RolloutCollector:
         return len(self.replay.groups) if self.replay and self.replay.groups is not None else 0
 
     def save_carried(self, path: Path) -> None:
-        """Write the groups that wait for the next step, and those that later ones may train on again."""
+        """Write the groups that wait for the next step, and the groups to replay in later ones."""
         stored = [self.carried, self.replay and self.replay.groups]
         groups = [part for part in stored if part is not None]
         if groups:

@@ -187,7 +187,7 @@ class Replay:
         return found
 
     def put(self, trained: ScoredGroups, step: int) -> None:
-        """Add the groups of a step, and drop those that the next one may not train on."""
+        """Add the groups of a step, and drop what is too old for the next one."""
         groups = trained if self.groups is None else ScoredGroups.concat([self.groups, trained])
         ages = step + 1 - groups.sequences.batch["rollout_steps"][:: groups.group_size]  # (G,)
         young = (ages <= self.max_age).nonzero().flatten()
