@@ -72,6 +72,20 @@ def test_the_frames_of_a_video_are_on_one_contact_sheet(run, folder, tmp_path, c
     assert status == 2 and "must have at least `data.rollout_batch_size` (4) usable rows, has 2" in text
 
 
+def test_the_shares_of_a_mixture_are_shown_with_the_length_of_an_epoch(run, folder, tmp_path, capsys):
+    sources = [
+        f"data.sources.{name}.{key}"
+        for name, file in (("small", "val"), ("large", "train"))
+        for key in (f"train_files={folder / file}.jsonl", f"weight={1 + 3 * (name == 'large')}")
+    ]
+
+    assert main([*run, "data.train_files=", *sources, "--rows", "0", "--out", str(tmp_path)]) == 0
+
+    output = capsys.readouterr().out
+    assert "source small: 20.0% of the rows, each of its 8 once in 40\n" in output
+    assert "source large: 80.0% of the rows, each of its 8 once in 10\n" in output
+
+
 def test_rows_that_a_run_leaves_out_are_counted_by_file_with_their_reasons(
     run, odd, folder, tmp_path, capsys
 ):

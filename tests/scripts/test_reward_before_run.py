@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run scores three samples before it starts Ray."""
+"""A run scores three samples, of each source of a mixture, before it starts Ray."""
 
 import logging
 import re
@@ -7,6 +7,7 @@ import re
 import pytest
 import ray
 
+from tests.helpers.training import QUICKSTART, ROOT
 from tests.helpers.warm_runs import cool_down
 from verl.config.ppo import PPOConfig
 from verl.config.schema import load_config
@@ -122,3 +123,39 @@ def test_without_a_usable_row_opening_the_data_gives_the_reason(run, tmp_path):
     path.write_text('{"problem": "<image>?", "answer": "red"}\n' * 2)
 
     check([*run, f"data.train_files={path}"])
+
+
+def test_every_source_of_a_mixture_is_scored_before_a_run(run, folder, tmp_path, caplog):
+    sources = [
+        f"data.sources.first.train_files={folder / 'train.jsonl'}",
+        f"data.sources.second.train_files={folder / 'val.jsonl'}",
+    ]
+    reward = tmp_path / "reward.py"
+    reward.write_text(
+        "REWARD_TYPE = 'sequential'\n"
+        "def main(row):\n"
+        "    return {'overall': {'first': 0.25, 'second': 0.75}[row['source']]}\n"
+    )
+    arguments = [*run, "data.train_files=", *sources, f"worker.reward.reward_function={reward}"]
+
+    with caplog.at_level(logging.INFO):
+        check(arguments)
+
+    assert "row 0, wrong 0.25; row 8, ground truth 0.75" in caplog.text
+
+
+def test_a_source_without_a_function_ends_a_dry_run(run, folder, tmp_path, capsys):
+    by_source = ROOT / "examples" / "reward_function" / "by_source.py"
+    own = f"{QUICKSTART / 'reward.py'}:compute_score"
+    arguments = [
+        *run,
+        "data.train_files=",
+        f"data.sources.first.train_files={folder / 'train.jsonl'}",
+        f"data.sources.second.train_files={folder / 'val.jsonl'}",
+        f"worker.reward.reward_function={by_source}:compute_score",
+        f"worker.reward.reward_function_kwargs={{functions: {{first: '{own}'}}}}",
+    ]
+
+    assert main([*arguments, "--dry-run"]) == 2
+
+    assert "`functions` must have the sources ['second'] of `source`" in capsys.readouterr().err

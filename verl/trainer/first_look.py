@@ -25,7 +25,7 @@ from verl.rewards.function import split_calls
 from verl.rewards.manager import pickle_inputs, reason
 from verl.rewards.pool import Batch, Call, RewardPool
 from verl.rewards.servers import Specs, specs_of
-from verl.trainer.reward_samples import PlainRows, Response, sample_responses
+from verl.trainer.reward_samples import NUM_SAMPLES, PlainRows, Response, sample_responses
 from verl.utils.rank_logger import get_logger
 
 MARGIN_S = 3.0  # for the pool to notice that a call took too long, and where
@@ -95,7 +95,7 @@ def look_at_reward(
         if not rows or not _are_ready(servers):
             return notes
         # The second row has the wrong answer.
-        samples = sample_responses(PlainRows(rows, data), 2, converses=converses)[:3]
+        samples = sample_responses(PlainRows(rows, data), 2, converses=converses)[: _num_samples(data)]
         calls = score_samples(pool, samples, loaded.reward_type, options, LOOK_S)
         source = Path(pool.path).read_text(encoding="utf-8", errors="replace")
         if INEXACT.search(source) is None or all(is_bad_result(call) for call in failed_calls(calls)):
@@ -121,7 +121,8 @@ def check_reward(data: DataConfig, worker: WorkerConfig, served: Servers) -> Non
         # Imported here because it needs torch; the process imports the file meanwhile.
         from verl.trainer.extensions.reward_rows import make_samples, open_rows  # noqa: PLC0415
 
-        samples = make_samples(open_rows(data, worker), 2, worker)[:3]  # the second row has the wrong answer
+        # The second row has the wrong answer.
+        samples = make_samples(open_rows(data, worker), 2, worker)[: _num_samples(data)]
         loaded = pool.wait_until_loaded()
         if loaded.note:
             logger.info("%s", loaded.note)
@@ -187,6 +188,10 @@ def check_scores(calls: Sequence[Call], samples: Sequence[Response], on_failure:
             f" run{remedy}. {text}. The first reason:\n\n{reason(failed[0])}"
         )
     return text
+
+
+def _num_samples(data: DataConfig) -> int:
+    return NUM_SAMPLES * max(1, len(data.sources))  # of the first row of each source
 
 
 def _open_pool(options: RewardConfig, servers: Specs) -> RewardPool:

@@ -12,6 +12,7 @@ from verl.data.columns import answer_of
 from verl.data.plain_files import Row
 
 WRONG = "no such answer"  # used if no other row has another ground truth
+NUM_SAMPLES = 3  # of a row
 
 
 class Response(NamedTuple):
@@ -44,7 +45,10 @@ class PlainRows:
         self._rows, self._data = rows, data
 
     def first(self, count: int) -> dict[int, dict[str, Any]]:
-        return {number: self.of(number) for number in range(min(count, len(self._rows)))}
+        sources = [row.get(self._data.source_key) if self._data.sources else None for row in self._rows]
+        firsts = {sources.index(source) for source in sources}  # of each source of a mixture
+        order = sorted(range(len(sources)), key=lambda number: number not in firsts)
+        return {number: self.of(number) for number in order[: max(count, len(firsts))]}
 
     def of(self, row: int) -> dict[str, Any]:
         columns, data = self._rows[row], self._data

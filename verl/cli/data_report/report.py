@@ -182,6 +182,8 @@ def _describe(option: str, loader: PromptLoader, kind: Kind[Any], num_shown: int
     assert report is not None, "a loader's dataset has the run's report"
     bad = {row.index: row for row in [*dataset.bad_rows, *loader.bad_rows.values()]}
     sys.stdout.write(describe_rows(option, dataset, bad, kind.row))
+    if option == "data.train_files":
+        sys.stdout.write(describe_shares(dataset, bad))
     notes = [*kind.answers(option, dataset), *(f"note: {note}" for note in dataset.notes)]
     sys.stdout.write("".join(f"{note}\n" for note in notes) + "\n")
     for position in evenly(len(dataset), num_shown):
@@ -214,6 +216,20 @@ def describe_rows(option: str, dataset: RowDataset, bad: Mapping[int, BadRow], r
         + _listed(f"longer than {limit_option}", too_long)
         + _bad_lines([bad[index] for index in sorted(bad)])
     )
+
+
+def describe_shares(dataset: RowDataset, bad: Mapping[int, BadRow]) -> str:
+    """Say which share of the training rows each source of a mixture has; empty without one."""
+    ranges, sources = dataset.rows.by_source(), dataset.config.sources
+    used = [index for index in dataset.indices if index not in bad]
+    total = sum(sources[name].weight for name in ranges)
+    lines = []
+    for name, rows in ranges.items():
+        count, share = sum(index in rows for index in used), sources[name].weight / total
+        lines.append(
+            f"  source {name}: {share:.1%} of the rows, each of its {count} once in {count / share:.0f}\n"
+        )
+    return "".join(lines)
 
 
 def _token_sums(dataset: RowDataset, used: Sequence[int]) -> str:
