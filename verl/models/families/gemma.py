@@ -272,7 +272,10 @@ class Gemma4(VisionFamily):
 
 def join_newlines(tokenizer: Any, tokens: list[int]) -> list[int]:
     """Replace adjacent tokens that consist of newlines by those of all their newlines together."""
-    lengths = newline_tokens(tokenizer)
+    texts = ["\n" * count for count in range(1, LONGEST_RUN + 1)]
+    lengths = {token: count for count, token in enumerate(tokenizer.convert_tokens_to_ids(texts), 1)}
+    for missing in (None, tokenizer.unk_token_id):
+        lengths.pop(missing, None)
     joined: list[int] = []
     for is_newline, run in itertools.groupby(tokens, lengths.__contains__):
         run = list(run)
@@ -281,12 +284,6 @@ def join_newlines(tokenizer: Any, tokens: list[int]) -> list[int]:
             run = tokenizer.encode(text, add_special_tokens=False)
         joined += run
     return joined
-
-
-def newline_tokens(tokenizer: Any) -> dict[int, int]:
-    texts = ["\n" * count for count in range(1, LONGEST_RUN + 1)]
-    lengths = {token: count for count, token in enumerate(tokenizer.convert_tokens_to_ids(texts), 1)}
-    return {token: count for token, count in lengths.items() if token not in (None, tokenizer.unk_token_id)}
 
 
 def frame_shape(processor: Any, kind: Kind, height: int, width: int) -> tuple[int, int, list[int]]:
