@@ -172,8 +172,6 @@ class Gemma4(VisionFamily):
         )
     }  # fmt: skip
 
-    # --- tokens and positions
-
     def image_shape(self, processor: Any, height: int, width: int) -> MediumShape:
         rows, columns, tokens = frame_shape(processor, "image", height, width)
         return MediumShape(tokens, {"grid": [1, rows, columns], "features": len(tokens) - 2})
@@ -193,8 +191,6 @@ class Gemma4(VisionFamily):
 
     def block_layers(self, config: Any) -> tuple[str, ...]:
         return (SLIDING,) if config.get_text_config().use_bidirectional_attention == "vision" else ()
-
-    # --- model inputs and features
 
     def image_inputs(self, processor: Any, image: Image.Image) -> dict[str, Tensor]:
         made = processor.image_processor(images=[image], return_tensors="pt")
