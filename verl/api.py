@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 Kind = Literal["rl", "sft"]
 Config = PPOConfig | SFTConfig
 AnyConfig = Source | Config
-ConfigReader = Callable[[Mapping[str, Any]], PPOConfig]
+Options = Mapping[str, Any]  # by key, or by section and key
+ConfigReader = Callable[[Options], PPOConfig]
 RESTARTS = (
     "`trainer.max_restarts` must be 0 for a run in this process, got {}: a restart needs one of its own,"
     " which the commands `verl-train` and `verl-sft` start"
@@ -60,7 +61,7 @@ EVALUATION_OPTIONS: dict[str, Any] = {  # of a config, whose run trains
     "trainer.async_training.mode": "off",
     "trainer.async_training.max_gpus_for_rollout": None,
 }
-NO_OVERRIDES: Mapping[str, Any] = {}
+NO_OVERRIDES: Options = {}
 
 
 @dataclass(frozen=True)
@@ -80,11 +81,11 @@ class TrainingResult:
 
 def train(
     config: AnyConfig,
-    overrides: Mapping[str, Any] = NO_OVERRIDES,
+    overrides: Options = NO_OVERRIDES,
     /,
     *,
     kind: Kind = "rl",
-    **sections: Mapping[str, Any],
+    **sections: Options,
 ) -> TrainingResult:
     """Train to the last step, as the command `verl-train` does, in this process.
 
@@ -106,44 +107,29 @@ def train(
 
 @overload
 def build(
-    config: SFTConfig,
-    overrides: Mapping[str, Any] = ...,
-    /,
-    *,
-    kind: Kind = ...,
-    **sections: Mapping[str, Any],
+    config: SFTConfig, overrides: Options = ..., /, *, kind: Kind = ..., **sections: Options
 ) -> AbstractContextManager["SFTTrainer"]: ...
 
 
 @overload
 def build(
-    config: Source,
-    overrides: Mapping[str, Any] = ...,
-    /,
-    *,
-    kind: Literal["sft"],
-    **sections: Mapping[str, Any],
+    config: Source, overrides: Options = ..., /, *, kind: Literal["sft"], **sections: Options
 ) -> AbstractContextManager["SFTTrainer"]: ...
 
 
 @overload
 def build(
-    config: Source | PPOConfig,
-    overrides: Mapping[str, Any] = ...,
-    /,
-    *,
-    kind: Literal["rl"] = ...,
-    **sections: Mapping[str, Any],
+    config: Source | PPOConfig, overrides: Options = ..., /, *, kind: Literal["rl"] = ..., **sections: Options
 ) -> AbstractContextManager["RayPPOTrainer"]: ...
 
 
 def build(
     config: AnyConfig,
-    overrides: Mapping[str, Any] = NO_OVERRIDES,
+    overrides: Options = NO_OVERRIDES,
     /,
     *,
     kind: Kind = "rl",
-    **sections: Mapping[str, Any],
+    **sections: Options,
 ) -> AbstractContextManager[Any]:
     """Open a run, whose workers live inside the block; looping over the trainer trains. See `train`.
 
@@ -163,7 +149,7 @@ def build(
 
 def evaluate(
     config: Source | PPOConfig,
-    overrides: Mapping[str, Any] = NO_OVERRIDES,
+    overrides: Options = NO_OVERRIDES,
     /,
     *,
     model: str | os.PathLike[str] | None = None,
@@ -174,7 +160,7 @@ def evaluate(
     correct_at: float = 1.0,
     keep: int = 256,
     out: str | os.PathLike[str] | None = None,
-    **sections: Mapping[str, Any],
+    **sections: Options,
 ) -> Evaluation:
     """Score a model's responses to `data.val_files`, with the rewards and the sampling of a run's validation.
 
@@ -197,7 +183,7 @@ def evaluate(
     """
     layers = [overrides, sections, evaluation_options(model, samples, by)]
 
-    def read(own: Mapping[str, Any]) -> PPOConfig:
+    def read(own: Options) -> PPOConfig:
         return load_run_config(PPOConfig, arguments_of(PPOConfig, config, [*layers, own]))
 
     return evaluate_model(read, Question(ks, correct_key, correct_at, keep), out)
@@ -216,7 +202,7 @@ def evaluate_model(
     folder = os.path.abspath(out or DEFAULT_OUT)
     own = EVALUATION_OPTIONS | {"trainer.save_checkpoint_path": folder}
 
-    def evaluated(options: Mapping[str, Any]) -> PPOConfig:
+    def evaluated(options: Options) -> PPOConfig:
         config = read(options)
         return replace(config, data=config.data.without_training())
 
@@ -272,9 +258,7 @@ def result_of(trainer: "TrainingLoop") -> TrainingResult:
     )
 
 
-def read_config(
-    config: AnyConfig, overrides: Mapping[str, Any], sections: Mapping[str, Any], kind: Kind = "rl"
-) -> Config:
+def read_config(config: AnyConfig, overrides: Options, sections: Options, kind: Kind = "rl") -> Config:
     """Read a config as the commands do; their notes become warnings."""
     if kind not in ("rl", "sft"):
         raise ValueError(f"`kind` must be 'rl' or 'sft', got {kind!r}")
@@ -296,7 +280,7 @@ def read_config(
     return read
 
 
-def _fits(cls: type[Any], config: Any, values: Sequence[Mapping[str, Any]]) -> bool:
+def _fits(cls: type[Any], config: Any, values: Sequence[Options]) -> bool:
     try:
         load_run_config(cls, arguments_of(cls, config, values))
     except ConfigError:

@@ -104,7 +104,10 @@ class AgentConversation:
         self._close(call)
         message = self._answer(call, token_ids, is_whole)  # may fail, and changes no context
         if call.piece is not None:
-            self._note_answers(context, call)
+            new = call.request.messages[len(context.chat) :]
+            observations = tuple(Observation(one.text, *_by_kind(one.media)) for one in new)
+            seconds = call.at - context.calls[-1].ended_at
+            context.turns[-1] = replace(context.turns[-1], observations=observations, seconds=seconds)
             context.row.add_piece(call.piece)
         start, prompt_tokens = len(context.row.response), len(context.row.expanded_prompt)
         context.row.add_sampled(turn)
@@ -259,12 +262,6 @@ class AgentConversation:
         ids = [call_id(self._num_tool_calls + number) for number in range(len(calls))]
         self._num_tool_calls += len(calls)
         return assistant_message(text, calls, ids)
-
-    def _note_answers(self, context: AgentContext, call: OpenCall) -> None:
-        new = call.request.messages[len(context.chat) :]
-        observations = [Observation(one.text, *_by_kind(one.media)) for one in new]
-        seconds = call.at - context.calls[-1].ended_at
-        context.turns[-1] = replace(context.turns[-1], observations=tuple(observations), seconds=seconds)
 
     def _give_rewards(self, contexts: Sequence[AgentContext], result: AgentResult) -> None:
         places = [(call.number, one, place) for one in contexts for place, call in enumerate(one.calls)]

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
 
 from verl.checkpoint.export_files import (
     MAX_FILE_BYTES,
@@ -66,7 +65,9 @@ def merge_checkpoint(
     with writing([folder, *(folder / name for name in family.folders)]):
         parts = by_folder(itertools.chain(trained, unread), family.folders)
         dtypes = [write_files(folder / name, part, max_file_bytes) for name, part in parts]
-        _set_dtype(folder, config, dtypes[0])
+        for one in (config, *(getattr(config, name) for name in config.sub_configs)):
+            one.dtype = dtypes[0]  # engines choose theirs by it
+        whole_config(config, folder).save_pretrained(folder)
         copy_unread_files(local_dir, family.unread_files, folder, base_model)
     return folder
 
@@ -95,13 +96,6 @@ def _hub_tensors(shards: Shards, names: HubNames, local_dir: Path) -> Iterator[t
         )
     yield from ((name, shards.read(name)) for name in as_on_hub)
     yield from names.convert((name, shards.read(name)) for name in in_memory)
-
-
-def _set_dtype(folder: Path, config: PreTrainedConfig, dtype: torch.dtype | None) -> None:
-    config.dtype = dtype  # engines choose theirs by it
-    for name in config.sub_configs:
-        getattr(config, name).dtype = dtype
-    whole_config(config, folder).save_pretrained(folder)
 
 
 def upload(folder: Path, repository: str) -> str:

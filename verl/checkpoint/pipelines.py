@@ -102,7 +102,11 @@ def merge_pipeline(
     tensors = _trained(local_dir, base, dtype)
     with writing([folder / TRANSFORMER]):
         for part in parts:
-            _copy_folder(part, folder / part.name)
+            # Not by hard links: what writes into the export later would change the base model.
+            partial = folder / f"{part.name}{PARTIAL}"
+            shutil.rmtree(partial, ignore_errors=True)  # of an interrupted export
+            shutil.copytree(part, partial, copy_function=shutil.copyfile)  # permissions: the umask's
+            replace_folder(partial, folder / part.name)
         for file in [base / PIPELINE, *base.glob("LICENSE*")]:
             shutil.copyfile(file, folder / file.name)
         write_files(folder / TRANSFORMER, tensors, max_file_bytes, WEIGHTS)
@@ -146,14 +150,6 @@ def _other_parts(base: Path, index: Mapping[str, Any]) -> list[Path]:
             " `--base_model`"
         )
     return folders
-
-
-def _copy_folder(source: Path, target: Path) -> None:
-    # Not by hard links: what writes into the export later would change the base model.
-    partial = target.with_name(f"{target.name}{PARTIAL}")
-    shutil.rmtree(partial, ignore_errors=True)  # of an interrupted export
-    shutil.copytree(source, partial, copy_function=shutil.copyfile)  # who may read is left to the umask
-    replace_folder(partial, target)
 
 
 def _trained(local_dir: Path, base: Path, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:

@@ -70,7 +70,12 @@ class CheckpointTracker:
         `score` is that of the last validation, higher is better; None before the first one.
         """
         folder, before = self.root / f"global_step_{step}", self.record
-        self.record = self._record_with(step, folder, score)
+        best = (before.best_global_step, before.best_actor_path, before.best_val_reward_score)
+        if before.best_global_step == step:  # rewritten after a resume from an earlier step
+            best = (None, None, None)
+        if score is not None and (best[2] is None or score > best[2]):
+            best = (step, str(folder / "actor"), score)
+        self.record = CheckpointRecord(step, str(folder / "actor"), *best)
         write_json(self.root / TRACKER, asdict(self.record))  # a run killed after this can be resumed
         try:
             replace_folder(_partial(folder), folder)
@@ -80,15 +85,6 @@ class CheckpointTracker:
             raise
         self._prune()
         return folder
-
-    def _record_with(self, step: int, folder: Path, score: float | None) -> CheckpointRecord:
-        actor, old = str(folder / "actor"), self.record
-        best = (old.best_global_step, old.best_actor_path, old.best_val_reward_score)
-        if old.best_global_step == step:  # rewritten after a resume from an earlier step
-            best = (None, None, None)
-        if score is not None and (best[2] is None or score > best[2]):
-            best = (step, actor, score)
-        return CheckpointRecord(step, actor, *best)
 
     def _prune(self) -> None:
         if self.save_limit <= 0:

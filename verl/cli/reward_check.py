@@ -163,13 +163,10 @@ def _describe(call: CheckedCall, responses: Sequence[Response], number: int, tim
         return f"{text}  failed for {'; '.join(each.name for each in responses)}: {call.reason}\n"
     for response, scores in zip(responses, call.scores, strict=True):
         shown = "  ".join(f"{name} {value:g}" for name, value in scores.items())
-        text += f"  {response.name}: {shown}  {_excerpt(response.columns['response'])}\n"
+        answer = response.columns["response"]
+        more = f"... ({len(answer)} characters)" if len(repr(answer)) > SHOWN else ""
+        text += f"  {response.name}: {shown}  {answer!r:.{SHOWN}}{more}\n"
     return text
-
-
-def _excerpt(response: str) -> str:
-    text = repr(response)
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}... ({len(response)} characters)"
 
 
 def _summary(calls: Sequence[CheckedCall]) -> str:

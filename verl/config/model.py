@@ -162,19 +162,16 @@ class OptimConfig:
         if not all(0.0 <= beta < 1.0 for beta in self.betas):
             yield f"`{path}.betas` must be in [0, 1), got {list(self.betas)}"
         for pattern, factor in self.lr_factors.items():
-            yield from _factor_problems(f"`{path}.lr_factors` ({pattern})", pattern, factor)
+            name = f"`{path}.lr_factors` ({pattern})"
+            try:
+                re.compile(pattern)
+            except (re.error, TypeError) as error:
+                yield f"{name} must be a regular expression: {error}"
+            is_number = isinstance(factor, int | float) and not isinstance(factor, bool)
+            if not is_number or not 0.0 < factor < math.inf:
+                yield f"{name} must be a number above 0, got {factor!r}: `freeze_modules` freezes parameters"
         if self.strategy == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
             yield f"`{path}.strategy` (adamw_8bit) needs torchao: pip install 'easy-verl[torchao]'"
-
-
-def _factor_problems(name: str, pattern: Any, factor: Any) -> Iterator[str]:
-    try:
-        re.compile(pattern)
-    except (re.error, TypeError) as error:
-        yield f"{name} must be a regular expression: {error}"
-    is_number = isinstance(factor, int | float) and not isinstance(factor, bool)
-    if not is_number or not 0.0 < factor < math.inf:
-        yield f"{name} must be a number above 0, got {factor!r}: `freeze_modules` freezes parameters"
 
 
 @dataclass(frozen=True)

@@ -31,12 +31,7 @@ class FinishedPicture(FinishedResponse):
 
 
 class DiffusionEngine:
-    """Samples the pictures of this rank's prompts; every rank of FSDP runs the model equally often.
-
-    Args:
-        at_once: Pictures of a call of the model.
-        measures_kl: Whether steps with noise are compared with those of the reference.
-    """
+    """Samples the pictures of this rank's prompts; every rank of FSDP runs the model equally often."""
 
     def __init__(
         self,
@@ -44,9 +39,9 @@ class DiffusionEngine:
         forward: StepForward,
         size: Size,
         *,
-        at_once: int,
+        at_once: int,  # pictures of a call of the model
         seed: int,
-        measures_kl: bool = False,
+        measures_kl: bool = False,  # of steps with noise, to those of the reference
     ) -> None:
         self.policy, self.forward, self.at_once, self.seed = policy, forward, at_once, seed
         self.measures_kl = measures_kl

@@ -23,21 +23,13 @@ Velocity = Callable[[Tensor, Tensor], Tensor]  # of latents (B, ...) at times (B
 
 @dataclass(frozen=True)
 class NoiseSchedule:
-    """The steps of a sampler, which are those of the model's own scheduler.
+    """The steps of a sampler, which are those of the model's own scheduler."""
 
-    Attributes:
-        sigmas: (S + 1,) float32, from 1 to 0.
-        times: (S,) float32, as the model reads them.
-        noise_level: Of steps that draw noise.
-        kind: `sde` or `cps`.
-        noisy: Numbers of the steps that draw noise, on which a model can be trained.
-    """
-
-    sigmas: Tensor
-    times: Tensor
-    noise_level: float
-    kind: str
-    noisy: tuple[int, ...]
+    sigmas: Tensor  # (S + 1,) float32, from 1 to 0
+    times: Tensor  # (S,) float32, as the model reads them
+    noise_level: float  # of steps that draw noise
+    kind: str  # `sde` or `cps`
+    noisy: tuple[int, ...]  # numbers of the steps that draw noise, on which a model can be trained
 
     @property
     def num_steps(self) -> int:

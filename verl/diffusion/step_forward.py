@@ -28,15 +28,6 @@ class StepForward(RowForward):
 
     Micro batches have `latents` (B, S + 1, ...) of whole trajectories, `loss_mask` (B, S) and `prompt_text`;
     the model runs the latents of steps that the mask has, all of them at once.
-
-    Args:
-        model: The transformer, possibly under FSDP.
-        schedule: The steps that were sampled.
-        guidance: Scale of guidance; at most 1 disables classifier-free guidance.
-        reference: Keeps what is trained out of the model inside a block; None: there is no KL.
-        at_once: Latents of a call of the model in an update; None keeps the steps of a row together, for
-            losses of whole trajectories.
-        sp: Ranks that share the tokens of every row; None: there are none.
     """
 
     keys = ("latents", "attention_mask", "responses", "loss_mask")
@@ -46,14 +37,17 @@ class StepForward(RowForward):
     def __init__(
         self,
         family: DiffusionFamily,
-        model: nn.Module,
-        schedule: NoiseSchedule,
+        model: nn.Module,  # the transformer, possibly under FSDP
+        schedule: NoiseSchedule,  # that was sampled
         prompts: PromptEncoder,
         *,
-        guidance: float = 1.0,
+        guidance: float = 1.0,  # at most 1 disables classifier-free guidance
+        # Keeps what is trained out of the model inside a block; None: there is no KL.
         reference: Callable[[], AbstractContextManager[Any]] | None = None,
+        # Latents of a call of the model in an update; None keeps the steps of a row together, for losses of
+        # whole trajectories.
         at_once: int | None = None,
-        sp: SequenceParallel | None = None,
+        sp: SequenceParallel | None = None,  # ranks that share the tokens of every row
     ) -> None:
         super().__init__(model, prompts.device, sp or SequenceParallel())
         self.family, self.schedule, self.prompts = family, schedule, prompts

@@ -19,21 +19,14 @@ from verl.distributed.ulysses import gather_rows, heads_to_tokens, share_heads
 
 @dataclass(frozen=True)
 class TokenLayers:
-    """Names of the layers between which tokens are divided; those of attention are in every block.
+    """Names of the layers between which tokens are divided; those of attention are in every block."""
 
-    Attributes:
-        first: Its first argument has all tokens, (B, N, C).
-        last: Its result has a value for each token, (B, N, C).
-        attention: Module of self-attention in a block, with the attribute `heads`.
-        projected: Its layers whose results are attended to, (B, N, heads x D); `heads` is read afterwards.
-        out: Its layer that reads what was attended to, (B, N, heads x D).
-    """
-
-    first: str
-    last: str
-    attention: str
+    first: str  # its first argument has all tokens, (B, N, C)
+    last: str  # its result has a value for each token, (B, N, C)
+    attention: str  # module of self-attention in a block, with the attribute `heads`
+    # Its layers whose results are attended to, (B, N, heads x D); `heads` is read afterwards.
     projected: tuple[str, ...]
-    out: str
+    out: str  # its layer that reads what was attended to, (B, N, heads x D)
 
 
 class VideoUlysses:

@@ -15,25 +15,15 @@ KEEPS_ALL = "RAY_EXPERIMENTAL_NOSET_"  # and a variable's name: Ray leaves that 
 
 @dataclass(frozen=True)
 class DeviceBackend:
-    """A kind of device.
+    """A kind of device."""
 
-    Attributes:
-        name: Value of `trainer.device`, and torch's type of its tensors.
-        collective: Backend of torch.distributed for its tensors; gloo serves those on the CPU.
-        resource: Ray's name for its devices.
-        visible: Environment variables that list the devices of a process, the usual one first.
-        files: Patterns of files by which drivers show devices.
-        package: Package whose import teaches torch the type; None if torch knows it.
-        has_kernels: CUDA's kernels for attention and the head run on it, or HIP's under the same names.
-    """
-
-    name: str
-    collective: str
-    resource: str
-    visible: tuple[str, ...] = ()
-    files: tuple[str, ...] = ()
-    package: str | None = None
-    has_kernels: bool = False
+    name: str  # value of `trainer.device`, and torch's type of its tensors
+    collective: str  # backend of torch.distributed for its tensors; gloo serves those on the CPU
+    resource: str  # Ray's name for its devices
+    visible: tuple[str, ...] = ()  # environment variables that list a process's devices, the usual one first
+    files: tuple[str, ...] = ()  # patterns of files by which drivers show devices
+    package: str | None = None  # its import teaches torch the type; None if torch knows it
+    has_kernels: bool = False  # for attention and the head: CUDA's, or HIP's under the same names
 
     @property
     def is_gpu(self) -> bool:

@@ -60,8 +60,11 @@ def prompt_sharing_obstacle(config: PretrainedConfig) -> str | None:
 def check_sequence_parallel(config: PretrainedConfig, sp: SequenceParallel) -> None:
     """Raise a ValueError if the model's attention does not support this division of packed sequences."""
     text = config.get_text_config()
-    linear = (_linear_heads(text), "heads of the linear attention layers")
-    for heads, name in ((text.num_attention_heads, "attention heads"), linear):
+    heads_of = {"attention heads": text.num_attention_heads}
+    if "linear_attention" in _layer_types(text):
+        linear = getattr(text, "linear_num_value_heads", None) or getattr(text, "linear_num_heads", 0)
+        heads_of["heads of the linear attention layers"] = linear
+    for name, heads in heads_of.items():
         if heads % sp.ulysses_size:
             other = "" if _layer_types(text) & STATE_TYPES else ", or use `ring_size`"
             raise ValueError(
@@ -87,13 +90,6 @@ def _ring_obstacle(config: PretrainedConfig) -> str | None:
 
 def _layer_types(text: PretrainedConfig) -> set[str]:
     return set(getattr(text, "layer_types", None) or [])
-
-
-def _linear_heads(text: PretrainedConfig) -> int:
-    """Return the heads of linear attention layers; 0 for models without any."""
-    if "linear_attention" not in _layer_types(text):
-        return 0
-    return getattr(text, "linear_num_value_heads", None) or getattr(text, "linear_num_heads", 0)
 
 
 def _attention_rule(text: PretrainedConfig) -> AttentionRule:

@@ -174,19 +174,16 @@ def _towers(model: PreTrainedModel, blocks: list[nn.Module]) -> list[_Tower]:
     family, names = family_of(config), {module: name for name, module in model.named_modules()}
     towers = []
     for sense, parts in family.encoders.items():
-        own = _most_common([block for block in blocks if is_part(names[block], parts)])
+        own = [block for block in blocks if is_part(names[block], parts)]
         if own:
+            # FSDP gathers embeddings or a merger like a block, and the plan counts them among the rest.
+            [(usual, _)] = Counter(map(type, own)).most_common(1)
+            own = [block for block in own if type(block) is usual]
             largest = max(count(block.parameters()) for block in own)
             own_config, is_tiled = getattr(config, f"{sense}_config"), all(map(has_tiles, own))
             stack = tower_stack(own_config, len(own), largest, is_tiled=is_tiled)
             towers.append(_Tower(own, stack, family.patches_per_token(config, sense)))
     return towers
-
-
-def _most_common(blocks: list[nn.Module]) -> list[nn.Module]:
-    # FSDP gathers a tower's embeddings or merger like a block, and the plan counts them among the rest.
-    counts = Counter(map(type, blocks))
-    return [block for block in blocks if type(block) is counts.most_common(1)[0][0]]
 
 
 def _text_stack(config: Any, blocks: list[nn.Module]) -> Stack:

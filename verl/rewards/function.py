@@ -243,7 +243,12 @@ def load_reward_function(
         what = f"`{function_name}` is `async def`, which `REWARD_TYPE` {reward_type!r} does not call"
         raise ValueError(f'{path}: {what}: set REWARD_TYPE = "sequential" or "batch"')
     if servers:
-        kwargs[SERVERS] = _models_for(function, servers, where, function_name)
+        if SERVERS not in inspect.signature(function).parameters:
+            raise ValueError(
+                f"`{SECTION}` has {sorted(servers)}, which {where} `{function_name}` does not take: give it a"
+                f" parameter `{SERVERS}`, or remove the section"
+            )
+        kwargs[SERVERS] = connect(servers)
     _check_kwargs(called, kwargs, where, function_name, reward_type)
     name = str(getattr(module, "REWARD_NAME", path.stem))
     return RewardFunction(called, kwargs, path, function_name, line, name, reward_type, is_async, note)
@@ -274,15 +279,6 @@ def split_spec(spec: str) -> tuple[Path, str]:
     if not Path(path).is_file():
         raise FileNotFoundError(f"`{OPTION}`: no file {Path(path).absolute()}")
     return Path(path).absolute(), function_name
-
-
-def _models_for(function: Callable[..., Any], servers: Specs, where: str, name: str) -> dict[str, Any]:
-    if SERVERS not in inspect.signature(function).parameters:
-        raise ValueError(
-            f"`{SECTION}` has {sorted(servers)}, which {where} `{name}` does not take: give it a parameter"
-            f" `{SERVERS}`, or remove the section"
-        )
-    return connect(servers)
 
 
 def _check_kwargs(

@@ -78,7 +78,11 @@ def _cases(tests: Any) -> Iterator[Case]:
         for test in tests:
             yield from _assertions(test) if isinstance(test, str) else [_input_and_output(test)]
     elif "public_test_cases" in tests or "private_test_cases" in tests:
-        yield from _livecodebench(tests)
+        metadata = tests.get("metadata") or {}
+        metadata = json.loads(metadata) if isinstance(metadata, str) else metadata
+        for name in ("public_test_cases", "private_test_cases"):
+            for test in _unpacked(tests.get(name) or []):
+                yield _input_and_output(test, metadata.get("func_name"))
     elif "inputs" in tests:
         name = tests.get("fn_name")
         for given, wanted in zip(tests["inputs"], tests["outputs"], strict=True):
@@ -101,14 +105,6 @@ def _input_and_output(test: dict[str, Any], function: str | None = None) -> Case
             raise ValueError("a functional test needs `fn_name`, or `func_name` in its `metadata`")
         return _call(function, test["input"], test["output"])
     return StdinCase(_text(test["input"]), _text(test["output"]))
-
-
-def _livecodebench(row: dict[str, Any]) -> Iterator[Case]:
-    metadata = row.get("metadata") or {}
-    metadata = json.loads(metadata) if isinstance(metadata, str) else metadata
-    for name in ("public_test_cases", "private_test_cases"):
-        for test in _unpacked(row.get(name) or []):
-            yield _input_and_output(test, metadata.get("func_name"))
 
 
 def _unpacked(tests: Any) -> list[dict[str, Any]]:
@@ -152,7 +148,8 @@ def _assertions(
 ) -> Iterator[AssertCase]:
     """Split `body`, by default all the code, into assertions, each with the other statements before it."""
     body = ast.parse(code).body if body is None else body
-    if any(_holds_assertion(node) for node in body if not isinstance(node, ast.Assert)):
+    others = [node for node in body if not isinstance(node, ast.Assert)]
+    if any(isinstance(inner, ast.Assert) for node in others for inner in ast.walk(node)):
         yield AssertCase(f"{before}\n{code}", "True", True, prefix)
         return
     for node in body:
@@ -160,10 +157,6 @@ def _assertions(
             yield AssertCase(before, *_expected(node.test), prefix)
         else:
             before += f"\n{ast.unparse(node)}"
-
-
-def _holds_assertion(node: ast.AST) -> bool:
-    return any(isinstance(inner, ast.Assert) for inner in ast.walk(node))
 
 
 def _checks(code: str, entry_point: str, prefix: str) -> Iterator[AssertCase]:

@@ -8,7 +8,7 @@ import builtins
 import os
 import sys
 from _sitebuiltins import Quitter
-from types import ModuleType, TracebackType
+from types import ModuleType
 
 FILE_NAME = "solution.py"
 # Exit codes that say how a program ended. A program that uses them only renames its own failure.
@@ -18,7 +18,11 @@ UNCAUGHT, OUT_OF_MEMORY, REJECTED = 121, 122, 123  # an exception, a MemoryError
 def execute(job: dict, value_file: int) -> None:
     """Run a program as a script, or as a module and then write the value of a call to `value_file`."""
     values = sys.modules.get("verl.sandbox.values")  # loaded before access to its folder was dropped
-    _forget_launcher(job["import_path"])
+    # The program must not see its launcher.
+    sys.argv[:] = [FILE_NAME]
+    sys.path[:] = [*sys.path, *job["import_path"]]
+    for name in [name for name in sys.modules if name.partition(".")[0] == "verl"]:
+        del sys.modules[name]
     for name in ("exit", "quit"):  # the module `site`, which is not imported, would add them
         setattr(builtins, name, Quitter(name, "Ctrl-D"))
     call = job["call"]
@@ -37,20 +41,16 @@ def execute(job: dict, value_file: int) -> None:
     except _RejectedError:
         sys.exit(REJECTED)
     except BaseException as error:  # noqa: BLE001 (a program raises anything)
-        error.__traceback__ = _without_own_frames(error.__traceback__)
-        sys.__excepthook__(type(error), error, error.__traceback__)
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename == __file__:  # without own frames
+            trace = trace.tb_next
+        error.__traceback__ = trace
+        sys.__excepthook__(type(error), error, trace)
         sys.exit(UNCAUGHT)
 
 
 class _RejectedError(Exception):
     """An assertion of the test did not hold."""
-
-
-def _forget_launcher(import_path: list[str]) -> None:
-    sys.argv[:] = [FILE_NAME]
-    sys.path[:] = [*sys.path, *import_path]
-    for name in [name for name in sys.modules if name.partition(".")[0] == "verl"]:
-        del sys.modules[name]
 
 
 def _make_call(namespace: dict, call: dict[str, str], value_file: int, values: ModuleType) -> None:
@@ -66,9 +66,3 @@ def _make_call(namespace: dict, call: dict[str, str], value_file: int, values: M
         value = value(*values.json.loads(call["arguments"]))
     with os.fdopen(value_file, "w") as file:
         file.write(values.to_text(value, as_json=call["arguments"] is not None))
-
-
-def _without_own_frames(trace: TracebackType | None) -> TracebackType | None:
-    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
-        trace = trace.tb_next
-    return trace

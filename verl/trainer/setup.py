@@ -50,7 +50,6 @@ from verl.trainer.rollouts.collector import RolloutCollector
 from verl.trainer.rollouts.engines import Engines, OwnEngines, SharedEngines
 from verl.trainer.rollouts.group_filter import check_scored_alone
 from verl.trainer.rollouts.group_stream import PartialRollouts
-from verl.trainer.rollouts.sampler import OnScored
 from verl.trainer.rollouts.schedule import InTurn, OneStepAhead, Schedule
 from verl.trainer.rollouts.stream import Stream
 from verl.trainer.run.checkpointing import PPORunState, RunState, done_before
@@ -94,7 +93,8 @@ def build_trainer(run: PreparedRun[PPOConfig], stack: ExitStack) -> RayPPOTraine
     tracker = stack.enter_context(open_tracker(config, steps, checkpoint))
 
     rollout_log = kind.rollout_log(readers)
-    sampler = kind.sampler(engines, reward, readers, tracker, rollout_log, on_scored_of(loaders.train))
+    on_scored = loaders.train.see if isinstance(loaders.train, SampledLoader) else None
+    sampler = kind.sampler(engines, reward, readers, tracker, rollout_log, on_scored)
     mini_batches = {role: section.global_batch_size for role, section in config.trained_roles.items()}
     collector = kind.collector(sampler, endless(loaders.train), mini_batches.values(), algorithm)
     at_once = worker.rollout.sequences_at_once(is_gpu(pool.device))
@@ -189,10 +189,6 @@ def open_served_teachers(distillation: DistillationConfig, servers: RewardServer
         for name, teacher in distillation.served.items()
     }
     return ServedTeachers(teachers, distillation.distillation_loss)
-
-
-def on_scored_of(loader: PromptLoader | None) -> OnScored | None:
-    return loader.see if isinstance(loader, SampledLoader) else None
 
 
 def row_stages(loaders: Loaders, data: DataConfig) -> list[RewardStage]:

@@ -51,12 +51,7 @@ class EnginePlace(NamedTuple):
 
 
 class EngineHost:
-    """Builds the engine of a rank, and samples with it.
-
-    Args:
-        tower: Encodes media for the engine, if it takes features.
-        adapter: What is synced instead of whole weights.
-    """
+    """Builds the engine of a rank, and samples with it."""
 
     def __init__(
         self,
@@ -67,8 +62,8 @@ class EngineHost:
         media: MediaLoader | None,
         model_config: Any,
         *,
-        tower: FrozenTower | None = None,
-        adapter: EngineAdapter | None = None,
+        tower: FrozenTower | None = None,  # encodes media for the engine, if it takes features
+        adapter: EngineAdapter | None = None,  # synced instead of whole weights
     ) -> None:
         self.config, self.options, self.place = config, options, place
         self.tokenizer, self.media, self.model_config, self.tower = tokenizer, media, model_config, tower

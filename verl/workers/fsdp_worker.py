@@ -40,7 +40,11 @@ class FSDPWorker(SamplingWorker, TrainingWorker):
         self.host.continued.version = version
         self._sync_weights()
         if self.must_check_engine:
-            self._check_engine()
+            self.must_check_engine = False
+            with self.policy.loaded():
+                rows = self.host.rows_to_compare()
+            self.engine.sleep()
+            self.compare_engine(rows, self.engine.dtype)
             self._sync_weights()
 
     def _sync_weights(self) -> None:
@@ -55,14 +59,6 @@ class FSDPWorker(SamplingWorker, TrainingWorker):
                 self.engine.sync_weights(self._hub_tensors(with_tower=with_tower))
                 self.tower_is_synced = True
         self.engine.wake()
-
-    def _check_engine(self) -> None:
-        """Compare the engine with the trainer, once, and leave it asleep."""
-        self.must_check_engine = False
-        with self.policy.loaded():
-            rows = self.host.rows_to_compare()
-        self.engine.sleep()
-        self.compare_engine(rows, self.engine.dtype)
 
     @register(Dispatch.ALL, phase="sleep")
     def sleep_engine(self) -> None:

@@ -70,11 +70,7 @@ class SamplingWorker(DeviceWorker):
 
 
 class RolloutWorker(SamplingWorker):
-    """One process of an engine, which is its own group.
-
-    Args:
-        engine: Number of the engine among all.
-    """
+    """One process of an engine, given by its number among all; the engine is its own group."""
 
     def __init__(self, config: WorkerConfig, options: RunOptions, engine: int) -> None:
         # each engine has the random numbers that it has in a process that also trains

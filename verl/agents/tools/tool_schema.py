@@ -223,7 +223,11 @@ def _problems(schema: Mapping[str, Any], value: Any, where: str) -> Iterator[str
     if "enum" in schema and value not in schema["enum"]:
         yield f"`{where}` must be one of {shown(schema['enum'])}, got {shown(value)}"
     if isinstance(value, Real) and not isinstance(value, bool):
-        yield from _range_problems(schema, value, where)
+        low, high = schema.get("minimum"), schema.get("maximum")
+        if low is not None and value < low:
+            yield f"`{where}` must be at least {low}, got {shown(value)}"
+        if high is not None and value > high:
+            yield f"`{where}` must be at most {high}, got {shown(value)}"
     if isinstance(value, list | tuple):
         yield from _array_problems(schema, value, where)
     if isinstance(value, dict):
@@ -234,14 +238,6 @@ def _is_kind(value: Any, kind: str) -> bool:
     if isinstance(value, bool):
         return kind == "boolean"
     return isinstance(value, KINDS[kind])
-
-
-def _range_problems(schema: Mapping[str, Any], value: Real, where: str) -> Iterator[str]:
-    low, high = schema.get("minimum"), schema.get("maximum")
-    if low is not None and value < low:
-        yield f"`{where}` must be at least {low}, got {shown(value)}"
-    if high is not None and value > high:
-        yield f"`{where}` must be at most {high}, got {shown(value)}"
 
 
 def _array_problems(schema: Mapping[str, Any], value: Sequence[Any], where: str) -> Iterator[str]:

@@ -207,12 +207,15 @@ def describe_rows(option: str, dataset: RowDataset, bad: Mapping[int, BadRow], r
     lengths = [length for length in dataset.lengths if length]  # 0 is a row that could not be measured
     too_long = [f"{dataset.rows.where(index)}: {dataset.lengths[index]} tokens" for index in overlong]
     used = [index for index in dataset.indices if index not in bad]
+    num_tokens = sum(dataset.lengths[index] for index in used)
+    num_learned = sum(dataset.num_learned[index] for index in used)  # 0 for prompts
+    share = f", {num_learned} of them learned ({num_learned / num_tokens:.1%})" if num_learned else ""
     return (
         f"`{option}`: {len(dataset.rows)} rows, {len(used)} used\n{table(list(_file_rows(dataset, bad)))}"
         f"  tokens of a {row}, media included: shortest {min(lengths)}, half up to"
         f" {quantile(lengths, 0.5)}, 95% up to {quantile(lengths, 0.95)}, longest {max(lengths)};"
         f" {limit_option} is {dataset.limit}\n{histogram(lengths, dataset.limit, indent='    ')}"
-        + _token_sums(dataset, used)
+        f"  tokens of the rows that are used: {num_tokens}{share}\n"
         + _listed(f"longer than {limit_option}", too_long)
         + _bad_lines([bad[index] for index in sorted(bad)])
     )
@@ -230,13 +233,6 @@ def describe_shares(dataset: RowDataset, bad: Mapping[int, BadRow]) -> str:
             f"  source {name}: {share:.1%} of the rows, each of its {count} once in {count / share:.0f}\n"
         )
     return "".join(lines)
-
-
-def _token_sums(dataset: RowDataset, used: Sequence[int]) -> str:
-    num_all = sum(dataset.lengths[index] for index in used)
-    num_trained = sum(dataset.num_learned[index] for index in used)  # 0 for prompts
-    share = f", {num_trained} of them learned ({num_trained / num_all:.1%})" if num_trained else ""
-    return f"  tokens of the rows that are used: {num_all}{share}\n"
 
 
 def _file_rows(dataset: RowDataset, bad: Mapping[int, BadRow]) -> Iterator[tuple[object, ...]]:

@@ -132,15 +132,12 @@ def data_source(text: str) -> str:
     path = _absolute(source)
     if path.exists():
         return str(path) + at + split
-    if source.endswith(DATA_SUFFIXES) or (looks_local(source) and not _is_subset(source)):
+    # A missing path may look like the name of a subset, but then its first part usually exists.
+    is_subset = HUB_SUBSET.fullmatch(source) and not _absolute(source.partition("/")[0]).is_dir()
+    if source.endswith(DATA_SUFFIXES) or (looks_local(source) and not is_subset):
         raise missing("file or folder", path)
     check_spelling(source, path)
     return text
-
-
-def _is_subset(text: str) -> bool:
-    # A missing path has three parts as well, but then the first one usually exists.
-    return HUB_SUBSET.fullmatch(text) is not None and not _absolute(text.partition("/")[0]).is_dir()
 
 
 def data_sources(value: str | list[str]) -> str | list[str]:

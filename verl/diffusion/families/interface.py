@@ -37,25 +37,15 @@ class Size:
 
 
 class DiffusionFamily(ABC):
-    """A kind of pipeline of diffusers whose transformer predicts velocities.
+    """A kind of pipeline of diffusers whose transformer predicts velocities."""
 
-    Attributes:
-        pipelines: Names of its classes in `model_index.json`.
-        makes: What a reward function calls the result: `images` or `videos`.
-        longest_prompt: Tokens that its longest text encoder reads.
-        adapted: Ends of the names of the modules that LoRA adapts by default.
-        reads_guidance: The guidance scale is an input of the transformer, which then predicts once.
-        unguided: The prompt of predictions without a condition.
-        layers: Where its tokens can be divided over ranks; None: they cannot.
-    """
-
-    pipelines: ClassVar[tuple[str, ...]]
-    makes: ClassVar[str] = "images"
-    longest_prompt: ClassVar[int]
-    adapted: ClassVar[tuple[str, ...]]
-    reads_guidance: ClassVar[bool] = False
-    unguided: ClassVar[str] = ""
-    layers: ClassVar[TokenLayers | None] = None
+    pipelines: ClassVar[tuple[str, ...]]  # names of its classes in `model_index.json`
+    makes: ClassVar[str] = "images"  # or `videos`, as a reward function calls the result
+    longest_prompt: ClassVar[int]  # tokens that its longest text encoder reads
+    adapted: ClassVar[tuple[str, ...]]  # ends of the names of the modules that LoRA adapts by default
+    reads_guidance: ClassVar[bool] = False  # the transformer reads the scale, and then predicts once
+    unguided: ClassVar[str] = ""  # the prompt of predictions without a condition
+    layers: ClassVar[TokenLayers | None] = None  # where ranks can divide its tokens; None: they cannot
 
     @abstractmethod
     def encode(self, pipeline: Any, texts: Sequence[str], max_length: int) -> Conditions:

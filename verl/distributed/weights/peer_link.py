@@ -44,19 +44,14 @@ class ServerAddress(NamedTuple):
 
 
 class PeerLink:
-    """One end of a link; the calls at both ends match.
-
-    Args:
-        connection: To the other end.
-        address: Own address, for gloo.
-    """
+    """One end of a link; the calls at both ends match."""
 
     def __init__(
         self,
-        connection: Connection,
+        connection: Connection,  # to the other end
         rank: int,
         device: torch.device,
-        address: str,
+        address: str,  # own, for gloo
         timeout_s: float = TIMEOUT_S,
     ) -> None:
         self.store, self.device, self.timeout_s = ConnectionStore(connection, timeout_s), device, timeout_s

@@ -68,24 +68,18 @@ class HeldShare:
 
 
 class WeightServer:
-    """Publishes the share of a rank that trains, and sends it to engines in threads of its own.
-
-    Args:
-        address: Of this process, as others reach it.
-        on_lost: Called in a thread when an engine is lost while it takes weights.
-        timeout_s: Seconds without progress after which an engine counts as lost.
-    """
+    """Publishes the share of a rank that trains, and sends it to engines in threads of its own."""
 
     def __init__(
         self,
         rank: int,
         world_size: int,
         device: torch.device,
-        address: str,
+        address: str,  # of this process, as others reach it
         *,
-        on_lost: Callable[[PeerLostError], None],
+        on_lost: Callable[[PeerLostError], None],  # in a thread, if an engine is lost while it takes weights
         bucket_bytes: int = PIECE_BYTES,
-        timeout_s: float = peer_link.TIMEOUT_S,
+        timeout_s: float = peer_link.TIMEOUT_S,  # without progress, until an engine counts as lost
     ) -> None:
         self.rank, self.world_size, self.device = rank, world_size, device
         self.bucket_bytes, self.timeout_s, self.on_lost = bucket_bytes, timeout_s, on_lost
@@ -206,18 +200,14 @@ class WeightReader:
 
     Rank r of the engine gets the shares of every `world_size`-th rank that trains, beginning with r, and
     broadcasts them to the others.
-
-    Args:
-        rank, world_size: In the engine's process group, torch's default one.
-        address: Of this process, as others reach it.
     """
 
     def __init__(
         self,
-        rank: int,
+        rank: int,  # in the engine's process group, torch's default one
         world_size: int,
         device: torch.device,
-        address: str,
+        address: str,  # of this process, as others reach it
         timeout_s: float = peer_link.TIMEOUT_S,
     ) -> None:
         self.rank, self.world_size, self.device = rank, world_size, device

@@ -115,7 +115,9 @@ class LiveBar:
             shown.pop()  # the drawn bar says more
         room = min(BAR_WIDTHS[0], width - len(GAP.join(shown)) - 1)
         if step in shown and room >= BAR_WIDTHS[1] and clock.total_steps:
-            shown[shown.index(step)] += f" {self._drawn(room, is_unicode)}"
+            done = min(room, room * clock.finished_step // clock.total_steps)
+            full, empty = "━─" if is_unicode else "#-"
+            shown[shown.index(step)] += f" {full * done}{empty * (room - done)}"
         text = Text(GAP.join(shown).rstrip(), no_wrap=True, overflow="crop")
         text.highlight_words([part for part in parts[:1] if part], "bold cyan")
         return text
@@ -127,12 +129,6 @@ class LiveBar:
             if value is not None:
                 return f"{column.title} {number(value, column.decimals, column.width)}"
         return ""
-
-    def _drawn(self, width: int, is_unicode: bool) -> str:
-        assert self._clock.total_steps, "checked by the caller"
-        done = min(width, width * self._clock.finished_step // self._clock.total_steps)
-        full, empty = "━─" if is_unicode else "#-"
-        return full * done + empty * (width - done)
 
 
 @cache

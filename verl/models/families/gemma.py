@@ -172,8 +172,6 @@ class Gemma4(VisionFamily):
         )
     }  # fmt: skip
 
-    # --- tokens and positions
-
     def image_shape(self, processor: Any, height: int, width: int) -> MediumShape:
         rows, columns, tokens = frame_shape(processor, "image", height, width)
         return MediumShape(tokens, {"grid": [1, rows, columns], "features": len(tokens) - 2})
@@ -193,8 +191,6 @@ class Gemma4(VisionFamily):
 
     def block_layers(self, config: Any) -> tuple[str, ...]:
         return (SLIDING,) if config.get_text_config().use_bidirectional_attention == "vision" else ()
-
-    # --- model inputs and features
 
     def image_inputs(self, processor: Any, image: Image.Image) -> dict[str, Tensor]:
         made = processor.image_processor(images=[image], return_tensors="pt")
@@ -272,7 +268,10 @@ class Gemma4(VisionFamily):
 
 def join_newlines(tokenizer: Any, tokens: list[int]) -> list[int]:
     """Replace adjacent tokens that consist of newlines by those of all their newlines together."""
-    lengths = newline_tokens(tokenizer)
+    texts = ["\n" * count for count in range(1, LONGEST_RUN + 1)]
+    lengths = {token: count for count, token in enumerate(tokenizer.convert_tokens_to_ids(texts), 1)}
+    for missing in (None, tokenizer.unk_token_id):
+        lengths.pop(missing, None)
     joined: list[int] = []
     for is_newline, run in itertools.groupby(tokens, lengths.__contains__):
         run = list(run)
@@ -281,12 +280,6 @@ def join_newlines(tokenizer: Any, tokens: list[int]) -> list[int]:
             run = tokenizer.encode(text, add_special_tokens=False)
         joined += run
     return joined
-
-
-def newline_tokens(tokenizer: Any) -> dict[int, int]:
-    texts = ["\n" * count for count in range(1, LONGEST_RUN + 1)]
-    lengths = {token: count for count, token in enumerate(tokenizer.convert_tokens_to_ids(texts), 1)}
-    return {token: count for token, count in lengths.items() if token not in (None, tokenizer.unk_token_id)}
 
 
 def frame_shape(processor: Any, kind: Kind, height: int, width: int) -> tuple[int, int, list[int]]:

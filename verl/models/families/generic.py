@@ -64,8 +64,6 @@ class GenericFamily(VisionFamily):
         """Return the family of one model, whose structure it looks up."""
         return type(self)(config)
 
-    # --- modules
-
     @property
     def structure(self) -> Structure:
         """The model's structure.
@@ -87,8 +85,6 @@ class GenericFamily(VisionFamily):
     def encoders(self) -> dict[Sense, tuple[str, ...]]:
         return {"vision": self.structure.encoder}
 
-    # --- tokens
-
     def placeholders(self, processor: Any) -> dict[int, Kind]:
         return {_placeholder(processor)[1]: "image"}
 
@@ -103,8 +99,6 @@ class GenericFamily(VisionFamily):
         raise ValueError(
             f"{type(processor).__name__} reads no videos without a file of its model: {WHAT_TO_WRITE}"
         )
-
-    # --- model inputs and features
 
     def image_inputs(self, processor: Any, image: Image.Image) -> dict[str, Tensor]:
         return _processed(processor, [image]).tensors
@@ -152,9 +146,6 @@ class GenericFamily(VisionFamily):
             for image, shape in zip(images, shapes, strict=True)
         ]
         return ExampleRow(torch.tensor(ids), media)
-
-
-# --- modules
 
 
 _structures: dict[tuple[str, str], Structure] = {}  # by the types of a model and its language model
@@ -218,9 +209,6 @@ def _towers(model: PreTrainedModel) -> list[str]:
         for path, module in named
         if isinstance(module, PreTrainedModel) and type(module.config) is type(vision)
     ]
-
-
-# --- the processor
 
 
 class _Processed(NamedTuple):

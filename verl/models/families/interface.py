@@ -165,10 +165,9 @@ class Family:
 class MediaFamily(Family, ABC):
     """A family of models that read media: images, videos or audio.
 
-    Shapes and inputs of kinds that the models do not read raise a ValueError.
+    Its modules come first, then tokens and positions, inputs and features, options of media, and the rollout
+    engine. Shapes and inputs of kinds that the models do not read raise a ValueError.
     """
-
-    # --- modules
 
     media_owner: ClassVar[str] = "model"  # the module that the encoders belong to
 
@@ -178,8 +177,6 @@ class MediaFamily(Family, ABC):
     @property
     @abstractmethod
     def encoders(self) -> dict[Sense, tuple[str, ...]]: ...
-
-    # --- tokens and positions
 
     def token_of(self, processor: Any, kind: Kind) -> int:
         """Return the token that stands for a medium in a rendered prompt."""
@@ -237,8 +234,6 @@ class MediaFamily(Family, ABC):
         """
         return kind
 
-    # --- model inputs and features
-
     def image_inputs(self, processor: Any, image: Image.Image) -> dict[str, Tensor]:
         """Return the tensors of an RGB image's `Medium`."""
         raise ValueError(f"{type(self).__name__} reads no images")
@@ -277,8 +272,6 @@ class MediaFamily(Family, ABC):
     def example(self, config: Any, processor: Any, generator: torch.Generator | None = None) -> ExampleRow:
         """Return a row of one small medium for each encoder: blank, or with a generator of random values."""
 
-    # --- media options
-
     def sized_by(self, processor: Any, kind: Kind) -> tuple[str, ...]:
         """Return the processor's options that alone decide the tokens of an image, or of a video's frames.
 
@@ -298,8 +291,6 @@ class MediaFamily(Family, ABC):
     def resized_image(self, processor: Any, height: int, width: int) -> tuple[int, int]:
         """Return height and width after the processor's own resizing."""
         return height, width
-
-    # --- the rollout engine
 
     takes_features: ClassVar[bool] = False  # vLLM reads features of images and videos instead of pixels
     takes_video_features: ClassVar[bool] = True  # with `takes_features`; else those of images only

@@ -55,8 +55,6 @@ class InternVL(VisionFamily):
         )
     }  # fmt: skip
 
-    # --- tokens
-
     def placeholders(self, processor: Any) -> dict[int, Kind]:
         video = processor.tokenizer.convert_tokens_to_ids(processor.video_token)
         return {processor.image_token_id: "image", video: "video"}
@@ -78,8 +76,6 @@ class InternVL(VisionFamily):
 
     def token_kind(self, kind: Kind) -> Kind:
         return "image"
-
-    # --- model inputs and features
 
     def image_inputs(self, processor: Any, image: Image.Image) -> dict[str, Tensor]:
         made = processor.image_processor(images=[image], return_tensors="pt", **_image_options(processor))
@@ -109,8 +105,6 @@ class InternVL(VisionFamily):
         facts = {"tiles": tiles}
         ids = torch.full((sum(self.units(config, facts)),), config.image_token_id)
         return ExampleRow(ids, [Medium("image", {"pixel_values": pixels}, facts)])
-
-    # --- media options
 
     def frame_factor(self, processor: Any) -> int:
         return round(processor.video_processor.size["height"] / processor.image_seq_length**0.5)

@@ -139,8 +139,6 @@ class LlavaOnevision(VisionFamily):
     def encoders(self) -> dict[Sense, tuple[str, ...]]:
         return {"vision": (self.tower, "model.multi_modal_projector", "model.image_newline")}
 
-    # --- tokens
-
     def image_shape(self, processor: Any, height: int, width: int) -> MediumShape:
         images, size = processor.image_processor, (height, width)
         tile = images.size.get("height") or images.size["shortest_edge"]
@@ -156,8 +154,6 @@ class LlavaOnevision(VisionFamily):
         features = [frame] * (num_frames - 1) + [frame + 1]
         facts = {"unit_tiles": [1] * num_frames, "unit_features": features, "is_end": True}
         return MediumShape([processor.video_token_id] * sum(features), facts)
-
-    # --- model inputs and features
 
     def image_inputs(self, processor: Any, image: Image.Image) -> dict[str, Tensor]:
         made = processor.image_processor(images=[image], return_tensors="pt")
@@ -218,8 +214,6 @@ class LlavaOnevision(VisionFamily):
         pixels = example_pixels(shape, generator)
         ids = torch.full((sum(facts["unit_features"]),), config.image_token_id)
         return ExampleRow(ids, [Medium("image", {"pixel_values": pixels}, facts)])
-
-    # --- media options
 
     def frame_factor(self, processor: Any) -> int:
         return -(-processor.video_processor.size["height"] // _pooled_side(processor))

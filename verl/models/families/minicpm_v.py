@@ -80,8 +80,6 @@ class MiniCPMV46(VisionFamily):
         )
     }  # fmt: skip
 
-    # --- tokens
-
     def image_shape(self, processor: Any, height: int, width: int) -> MediumShape:
         sizes, grid = _sizes_and_grid(processor.image_processor, height, width)
         tokens = _tokens(processor, processor.image_token_id, processor.image_token_divisor, sizes, grid)
@@ -103,8 +101,6 @@ class MiniCPMV46(VisionFamily):
             videos = _numbered(processor, shape.videos) if self.numbers_videos else shape.videos
             shape = MediaShape(_numbered(processor, shape.images), videos)
         return super().expand(processor, prompt_ids, shape)
-
-    # --- model inputs and features
 
     def video_inputs(self, processor: Any, frames: np.ndarray, meta: Mapping[str, Any]) -> dict[str, Tensor]:
         made = processor.video_processor(videos=[frames], do_sample_frames=False, return_tensors="pt")

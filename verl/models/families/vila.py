@@ -74,8 +74,6 @@ class Vila(VisionFamily):
         )
     }
 
-    # --- tokens
-
     def image_shape(self, processor: Any, height: int, width: int) -> MediumShape:
         shape = grids(processor.config, height, width)
         return MediumShape(processor.image_tokens(shape), {"grids": [list(grid) for grid in shape]})
@@ -84,8 +82,6 @@ class Vila(VisionFamily):
         self, processor: Any, num_frames: int, height: int, width: int, meta: Mapping[str, Any]
     ) -> MediumShape:
         return MediumShape(processor.video_tokens(num_frames), {"frames": num_frames})
-
-    # --- model inputs and features
 
     def image_inputs(self, processor: Any, image: Image.Image) -> dict[str, Tensor]:
         return {PIXELS["image"]: processor.image_pixels(image)}
@@ -134,8 +130,6 @@ class Vila(VisionFamily):
 
     def patches_per_token(self, config: Any, sense: Sense) -> int:
         return config.downsampling**2
-
-    # --- media options
 
     def frame_factor(self, processor: Any) -> int:
         return round(processor.config.scales[0] / processor.config.tile_side)

@@ -198,19 +198,13 @@ def _weighted_probabilities(logits: Tensor, weights: Tensor, shares: Tensor) -> 
 
 @dataclass
 class ChoicePass:
-    """One forward pass through the routers.
+    """One forward pass through the routers."""
 
-    Attributes:
-        given: (n, L, k) routes to compare with, and to replay with `replays`; None without.
-        chosen: The experts that each layer used, (n, k) of `route_dtype`, if they are recorded.
-        matches: (n,) float32: how many of a token's experts in `given` its routers choose themselves, over
-            all layers; None without `given`.
-    """
-
-    given: Tensor | None = None
+    given: Tensor | None = None  # (n, L, k) routes to compare with, and to replay with `replays`
     replays: bool = False
     records: bool = False
-    chosen: dict[int, Tensor] = field(default_factory=dict)  # by layer
+    chosen: dict[int, Tensor] = field(default_factory=dict)  # by layer: (n, k) of `route_dtype`, if recorded
+    # (n,) float32: how many of a token's experts in `given` its routers choose themselves, over all layers
     matches: Tensor | None = None
 
     def use(self, layer: int, scores: Tensor, live: Any) -> Any:

@@ -31,16 +31,12 @@ def predict_pictures(run: PlannedRun, read: ReadPictures, cluster: Cluster) -> S
         *rest_of_step(run, [model], cluster),
     )
     trained = pictures.pictures * pictures.trained_steps * pictures.epochs
-    needed = trained * _needed(shape)
+    once, weights = shape.velocity, shape.transformer
+    # What an update of a latent cannot do without, which MFU counts.
+    needed = trained * (once.products * (2 + weights.trained / weights.params) + 3 * once.attention)
     mfu = {"update_actor": needed / update.seconds / cluster.gpu.peak}
     made = float(pictures.pictures * cluster.world_size)
     return StepTime(phases, made, mfu, cluster.world_size, unit="pictures")
-
-
-def _needed(shape: PictureShape) -> float:
-    """Operations that an update of a latent cannot do without, which MFU counts."""
-    once, weights = shape.velocity, shape.transformer
-    return once.products * (2 + weights.trained / weights.params) + 3 * once.attention
 
 
 def _encoding(pictures: PlannedPictures, shape: PictureShape, cluster: Cluster) -> PhaseTime:

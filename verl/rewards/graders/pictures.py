@@ -10,8 +10,9 @@ from PIL import Image
 
 
 def frames_of(reward_input: Mapping[str, Any], num_frames: int = 8) -> list[Image.Image]:
-    """Return the images of `pictures_of`."""
-    return [as_image(picture) for picture in pictures_of(reward_input, num_frames)]
+    """Return the tensors (3, H, W) from 0 to 1 of `pictures_of` as images."""
+    pictures = (picture.permute(1, 2, 0) for picture in pictures_of(reward_input, num_frames))
+    return [Image.fromarray((picture * 255).round().byte().numpy()) for picture in pictures]
 
 
 def pictures_of(reward_input: Mapping[str, Any], num_frames: int = 8) -> list[Any]:
@@ -21,11 +22,6 @@ def pictures_of(reward_input: Mapping[str, Any], num_frames: int = 8) -> list[An
     frames = reward_input["videos"]
     chosen = np.linspace(0, len(frames) - 1, min(num_frames, len(frames))).round().astype(int)
     return [frames[number] for number in chosen.tolist()]
-
-
-def as_image(picture: Any) -> Image.Image:
-    """Return a tensor (3, H, W) from 0 to 1 as an image."""
-    return Image.fromarray((picture * 255).round().byte().permute(1, 2, 0).numpy())
 
 
 def as_png(image: Image.Image) -> bytes:

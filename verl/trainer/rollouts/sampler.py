@@ -24,13 +24,9 @@ SAMPLED_FROM = ["uid", "raw_prompt_ids", "multi_modal_data"]
 
 
 class Sampler:
-    """Samples responses to prompts and hands them to the reward function as they finish.
+    """Samples responses to prompts and hands them to the reward function as they finish."""
 
-    Attributes:
-        shown_columns: Columns of the batch that `shown_response` reads in addition to the responses.
-    """
-
-    shown_columns: ClassVar[tuple[str, ...]] = ()
+    shown_columns: ClassVar[tuple[str, ...]] = ()  # columns of the batch that `shown_response` reads
 
     def __init__(
         self,

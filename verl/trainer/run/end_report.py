@@ -32,18 +32,13 @@ command_path = deferred("verl.utils.typed_command", "command_path")  # training 
 
 @dataclass(frozen=True)
 class Finished:
-    """The steps that a process trained, and the best validation of the run.
-
-    Args:
-        best: Step and score; higher is better.
-        is_loss: The score is the negative of a loss.
-    """
+    """The steps that a process trained, and the best validation of the run."""
 
     first_step: int
     last_step: int
     seconds: float
-    best: tuple[int, float] | None = None
-    is_loss: bool = False
+    best: tuple[int, float] | None = None  # step and score; higher is better
+    is_loss: bool = False  # the score is the negative of a loss
 
     def heading(self) -> str:
         duration = hours(self.seconds)

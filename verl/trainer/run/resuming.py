@@ -69,8 +69,11 @@ def check_resume(config: RunTree, origin: Mapping[str, Any], loader: PromptLoade
             logger.warning("a file of the run changed since the checkpoint %s: %s", folder, name)
     problems = list(_changed_models(then, origin))
     if loader is not None:
-        state = torch.load(folder / LOADER_FILE, weights_only=True)
-        problems += _changed_rows(loader.changes(state), then["options"], origin["options"])
+        changes = loader.changes(torch.load(folder / LOADER_FILE, weights_only=True))
+        if changes:
+            told = ", ".join(f"{name} {old} then, {new} now" for name, (old, new) in changes.items())
+            before, now = (each["options"]["data.train_files"] for each in (then, origin))
+            problems.append(f"`data.train_files` was {before} and is {now}, whose rows differ: {told}")
     if problems and not trainer.allow_changed_inputs:
         raise ValueError(
             f"the inputs differ from those of the checkpoint {folder}: {'; '.join(problems)}."
@@ -139,12 +142,3 @@ def _changed_models(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterable
                 paths = then["options"][option], now["options"][option]
                 yield f"`{option}` was {paths[0]} and is {paths[1]}, whose {part} differs"
                 break
-
-
-def _changed_rows(
-    changes: Mapping[str, tuple[Any, Any]], then: Mapping[str, Any], now: Mapping[str, Any]
-) -> Iterable[str]:
-    if changes:
-        files = "data.train_files"
-        told = ", ".join(f"{name} {old} then, {new} now" for name, (old, new) in changes.items())
-        yield f"`{files}` was {then[files]} and is {now[files]}, whose rows differ: {told}"

@@ -18,24 +18,16 @@ from verl.workers.packing.sp_strategy import Strategy
 
 
 class RowForward(ABC):
-    """Runs micro batches of rows through a model, and computes log-probs of what was sampled.
+    """Runs micro batches of rows through a model, and computes log-probs of what was sampled."""
 
-    Attributes:
-        keys: Columns of tensors that it reads, with `attention_mask` and `loss_mask`.
-        object_keys: Columns of objects that it reads.
-        shares_prompts: True if it runs a prompt once for all of its rows.
-        strategies: Ways in which ranks may share rows under sequence parallelism.
-        observers: Watch every pass.
-    """
-
-    keys: ClassVar[Sequence[str]]
-    object_keys: ClassVar[Sequence[str]]
-    shares_prompts = False
-    strategies: Collection[Strategy] = tuple(Strategy)
+    keys: ClassVar[Sequence[str]]  # columns of tensors that it reads, with `attention_mask` and `loss_mask`
+    object_keys: ClassVar[Sequence[str]]  # columns of objects that it reads
+    shares_prompts = False  # runs a prompt once for all of its rows
+    strategies: Collection[Strategy] = tuple(Strategy)  # ways in which ranks may share rows
 
     def __init__(self, model: nn.Module, device: torch.device | str, sp: SequenceParallel) -> None:
         self.model, self.device, self.sp = model, device, sp
-        self.observers: list[ForwardObserver] = []
+        self.observers: list[ForwardObserver] = []  # they watch every pass
         self.logged: set[Strategy] = set()  # strategies, each when it is first chosen
         self._columns: Columns = {}
 

@@ -60,17 +60,13 @@ class MetricSums:
         if sp_group is not None:
             dist.all_reduce(flat, group=sp_group)
         parts = flat.split([len(scalars), *(loads.numel() for loads in self._loads.values())])
-        largest = [
-            _largest_load(part.view_as(loads))
-            for part, loads in zip(parts[1:], self._loads.values(), strict=True)
-        ]
+        largest = []
+        for part, own in zip(parts[1:], self._loads.values(), strict=True):
+            loads = part.view_as(own)
+            shares = loads / loads.sum(-1, keepdim=True).clamp(min=1.0)
+            largest.append(shares.max().item() * loads.shape[-1])
         totals = iter(parts[0].tolist())
         losses, sums, counts = ({name: next(totals) for name in table} for table in tables)
         means = {name: total / num_updates for name, total in losses.items()}
         means |= {name: total / max(counts[name], 1.0) for name, total in sums.items()}
         return means | dict(zip(self._loads, largest, strict=True))
-
-
-def _largest_load(loads: Tensor) -> float:
-    shares = loads / loads.sum(-1, keepdim=True).clamp(min=1.0)
-    return shares.max().item() * loads.shape[-1]

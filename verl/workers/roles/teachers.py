@@ -40,17 +40,13 @@ class Teachers:
     """The teachers of a run, in the order of `distillation.teacher_models`.
 
     All ranks run each teacher as often, those without rows for it as well: FSDP's collectives need all.
-
-    Args:
-        forwards: None of a teacher behind a server, whose answers are columns of the batch.
-        device: The policy's.
     """
 
     def __init__(
         self,
-        forwards: Mapping[str, PackedForward | None],
+        forwards: Mapping[str, PackedForward | None],  # None: behind a server, whose answers are columns
         loss: DistillationLossConfig,
-        device: torch.device | str = "cpu",
+        device: torch.device | str = "cpu",  # the policy's
     ) -> None:
         self.forwards, self.names, self.loss, self.device = forwards, list(forwards), loss, device
 

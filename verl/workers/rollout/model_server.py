@@ -236,13 +236,10 @@ class KeyRequired:
         self.expected = f"Bearer {os.environ[KEY_VARIABLE]}".encode()
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
-        if scope["type"] not in ("http", "websocket") or self._is_allowed(scope):
+        given = dict(scope.get("headers", ())).get(b"authorization", b"")
+        if scope["type"] not in ("http", "websocket") or secrets.compare_digest(given, self.expected):
             await self.app(scope, receive, send)
             return
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(REFUSAL)).encode())]
         await send({"type": "http.response.start", "status": 401, "headers": headers})
         await send({"type": "http.response.body", "body": REFUSAL})
-
-    def _is_allowed(self, scope: dict[str, Any]) -> bool:
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        return secrets.compare_digest(given, self.expected)

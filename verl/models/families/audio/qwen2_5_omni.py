@@ -102,8 +102,6 @@ class Qwen25Omni(PatchGridFamily):
     def encoders(self) -> dict[Sense, tuple[str, ...]]:
         return {**super().encoders, "audio": ("audio_tower",)}
 
-    # --- tokens and positions
-
     def audio_tokens(self, frames: int) -> int:
         """Return the tokens of an audio clip, given its mel frames."""
         return audio_tokens(frames)
@@ -150,8 +148,6 @@ class Qwen25Omni(PatchGridFamily):
         return replace(
             super().constants(config), tokens_per_second=self.per_second, shared_edges=self.shared_edges
         )
-
-    # --- model inputs and features
 
     def audio_inputs(self, processor: Any, samples: np.ndarray) -> dict[str, Tensor]:
         return {MEL: mel_features(processor, samples, num_mel_frames(processor, len(samples)))}
@@ -241,8 +237,6 @@ class Qwen25Omni(PatchGridFamily):
         tokens = [config.audio_token_id] * self.audio_tokens(frames)
         ids = torch.tensor([config.audio_start_token_id, *tokens, config.audio_end_token_id])
         return ExampleRow(torch.cat([image.input_ids, ids]), [*image.media, audio])
-
-    # --- the rollout engine
 
     def engine_options(self, kinds: Container[Kind], videos: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         options = super().engine_options(kinds, videos)

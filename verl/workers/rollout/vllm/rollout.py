@@ -239,18 +239,15 @@ class VLLMRollout(RolloutEngine):
                 f"`worker.rollout.limit_images` ({self.limit_images}) must be at least the images of a"
                 f" prompt, {request.uid} has {images}"
             )
-        prompt = self._embedded(request) or vllm_prompt(request, self.hf_config)
+        if self.embeds_prompts and request.media is not None:  # features are among the tokens' embeddings
+            embeddings = prompt_embeddings(
+                request, self.hf_config, lambda ids: self.model.embed_input_ids(ids.to(self.device))
+            )
+            prompt = {"prompt_embeds": embeddings}
+        else:
+            prompt = vllm_prompt(request, self.hf_config)
         parsed = parse_model_prompt(self.engine.model_config, prompt)
         return self.engine.renderer.render_cmpl([parsed])[0]
-
-    def _embedded(self, request: RolloutRequest) -> dict[str, Any] | None:
-        """Return vLLM's prompt with features among the embeddings of its tokens, if the engine reads that."""
-        if not self.embeds_prompts or request.media is None:
-            return None
-        embeddings = prompt_embeddings(
-            request, self.hf_config, lambda ids: self.model.embed_input_ids(ids.to(self.device))
-        )
-        return {"prompt_embeds": embeddings}
 
     def _response(self, output: Any, request: RunningRequest) -> FinishedResponse:
         completion, uid = output.outputs[0], request.uid
