@@ -20,7 +20,9 @@ ASKS_FOR = {
     "python_tool": ["Python", r"\boxed{}"],
     "reasoning_tasks": ["<answer>", "nothing else"],
     "number": ["with the number only"],
+    "vl_mixture": ["<think>", "<answer>"],
 }
+OTHER_TEMPLATES = {"r1v_video", "python_tool", "number", "vl_mixture"}  # of the same rewards
 
 
 @pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
@@ -45,7 +47,7 @@ def test_there_is_a_template_for_each_shipped_reward_function():
     # programs, `reasoning_tasks` numbers alone.
     others = {"llm_judge", "judged", "choice", "by_source"}
     of_text = {path.stem for path in REWARD_FUNCTIONS if not scores_pictures(path)}
-    assert {path.stem for path in TEMPLATES} - {"r1v_video", "python_tool", "number"} | others == of_text
+    assert {path.stem for path in TEMPLATES} - OTHER_TEMPLATES | others == of_text
 
 
 @pytest.mark.parametrize("content", ["What moves?", "<video>What moves?"])
@@ -55,3 +57,14 @@ def test_a_question_about_a_video_shows_it_once(content):
     prompt = template.render(content=content)
 
     assert prompt.startswith("<video>What moves?") and prompt.count("<video>") == 1
+
+
+def test_each_source_of_the_mixture_is_asked_for_the_answer_that_its_function_reads():
+    template = SandboxedEnvironment().from_string((FOLDER / "vl_mixture.jinja").read_text())
+
+    geometry, counting = (template.render(content="?", source=name) for name in ("geometry", "counting"))
+
+    assert "\\boxed{}" in geometry and "<answer>" not in geometry
+    assert "<answer>" in counting and "boxed" not in counting
+    for text in (geometry, counting):
+        assert text.startswith("?\n\n") and not text.endswith("\n")
