@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """A checkpoint as the model that a run starts from."""
 
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from tests.helpers.distributed import run_distributed
+from tests.helpers.training import QUICKSTART
 from verl.config.files.paths import model_source
 from verl.config.ppo import PPOConfig
 from verl.config.schema import load_config
 from verl.models.tiny import save_tiny_model
+from verl.planning.planned_run import planned_ppo
 from verl.trainer.model_checks import export_checkpoints, is_unexported
 
 pytestmark = pytest.mark.heavy
@@ -42,10 +47,10 @@ def checkpoint(tmp_path_factory):
     return root / "global_step_3"
 
 
-def config_from(path):
+def config_from(path, *options):
     roles = [f"worker.{role}.model.model_path={path}" for role in ("actor", "reward_model")]
     data = ["data.train_files=a/b", "trainer.val_before_train=false", "worker.rollout.n=2"]
-    return load_config(PPOConfig, [*roles, *data])
+    return load_config(PPOConfig, [*roles, *data, *options])
 
 
 def test_a_checkpoint_and_its_role_name_the_same_model(checkpoint, tmp_path):
@@ -79,6 +84,19 @@ def test_the_weights_are_exported_once_before_a_run_starts_from_them(checkpoint,
     written = (folder / "model.safetensors").stat().st_mtime_ns
     export_checkpoints(models)
     assert (folder / "model.safetensors").stat().st_mtime_ns == written
+
+
+def test_a_run_serves_a_checkpoint_from_its_export(checkpoint, tmp_path):
+    copy = Path(shutil.copytree(checkpoint, tmp_path / checkpoint.name))
+    (copy / "actor" / "huggingface" / "model.safetensors").unlink(missing_ok=True)
+    reward = f"worker.reward.reward_function={QUICKSTART / 'judge_reward.py'}:compute_score"
+    config = config_from(checkpoint.parent / "model", f"reward_servers.judge.model_path={copy}", reward)
+    (server,) = planned_ppo(config).servers
+
+    export_checkpoints([server.model])
+
+    assert server.options.model_path == str(copy / "actor" / "huggingface")
+    assert not is_unexported(Path(server.options.model_path))
 
 
 def test_models_that_are_no_checkpoints_are_left_alone(tmp_path):

@@ -98,7 +98,8 @@ class PlannedServer:
 
     @property
     def model(self) -> ModelConfig:
-        return ModelConfig(model_path=self.options.model_path)
+        options = self.options
+        return ModelConfig(model_path=options.model_path, trust_remote_code=options.trust_remote_code)
 
     def weights(self, shape: ModelShape) -> int:
         """Bytes of the weights on each of its devices."""

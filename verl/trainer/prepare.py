@@ -97,7 +97,7 @@ def prepare_run(
         importlib.import_module(EXTENSIONS).check_extensions(config)
         run = describe(config)
         checks.check_quantized_engine(run, device)
-        checks.export_checkpoints(planned.model for planned in run.models)
+        checks.export_checkpoints(each.model for each in (*run.models, *run.servers))
         checks.check_models(run)
     if check is not None:
         with phase("rewards of samples"):
