@@ -22,7 +22,7 @@ from shapes import save_rows
 from verl.logger.file import read_log
 
 NAME = "real"
-SFT_STEPS = 48
+SFT_STEPS = 32
 VERDICTS = 16 * SFT_STEPS  # each is fine-tuned on once
 SFT_OPTIONS = ("data.max_length=128", "worker.actor.optim.lr=2e-5", "trainer.val_freq=16")
 WORDINGS = ("{}", "{}.", "The answer is {}.", "The sum is {}.", "It is {}.", "= {}", "{} is the answer.")
