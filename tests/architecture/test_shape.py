@@ -6,7 +6,7 @@ import pytest
 from tests.architecture.shape import measure
 
 CEILINGS = {
-    "lines": 69_862,
+    "lines": 69_737,
     "files": 416,
     "percent of the largest room": 14,
     "files over 400 lines": 0,
