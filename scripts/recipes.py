@@ -64,11 +64,14 @@ def run(name: str, folder: Path, arguments: Sequence[str] = ()) -> Outcome:
     start = time.monotonic()
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     script = f'set -e\n{command_of(name)} --folder "$0" "$@"'
-    done = subprocess.run(
-        ["bash", "-c", script, folder, *arguments],
-        cwd=ROOT, env=environment, check=True, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    found = json.loads(done.stdout.splitlines()[-1])
+    command, line = ["bash", "-c", script, folder, *arguments], ""
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        for line in process.stdout or ():
+            sys.stdout.write(line)
+            sys.stdout.flush()
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command_of(name))
+    found = json.loads(line)
     minutes = (time.monotonic() - start) / 60
     curve = {int(step): accuracy for step, accuracy in found["curve"].items()}
     return Outcome(found["val_before"], found["val_after"], minutes, curve)
@@ -121,7 +124,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown:
         parser.error(f"no recipe {', '.join(unknown)}; there are {', '.join(names())}")
     for name in options.names or names():
-        outcome = run(name, options.folder.resolve() / name)
+        print(f"\n== {name}", flush=True)
+        try:
+            outcome = run(name, options.folder.resolve() / name)
+        except subprocess.CalledProcessError as error:  # the recipe has said why
+            print(f"{name}: {error}", file=sys.stderr)
+            return 1
         write(name, outcome)
         print(f"{name}: {outcome.before:.2f} -> {outcome.after:.2f} in {outcome.minutes:.0f} min", flush=True)
     return 0

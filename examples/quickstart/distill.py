@@ -60,7 +60,7 @@ REAL = Distillation(
     "real",
     lambda folder, seed: folder / "model",
     ("trainer.val_generations_to_log=0",),
-    ("worker.rollout.n=4", "trainer.max_steps=10"),
+    ("trainer.max_steps=10",),
 )
 
 
