@@ -80,6 +80,17 @@ def test_a_recipe_runs_in_its_folder_with_further_arguments_of_its_last_command(
     assert (tmp_path / "first").exists()
 
 
+def test_a_recipe_that_fails_ends_the_script_and_leaves_its_page(pages, tmp_path, capfd):
+    (pages / "lora.md").write_text("# LoRA\n\n```bash\necho why; fails()  { return 3; }; fails\n```\n")
+    before = {page.name: page.read_text() for page in pages.glob("*.md")}
+
+    assert recipes.main(["lora", "--folder", str(tmp_path / "run")]) == 1
+
+    shown = capfd.readouterr()
+    assert "== lora\nwhy\n" in shown.out and "exit status 3" in shown.err
+    assert {page.name: page.read_text() for page in pages.glob("*.md")} == before
+
+
 def test_an_unknown_recipe_is_answered_with_the_names(capsys):
     with pytest.raises(SystemExit):
         recipes.main(["lara"])
