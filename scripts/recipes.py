@@ -82,7 +82,7 @@ def draw(outcome: Outcome, path: Path) -> None:
     import matplotlib  # noqa: PLC0415 - `--help` should not wait for it
 
     matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = path.stem
+    matplotlib.rcParams |= {"svg.hashsalt": path.stem, "svg.fonttype": "none"}  # text, not its outlines
     from matplotlib import pyplot  # noqa: PLC0415 - after the backend is chosen
 
     figure, axes = pyplot.subplots(figsize=(6, 3), layout="constrained")
