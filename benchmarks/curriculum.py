@@ -14,13 +14,13 @@ import json
 import random
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "quickstart")]
 import demo
-from runs import curve
 from shapes import save_rows
 
 NUM_SUMS, NUM_PRODUCTS = 24, 72
@@ -47,8 +47,8 @@ def accuracies(folder: Path, name: str, seed: int, steps: int) -> dict[int, floa
     """Train and return the held-out accuracies by step."""
     options = [f"trainer.max_steps={steps}", f"trainer.val_freq={EVERY}", "trainer.save_freq=0"]
     options += ["trainer.val_generations_to_log=0", *RUNS[name]]
-    log = demo.read_log(demo.train(folder, "real", seed, options, output=name.replace(" ", "_")))
-    return dict(zip(*curve(log, demo.ACCURACY), strict=True))
+    checkpoints = demo.train(folder, "real", seed, options, output=name.replace(" ", "_"))
+    return demo.outcome(checkpoints, time.time())["curve"]
 
 
 def main() -> None:
@@ -61,8 +61,8 @@ def main() -> None:
     options = parser.parse_args()
     found: dict[str, dict[int, Any]] = {name: {} for name in RUNS}
     for seed in options.seeds:
-        with tempfile.TemporaryDirectory() as name:
-            folder = Path(name)
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = Path(temporary)
             if options.model:
                 (folder / "model").symlink_to(options.model.resolve())
             demo.DEMOS["real"].prepare(folder, seed)

@@ -29,7 +29,7 @@ COLUMNS = "before | after | steps | minutes"
 
 
 class Outcome(NamedTuple):
-    """What a recipe came to: held-out accuracies, before, after and by step, and its duration."""
+    """The result of a recipe: held-out accuracy before and after training and by step, and the duration."""
 
     before: float
     after: float
