@@ -30,6 +30,7 @@ from verl.workers.rollout.vllm.lora_sync import engine_adapter
 pytestmark = pytest.mark.heavy
 
 LANGUAGE = r"model\.language_model\..*|model\.layers\..*"
+PART = "q_proj,gate_proj,down_proj"
 CONFIG = AdapterConfig(rank=4, alpha=6, target_modules=LANGUAGE)
 WHOLE = replace(OPTIONS, ignore_eos=True)  # responses of 24 tokens
 
@@ -57,16 +58,19 @@ def folded(model, config=CONFIG):
 @pytest.fixture(
     scope="module",
     params=[
-        "qwen2",
-        pytest.param("qwen2_5_vl", marks=pytest.mark.nightly("verl/models")),
-        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen3_vl", "mistral3")),
+        ("qwen2", PART),
+        pytest.param(("qwen2_5_vl", LANGUAGE), marks=pytest.mark.nightly("verl/models")),
+        *(pytest.param((kind, LANGUAGE), marks=pytest.mark.slow) for kind in ("qwen3_vl", "mistral3")),
     ],
+    ids=lambda param: param[0],
 )
 def served(request, tmp_path_factory, single_process):
     """A model with adapters and the engine that serves them over a base of its own."""
-    path = save_tiny_model(tmp_path_factory.mktemp(request.param), request.param)
-    model = adapted(path)
-    adapter = engine_adapter(model, CONFIG, rollout_config(), "cuda")
+    kind, targets = request.param
+    path = save_tiny_model(tmp_path_factory.mktemp(kind), kind)
+    config = replace(CONFIG, target_modules=targets)
+    model = adapted(path, config)
+    adapter = engine_adapter(model, config, rollout_config(), "cuda")
     assert adapter is not None and adapter.modules == tuple(adapted_layers(model))
     engine = build_rollout_engine(rollout_config(), setup_of(path, adapter=adapter))
     yield engine, model, path
@@ -83,6 +87,16 @@ def test_an_engine_that_serves_adapters_has_the_log_probs_of_each(served):
 
         assert largest_difference(model, text_requests(), responses) < 1e-4
         assert largest_difference(base, text_requests(), responses) > 0.1
+
+
+def test_only_adapted_layers_have_room_for_adapters(served):
+    engine, model, _ = served
+    runner = engine.engine.model_executor.driver_worker.worker.model_runner
+    parts = {"qkv_proj": ["q_proj"], "gate_up_proj": ["gate_proj"]}
+    layers = {name.rpartition(".")[2] for name in adapted_layers(model)}
+    room = {name.rpartition(".")[2] for name in runner.lora_manager._adapter_manager.modules}
+
+    assert {part for name in room for part in parts.get(name, [name])} <= layers
 
 
 def test_a_response_continues_with_other_adapters(served):

@@ -78,7 +78,15 @@ def why_merged(
 def adapter_arguments(adapter: EngineAdapter) -> dict[str, Any]:
     """Arguments of `vllm.LLM` for an engine that serves one adapter on a base read from its files."""
     max_rank = next(rank for rank in RANKS if rank >= adapter.config.rank)
-    return dict(enable_lora=True, max_loras=1, max_lora_rank=max_rank, load_format="auto")
+    # by default the engine keeps buffers for every linear layer, and for the head
+    layers = sorted({name.rpartition(".")[2] for name in adapter.modules})
+    return dict(
+        enable_lora=True,
+        max_loras=1,
+        max_lora_rank=max_rank,
+        lora_target_modules=layers,
+        load_format="auto",
+    )
 
 
 def adapter_request() -> Any:
