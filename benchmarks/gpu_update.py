@@ -43,12 +43,13 @@ from verl.algorithms.aggregation import aggregate_loss, count_denominators
 from verl.algorithms.policy_losses import POLICY_LOSSES, PolicyLossInputs
 from verl.distributed.device import backend_of, resolve_device, synchronize, to_device
 from verl.distributed.fsdp import clip_grad_norm, make_mesh, shard_model
+from verl.distributed.known_gpus import find_gpu
 from verl.models.attention.layouts import PackedLayout
 from verl.models.deferred_logits import DeferredLogits
 from verl.models.families.interface import MediaShape, Medium, MediumShape
 from verl.models.families.mrope import continue_positions
 from verl.models.families.registry import media_family_of
-from verl.models.flops import FlopsCounter, peak_flops
+from verl.models.flops import FlopsCounter, PackedWork
 from verl.models.fused_log_probs import TokenLogProbs
 from verl.models.hub_names import meta_model
 from verl.models.registry import prepare_model
@@ -166,9 +167,8 @@ class MicroBatch(NamedTuple):
     rows: Tensor  # (M,): index of the packed token before each target
     response_mask: Tensor  # (B, R)
     responses: ResponseTokens  # the ones of the mask
-    lengths: list[int]  # tokens of each row, its prompt included
-    omitted: list[int]  # tokens of the prompts that rows share with the row before
-    grids: list[tuple[int, int, int]]  # sizes of the encoded images: once per prompt
+    groups: list[tuple[int, list[int]]]  # tokens of prompts, and of the responses that share them
+    tokens: int  # of all rows, each with its prompt
 
 
 class Work(NamedTuple):
@@ -303,12 +303,12 @@ def pack_groups(
         "position_ids": torch.cat(positions, 1)[:, None].to(device),  # (4, 1, N)
     }
     lengths = [len(group.prompt) + len(one) for group in groups for one in group.responses]
+    sizes: list[tuple[int, list[int]]] = [(length, []) for length in lengths]
     if is_shared:
         sizes = [(len(group.prompt), [len(one) for one in group.responses]) for group in groups]
         inputs["packed_layout"] = PackedLayout.of_groups(sizes, device)
     else:
         inputs["cu_seqlens"] = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32).to(device)
-    grid = image_grid(config, options)
     if options.images:
         inputs["media"] = to_device([image for group in groups for image in group.images], device)
         inputs["media_order"] = {"image": order}
@@ -316,8 +316,7 @@ def pack_groups(
     num_tokens = torch.tensor([len(response) for response in responses])
     mask = (torch.arange(int(num_tokens.max())) < num_tokens[:, None]).long()  # (B, R)
     tensors = to_device((torch.cat(responses), torch.cat(rows), mask, ResponseTokens.of(mask)), device)
-    omitted = [len(group.prompt) for group in groups for _ in group.responses[1:]] if is_shared else []
-    return MicroBatch(inputs, *tensors, lengths, omitted, [grid] * (len(groups) * options.images))
+    return MicroBatch(inputs, *tensors, sizes, sum(lengths))
 
 
 def run(model: nn.Module, batch: MicroBatch, with_entropy: bool = False) -> TokenLogProbs:
@@ -361,19 +360,17 @@ def update(
     return norm
 
 
-def count_work(model: nn.Module, batches: Sequence[MicroBatch], device: torch.device) -> Work:
+def count_work(model: Any, batches: Sequence[MicroBatch]) -> Work:
     """Count the necessary operations with `FlopsCounter`; recomputed activations do not count."""
-    counter = FlopsCounter(model.config, device=device)
+    counter = FlopsCounter(model)
     forward = training = 0.0
     for batch in batches:
-        responses = int(batch.response_mask.sum())
-        # A shared prompt runs once; each response attends to all of it, as to a prompt of its own.
-        omitted = counter.text.forward(batch.omitted, 0)
-        forward += counter.forward(batch.lengths, num_response_tokens=responses, grids=batch.grids) - omitted
-        training += counter.training(batch.lengths, num_response_tokens=responses, grids=batch.grids)
-        training -= 3 * omitted
-    tokens = sum(sum(batch.lengths) for batch in batches)
-    return Work(forward, training, tokens, sum(int(batch.response_mask.sum()) for batch in batches))
+        work = PackedWork(batch.groups, int(batch.response_mask.sum()))
+        parts = counter.count(work, batch.inputs.get("media", ()))
+        forward += parts[0]
+        training += sum(parts)
+    responses = sum(int(batch.response_mask.sum()) for batch in batches)
+    return Work(forward, training, sum(batch.tokens for batch in batches), responses)
 
 
 def seconds_of(function: Callable[[], Any], device: torch.device, repeats: int) -> float:
@@ -423,7 +420,7 @@ def measure(options: argparse.Namespace, device: torch.device) -> dict[str, Any]
     repeated, shared = (
         make_micro_batches(model.config, options, device, is_shared=is_shared) for is_shared in (False, True)
     )
-    work = count_work(model, repeated, device)
+    work = count_work(model, repeated)
     old = {name: log_probs(model, batches) for name, batches in (("", repeated), ("shared_", shared))}
     result: dict[str, Any] = {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
@@ -442,7 +439,7 @@ def measure(options: argparse.Namespace, device: torch.device) -> dict[str, Any]
         "shared_difference": float((torch.cat(old["shared_"]) - torch.cat(old[""])).abs().max()),
     }
     for prefix, batches in (("", repeated), ("shared_", shared)):
-        done = count_work(model, batches, device)
+        done = count_work(model, batches)
         passes = {
             "log_probs": (partial(log_probs, model, batches), done.forward_flops),
             "update": (partial(update, model, optimizer, batches, old[prefix]), done.training_flops),
@@ -456,7 +453,7 @@ def time_pass(
     run: Callable[[], Any], flops: float, ceiling: float, tokens: int, device: torch.device, repeats: int
 ) -> dict[str, Any]:
     """Time a pass and relate it to the device's measured and published peaks."""
-    datasheet = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    gpu = find_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     reset_peak(device)
     seconds = seconds_of(run, device, repeats)
     return {
@@ -464,7 +461,7 @@ def time_pass(
         "tokens_per_s": tokens / seconds,
         "tflops": flops / seconds / 1e12,
         "share_of_ceiling": flops / seconds / ceiling,
-        "mfu": None if datasheet is None else flops / seconds / datasheet,
+        "mfu": None if gpu is None else flops / seconds / gpu.peak,
         "peak_gib": peak_gib(device),
     }
 

@@ -59,7 +59,6 @@ OCCURRENCES: dict[str, dict[str, tuple[str, str]]] = {
     "verl/workers/roles/reward_model.py": {"response_mask": (WHOLE, "reward model")},
     "verl/workers/roles/teachers.py": {"loss_mask": (COUNTS, "log-probs, update")},
     "verl/workers/roles/updater.py": {"loss_mask": (COUNTS, "update")},
-    "verl/workers/sft_worker.py": {"loss_mask": (TUNING, "")},
 }
 
 

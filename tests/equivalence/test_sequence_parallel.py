@@ -13,6 +13,7 @@ from tests.equivalence.test_scalar_forward import load_scalar
 from tests.equivalence.test_shared_prompts import media_batch, text_batch
 from tests.helpers.distributed import run_distributed
 from verl.distributed.sequence_parallel import SequenceParallel
+from verl.models.flops import FlopsCounter
 from verl.models.registry import check_sequence_parallel
 from verl.models.tiny import save_tiny_model
 from verl.workers.packing.forward import PackedForward
@@ -130,11 +131,19 @@ def patches_seen(world_size, folders):
     return seen
 
 
+def operations_of(folders, sp):
+    model = load(folders["qwen2"], True)
+    counter = FlopsCounter(model)
+    PackedForward(model, share_prompt=True, sp=sp, flops=counter).log_probs(text_batch(), 1.0)
+    return counter.done
+
+
 def on_two_ranks(rank, world_size, folders):
     return {
         "cases": run_cases(rank, world_size, [(2, 1), (1, 2)], CASES, folders),
         "read": everything_read(world_size, folders),
         "patches": patches_seen(world_size, folders),
+        "operations": [operations_of(folders, sp) for sp in (SequenceParallel.build(2, 1), None)],
     }
 
 
@@ -190,6 +199,12 @@ def test_statistics_values_and_scores_are_returned_in_order(two_ranks):
         assert len(sharded) == len(whole) == 6
         for ours, theirs in zip(sharded, whole, strict=True):
             np.testing.assert_allclose(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+def test_ranks_count_their_part_of_the_operations(two_ranks):
+    for found in two_ranks:
+        own, whole = found["operations"]
+        assert own == whole / 2
 
 
 def test_every_frame_is_encoded_on_one_rank(two_ranks):

@@ -24,6 +24,8 @@ from tests.equivalence.test_packed_forward import (
 )
 from tests.equivalence.test_scalar_forward import load_scalar
 from tests.helpers.closeness import assert_values_close
+from verl.models.families.interface import Medium
+from verl.models.flops import FlopsCounter, PackedWork
 from verl.models.tiny import save_tiny_model
 from verl.protocol import DataProto
 from verl.workers.packing.forward import PackedForward
@@ -190,6 +192,23 @@ def test_a_group_shows_its_media_to_the_vision_tower_once(folders):
     PackedForward(model, Features(), share_prompt=True).log_probs(batch, 1.0)
 
     assert seen == [sum(grids.values())]
+
+
+def test_what_runs_is_counted_with_prompts_and_media_once(folders):
+    folder = folders("qwen2_5_vl")
+    batch = media_batch(folder, [((IMAGE,), (5, 2, 3)), ((), (4, 4))])
+    model = load(folder, True)
+    counter, tower = FlopsCounter(model), FlopsCounter(model).encoders["vision"]
+    prompts = (batch.batch["attention_mask"].sum(1) - batch.batch["loss_mask"].sum(1)).tolist()
+    uids = batch.non_tensor_batch["uid"].tolist()
+    groups = [(prompts[uids.index("u0")], (5, 2, 3)), (prompts[uids.index("u1")], (4, 4))]
+    (grid,) = dict(batch.non_tensor_batch["multi_modal_data"][uids.index("u0")]["inputs"])["image_grid_thw"]
+    image = Medium("image", {}, {"grid_thw": grid.tolist()})
+
+    forward = PackedForward(model, Features(), share_prompt=True, flops=counter)
+    forward.log_probs(batch, 1.0)
+
+    assert tower.is_trained and counter.done == sum(counter.count(PackedWork(groups, 18), [image]))
 
 
 def test_models_whose_tokens_see_later_ones_do_not_share_prompts(folders, caplog):

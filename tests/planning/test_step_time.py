@@ -17,7 +17,8 @@ from tests.planning.test_memory_plan import make_config
 from verl.config.distillation import DistillationConfig, DistillationLossConfig, TeacherConfig
 from verl.config.model import FSDPConfig, ModelConfig
 from verl.config.sft import SFTConfig
-from verl.models.flops import FlopsCounter
+from verl.models.flops import FlopsCounter, PackedWork
+from verl.models.hub_names import meta_model
 from verl.models.tiny import save_tiny_model
 from verl.planning.memory_plan import Planner
 from verl.planning.model_sizes import read_shape
@@ -54,7 +55,8 @@ def test_operations_of_a_forward_pass_are_those_of_the_flops_counter(tmp_path, f
     lengths, to_head = [300, 500], 350
     work = PassWork(sum(lengths), to_head, sum(n * (n + 1) / 2 for n in lengths), 0, 0, 1, 1)
 
-    counted = FlopsCounter(AutoConfig.from_pretrained(folder)).forward(lengths, num_response_tokens=to_head)
+    counter = FlopsCounter(meta_model(AutoConfig.from_pretrained(folder)))
+    counted, _ = counter.count(PackedWork([(length, ()) for length in lengths], to_head))
     done = operations.forward(shape, work)
     assert done.products + done.attention + done.head == pytest.approx(counted, rel=0.02)
 

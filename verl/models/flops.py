@@ -1,33 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Floating-point operations of a model's passes, and model FLOPs utilization (MFU).
+"""Floating-point operations of a model's passes, for model FLOPs utilization (MFU).
 
 Counted from the shapes of the model's parameters, so a new architecture needs no code here. Only necessary
-work counts: causal attention to earlier tokens, head products of response tokens, routed experts, no
-recomputation of gradient checkpointing.
+work counts: causal attention to earlier tokens, a shared prompt once, head products of response tokens,
+routed experts, gradients of what is trained and of what lies between it and the loss; no recomputation of
+gradient checkpointing.
 """
 
 import math
+import re
 from collections.abc import Iterable, Sequence
-from functools import cached_property
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from verl.distributed.device import device_name
-from verl.distributed.known_gpus import find_gpu
 from verl.models.attention.interface import calls_attention
-from verl.models.hub_names import meta_model
+from verl.models.families.interface import Family, MediaFamily, Medium, Sense, is_part
+from verl.models.families.registry import family_of
 from verl.models.layer_configs import experts_per_token, layer_heads
 
-Grid = Sequence[int]  # (time, height, width) in patches of an image or video
+LAYER = re.compile(r"\blayers\.(\d+)\.")
+QUERIES = re.compile(r"(?:(qkv)|q_proj|query|wq)(?:\.base_layer)?\.weight")  # of an encoder's layer
+AFTER_MERGING = re.compile(r"merger|projector")  # modules of encoders that run for each feature
+
+Group = tuple[int, Sequence[int]]  # tokens of a prompt, or of a whole sequence; of responses that share it
 
 
-def peak_flops(device_name: str) -> float | None:
-    """Return a device's dense bfloat16 operations per second; None for an unknown device or variant."""
-    gpu = find_gpu(device_name)
-    return None if gpu is None else gpu.peak
+class PackedWork(NamedTuple):
+    """Tokens of a pass."""
+
+    groups: Sequence[Group]
+    to_head: int | None = None  # tokens that reach the head; None means all
+    ranks: int = 1  # that share the groups
 
 
 class FlopsCounter:
@@ -36,149 +44,173 @@ class FlopsCounter:
     A product with a weight costs 2 operations per element and token, attention 4 per query-key pair and
     channel:
 
-        forward = 2 N_active tokens + 2 N_head response_tokens + 4 layers heads head_dim pairs
-                  + states + vision
-        backward = 2 forward    (a frozen vision tower has none)
+        forward  = 2 N_active tokens + 2 N_head tokens_to_head + 4 layers heads head_dim pairs
+                   + states + encoders
+        backward = the same for the gradients of inputs, where something before is trained,
+                   and for those of trained weights
 
     `N_active` counts the weight matrices that a token uses: no embeddings, and k of E experts. A sequence of
     L tokens has L (L + 1) / 2 pairs, fewer with a sliding window. Layers without attention have none; those
     with a state, such as linear attention, cost every token the same, see `StateKind`.
-    Encoders of audio are not counted.
 
     Source: "Scaling Laws for Neural Language Models", section 2.1 (https://arxiv.org/abs/2001.08361); MFU:
     PaLM, appendix B (https://arxiv.org/abs/2204.02311), which counts attention without the causal mask.
 
     Example::
 
-        counter = FlopsCounter(model.config)
-        counter.mfu([150, 180], seconds=1.5, num_response_tokens=256)  # 0.41 on a known GPU, None elsewhere
+        counter = FlopsCounter(model)
+        counter.add(PackedWork([(150, ()), (20, (10, 12))], to_head=30))  # the second is a prompt of two
+        counter.done
     """
 
-    def __init__(
-        self,
-        config: PreTrainedConfig,
-        *,
-        device: torch.device | str | None = None,  # None is a GPU if there is one; a CPU has no known peak
-        trains_vision: bool = True,
-    ) -> None:
-        self._model = meta_model(config)
-        self.text = TextShape(self._model)
-        self.trains_vision = trains_vision
-        name = device_name(device)
-        self.peak = peak_flops(name) if name is not None else None
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Read the shapes of a model on any device; `requires_grad` marks what is trained."""
+        self.config, self.family, self.done = model.config, family_of(model.config), 0.0
+        self.encoders = {
+            sense: EncoderShape(model, sense, parts) for sense, parts in self.family.encoders.items()
+        }
+        self.text = TextShape(model, any(encoder.is_trained for encoder in self.encoders.values()))
 
-    def forward(
-        self,
-        lengths: Sequence[int],
-        *,
-        num_response_tokens: int | None = None,  # tokens that reach the head; None means all
-        grids: Iterable[Grid] = (),
-    ) -> float:
-        """Count one forward pass over sequences of these lengths and media with these grids of patches."""
-        return self.text.forward(lengths, num_response_tokens) + self._vision_forward(grids)
+    def count(self, work: PackedWork, media: Iterable[Medium] = ()) -> tuple[float, float]:
+        """Count this rank's part of a forward and of a backward pass; `media` are those that it encodes."""
+        forward, backward = (part / work.ranks for part in self.text.count(work.groups, work.to_head))
+        for medium in media:
+            encoder = self.encoders["audio" if medium.kind == "audio" else "vision"]
+            own = encoder.count(self.config, self.family, medium)
+            forward, backward = forward + own[0], backward + own[1]
+        return forward, backward
 
-    def training(
-        self, lengths: Sequence[int], *, num_response_tokens: int | None = None, grids: Iterable[Grid] = ()
-    ) -> float:
-        """Count one forward and backward pass; arguments as in `forward`."""
-        text = 3 * self.text.forward(lengths, num_response_tokens)
-        return text + (3 if self.trains_vision else 1) * self._vision_forward(grids)
+    def add(self, work: PackedWork, media: Iterable[Medium] = ()) -> None:
+        """Add a pass to `done`, with the backward pass if autograd records it."""
+        forward, backward = self.count(work, media)
+        self.done += forward + (backward if torch.is_grad_enabled() else 0.0)
 
-    def mfu(self, lengths: Sequence[int], seconds: float, **options: Any) -> float | None:
-        """Return the share of this device's peak that `training` reached in a time; None without a peak."""
-        return None if self.peak is None else self.training(lengths, **options) / (seconds * self.peak)
 
-    @cached_property
-    def vision(self) -> "VisionShape":
-        return VisionShape(self._model)
+@dataclass
+class Operations:
+    """Operations of a token or patch in weights, or of a pair in attention."""
 
-    def _vision_forward(self, grids: Iterable[Grid]) -> float:
-        return sum(self.vision.forward(*grid) for grid in grids)
+    forward: float = 0.0
+    backward: float = 0.0
+
+    def add(self, size: float, *, is_reached: bool, is_trained: bool) -> None:
+        """Add a weight of this size; its input has a gradient if something before it is trained."""
+        self.forward += 2 * size
+        self.backward += 2 * size * (is_reached + is_trained)
 
 
 class TextShape:
-    """Weight elements that a token uses in a language model, and its layers' attention."""
+    """Operations of a token in the weights of a language model, and its layers' attention."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        config = model.config.get_text_config()
-        encoders = [*submodels(model, "vision_config"), *submodels(model, "audio_config")]
-        in_encoders = {id(weight) for encoder in encoders for weight in encoder.parameters()}
-        head = model.get_output_embeddings().weight  # type: ignore[union-attr] (a causal model has one)
-        weights = [
-            weight for weight in matrices(model) if id(weight) not in in_encoders and weight is not head
-        ]
-        chosen = experts_per_token(config)
-        convolved = {id(module.weight) for module in model.modules() if isinstance(module, nn.Conv1d)}
-        # A stack of experts is one weight (experts, in, out).
-        self.active = sum(
-            weight.numel() // len(weight) * chosen
-            if weight.ndim == 3 and id(weight) not in convolved
-            else weight.numel()
-            for weight in weights
-        )
-        self.head = head.numel()
+    def __init__(self, model: PreTrainedModel, is_reached: bool) -> None:
+        config, encoder = model.config.get_text_config(), family_of(model.config).encoder
+        output = model.get_output_embeddings()
+        head = None if output is None else output.weight
+        chosen, counted = experts_per_token(config), {id(weight) for weight in matrices(model)}
+        shares = used_shares(model, chosen)
+        reached = [is_reached] * config.num_hidden_layers
+        self.token, self.head = Operations(), Operations()
+        for name, weight in model.named_parameters():
+            if is_part(name, encoder):
+                continue
+            if id(weight) in counted and weight is not head:
+                size = weight.numel() * shares.get(id(weight), 1.0)
+                self.token.add(size, is_reached=is_reached, is_trained=weight.requires_grad)
+            is_reached |= weight.requires_grad
+            layer = LAYER.search(name)
+            if layer is not None and int(layer[1]) < len(reached):
+                reached[int(layer[1])] = is_reached
+        if head is not None:
+            self.head.add(head.numel(), is_reached=is_reached, is_trained=head.requires_grad)
         self.states = sum(map(state_operations, model.modules()))
+        self.is_reached = is_reached
         heads, attends = layer_heads(config), attending_layers(model.get_decoder(), config.num_hidden_layers)
-        self.channels = [
-            each.queries * each.dim * attending for each, attending in zip(heads, attends, strict=True)
-        ]
-        self.windows = attention_windows(config)
+        self.pair: dict[int | None, Operations] = {}  # of a query and a key in all layers, by window
+        for layer, window in enumerate(attention_windows(config)):
+            pair = self.pair.setdefault(window, Operations())
+            channels = heads[layer].queries * heads[layer].dim * attends[layer]
+            pair.forward += 4 * channels
+            pair.backward += 8 * channels * reached[layer]
 
-    def forward(self, lengths: Sequence[int], num_response_tokens: int | None) -> float:
-        tokens = sum(lengths)
-        to_head = tokens if num_response_tokens is None else num_response_tokens
-        attention = sum(
-            channels * causal_pairs(length, window)
-            for channels, window in zip(self.channels, self.windows, strict=True)
-            for length in lengths
+    def count(self, groups: Sequence[Group], to_head: int | None) -> tuple[float, float]:
+        """Count forward and backward pass."""
+        tokens = sum(prompt + sum(responses) for prompt, responses in groups)
+        to_head = tokens if to_head is None else to_head
+        states = self.states * tokens
+        forward = self.token.forward * tokens + self.head.forward * to_head + states
+        backward = self.token.backward * tokens + self.head.backward * to_head + 2 * states * self.is_reached
+        for window, pair in self.pair.items():
+            pairs = sum(group_pairs(*group, window) for group in groups)
+            forward += pair.forward * pairs
+            backward += pair.backward * pairs
+        return forward, backward
+
+
+class EncoderShape:
+    """Operations of an encoder of images and videos, or of audio, for each patch and each feature.
+
+    Each frame or tile attends to itself.
+    """
+
+    def __init__(self, model: PreTrainedModel, sense: Sense, parts: Sequence[str]) -> None:
+        self.sense: Sense = sense
+        self.patch, self.feature = Operations(), Operations()
+        self.channels: list[int] = []  # of each layer's attention
+        counted, self.is_trained = {id(weight) for weight in matrices(model)}, False
+        for name, weight in model.named_parameters():
+            if not is_part(name, parts):
+                continue
+            if id(weight) in counted:
+                is_merged = AFTER_MERGING.search(name) or not is_part(name, parts[:1])
+                operations = self.feature if is_merged else self.patch
+                operations.add(weight.numel(), is_reached=self.is_trained, is_trained=weight.requires_grad)
+            self.is_trained |= weight.requires_grad
+            queries = QUERIES.search(name)
+            if queries is not None:
+                self.channels.append(weight.shape[0] // (3 if queries[1] else 1))
+        vision: Any = getattr(model.config, "vision_config", None)
+        full = getattr(vision, "fullatt_block_indexes", None) if sense == "vision" else None
+        self.windowed = [full is not None and layer not in full for layer in range(len(self.channels))]
+        self.window = 1 if full is None else vision.window_size // vision.patch_size  # in patches
+
+    def count(self, config: Any, family: Family, medium: Medium) -> tuple[float, float]:
+        """Count forward and backward pass over a medium."""
+        assert isinstance(family, MediaFamily), "text models have no encoder"
+        units, size = family.units(config, medium.facts), family.patches_per_token(config, self.sense)
+        features, patches = sum(units), sum(units) * size
+        full = windowed = sum((unit * size) ** 2 for unit in units)
+        if any(self.windowed):
+            time, height, width = medium.facts["grid_thw"]
+            windowed = time * window_pairs(height, width, self.window)
+        pairs = 4.0 * sum(
+            channels * (windowed if has_window else full)
+            for channels, has_window in zip(self.channels, self.windowed, strict=True)
         )
-        weights = 2.0 * (self.active * tokens + self.head * to_head)
-        return weights + self.states * tokens + 4.0 * attention
+        forward = self.patch.forward * patches + self.feature.forward * features + pairs
+        backward = self.patch.backward * patches + self.feature.backward * features
+        return forward, backward + 2 * pairs * self.is_trained
 
 
-class VisionShape:
-    """Weight elements for each patch and each merged token of a vision tower that reads grids."""
+def window_pairs(height: int, width: int, window: int) -> int:
+    """Count pairs within square windows, which are cut off at the edges."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        config = model.config.vision_config
-        (tower,) = submodels(model, "vision_config")
-        # The layers after adjacent patches are merged.
-        merged = {id(weight) for name, weight in tower.named_parameters() if "merger" in name}
-        sizes = [(id(weight) in merged, weight.numel()) for weight in matrices(tower)]
-        self.merge = config.spatial_merge_size**2
-        self.for_each_token = sum(size for is_merged, size in sizes if is_merged)
-        self.for_each_patch = sum(size for is_merged, size in sizes if not is_merged)
-        self.channels = [
-            weight.shape[0] // 3 for name, weight in tower.named_parameters() if name.endswith("qkv.weight")
-        ]
-        full = getattr(config, "fullatt_block_indexes", None)  # Qwen2.5-VL: other blocks use windows
-        self.windowed = [full is not None and block not in full for block in range(len(self.channels))]
-        self.window = config.window_size // config.patch_size if full is not None else 1
+    def squares(length: int) -> int:
+        return length // window * window**2 + (length % window) ** 2
 
-    def forward(self, time: int, height: int, width: int) -> float:
-        """Count an image or video of this many patches; attention stays within a frame."""
-        patches = time * height * width
-        weights = self.for_each_patch * patches + self.for_each_token * patches // self.merge
-        attention = sum(
-            channels * time * (self._window_pairs(height, width) if windowed else (height * width) ** 2)
-            for channels, windowed in zip(self.channels, self.windowed, strict=True)
-        )
-        return 2.0 * weights + 4.0 * attention
-
-    def _window_pairs(self, height: int, width: int) -> int:
-        """Count pairs within square windows, which are cut off at the edges."""
-
-        def squares(length: int) -> int:
-            return length // self.window * self.window**2 + (length % self.window) ** 2
-
-        return squares(height) * squares(width)
+    return squares(height) * squares(width)
 
 
-def submodels(model: PreTrainedModel, name: str) -> list[PreTrainedModel]:
-    """Return the submodels that are built from the part of this name of the model's config."""
-    config = getattr(model.config, name, None)
-    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
-    return [part for part in parts if config is not None and type(part.config) is type(config)]
+def used_shares(model: nn.Module, chosen: int) -> dict[int, float]:
+    """Return the share that a token uses of each stack of experts (experts, in, out) and of its adapters."""
+    convolved = {id(module.weight) for module in model.modules() if isinstance(module, nn.Conv1d)}
+    stacks = [weight for weight in model.parameters() if weight.ndim == 3 and id(weight) not in convolved]
+    shares = {id(weight): chosen / len(weight) for weight in stacks}
+    for module in model.modules():
+        if isinstance(module, ParamWrapper):
+            adapters = (*module.lora_A.parameters(), *module.lora_B.parameters())
+            share = chosen / module.num_experts if module.num_experts > 1 else 1.0
+            shares |= {id(weight): share for weight in adapters}
+    return shares
 
 
 def matrices(model: nn.Module) -> list[nn.Parameter]:
@@ -198,6 +230,12 @@ def causal_pairs(length: int, window: int | None = None) -> int:
     """Count pairs of a token and the tokens it attends to: itself and earlier ones, at most `window`."""
     seen = length if window is None else min(window, length)
     return seen * (seen + 1) // 2 + (length - seen) * seen
+
+
+def group_pairs(prompt: int, responses: Sequence[int], window: int | None = None) -> int:
+    """Count pairs of a prompt and the responses that follow it."""
+    alone = causal_pairs(prompt, window)
+    return alone + sum(causal_pairs(prompt + response, window) - alone for response in responses)
 
 
 class StateKind(NamedTuple):

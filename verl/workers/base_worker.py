@@ -2,6 +2,7 @@
 """Base classes of worker processes: devices, models, checkpoints and profiles."""
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -17,7 +18,8 @@ from verl.config.distillation import TEACHERS, DistillationConfig, TeacherConfig
 from verl.config.model import ModelConfig, PolicyConfig
 from verl.data.readers import load_readers
 from verl.data.teachers import media_of_teacher
-from verl.distributed.device import backend_of, module_of, set_device, set_seed
+from verl.distributed.device import backend_of, device_name, module_of, set_device, set_seed
+from verl.distributed.known_gpus import find_gpu
 from verl.distributed.sequence_parallel import SequenceParallel
 from verl.models.attention.varlen_kernels import select_kernels
 from verl.protocol import DataProto
@@ -187,13 +189,22 @@ class ModelWorker(DeviceWorker):
         dist.all_reduce(count)
         return {"perf/encoded_media": float(count)}
 
-    def _mfu(
-        self, model: ShardedModel, batch: DataProto, seconds: float, *, num_response_tokens: int
-    ) -> dict[str, float]:
-        """Model FLOPs utilization of an update in [0, 1], if the device's peak is known."""
-        lengths = batch.batch["attention_mask"].sum(-1).tolist()
-        mfu = model.flops.mfu(lengths, seconds, num_response_tokens=num_response_tokens)
-        return {} if mfu is None else {f"perf/mfu_{model.role}": mfu / self.setup.sp.size}
+    @contextmanager
+    def _utilization(self, role: str) -> Iterator[dict[str, float]]:
+        """Measure the model FLOPs utilization of the block, in [0, 1], if the device's peak is known.
+
+        It counts every pass that this rank runs, and is in the yielded dict after the block.
+        """
+        metrics: dict[str, float] = {}
+        start, before = time.perf_counter(), self._operations()
+        yield metrics
+        gpu = find_gpu(device_name(self.device) or "")
+        if gpu is not None:
+            seconds = time.perf_counter() - start
+            metrics[f"perf/mfu_{role}"] = (self._operations() - before) / (seconds * gpu.peak)
+
+    def _operations(self) -> float:
+        return sum(model.flops.done for model in self.models if isinstance(model, ShardedModel))
 
     @contextmanager
     def _loaded(

@@ -4,8 +4,6 @@
 The model is saved as `actor`, the policy's name, so that reinforcement learning can start from it.
 """
 
-import time
-
 from torch import Tensor
 
 from verl.batch_keys import TEACHER_KEYS
@@ -84,12 +82,10 @@ class SFTWorker(ModelWorker):
     def update(self, batch: DataProto) -> dict[str, float]:
         """Take a step on this rank's rows; the metrics are equal on all ranks."""
         reset_peak_memory(self.options.device)
-        start = time.perf_counter()
-        with self._loaded(batch, self.policy, *self.teacher_models.values(), with_optimizer=True):
+        loaded = self._loaded(batch, self.policy, *self.teacher_models.values(), with_optimizer=True)
+        with self._utilization("actor") as mfu, loaded:
             metrics = self.sft.update(batch)
-        learned = int(batch.batch["loss_mask"].sum())
-        metrics |= self._mfu(self.policy, batch, time.perf_counter() - start, num_response_tokens=learned)
-        return metrics | memory_metrics(self.options.device) | self._encoded_media()
+        return metrics | mfu | memory_metrics(self.options.device) | self._encoded_media()
 
     @register(Dispatch.SHARD, phase="validation")
     def compute_losses(self, batch: DataProto) -> DataProto:

@@ -75,10 +75,9 @@ class ShardedModel(TrainedModel):
         )
         self.adapter = None if optim is None else adapter_config(model, option)
         self._prepare_training(setup.device, fsdp, offload, optim, training_steps)
+        self.flops = FlopsCounter(self.model)
         self.tower = self._frozen_tower(frozen_senses(model))
         self.forward = self._forward(PackedForward)
-        trains_vision = not model.freeze_vision_tower
-        self.flops = FlopsCounter(self.model.config, device=setup.device, trains_vision=trains_vision)
         with self.loaded():
             check_model(self.model, None if setup.media is None else setup.media.processor)
 
@@ -90,7 +89,7 @@ class ShardedModel(TrainedModel):
 
     def _tower(self, kind: type[FrozenTower], media: MediaLoader, folder: str | None = None) -> FrozenTower:
         setup, dtype = self.setup, torch_dtype(self.fsdp.mp_param_dtype)
-        return kind(self.model, media, setup.device, dtype, setup.sp, folder)
+        return kind(self.model, media, setup.device, dtype, setup.sp, folder, self.flops)
 
     @cached_property
     def engine_tower(self) -> FrozenTower | None:
@@ -102,7 +101,9 @@ class ShardedModel(TrainedModel):
 
     def _forward(self, kind: type[PackedForward]) -> PackedForward:
         setup = self.setup
-        forward = kind(self.model, setup.media, setup.device, setup.share_prompt, setup.sp, self.tower)
+        forward = kind(
+            self.model, setup.media, setup.device, setup.share_prompt, setup.sp, self.tower, self.flops
+        )
         if setup.always_shards:
             forward.strategies = [Strategy.SHARDED]
         return forward

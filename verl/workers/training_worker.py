@@ -4,7 +4,6 @@
 Each method loads the models it uses onto the device; the work itself is in `roles/` and `model_builder.py`.
 """
 
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -231,24 +230,20 @@ class TrainingWorker(ModelWorker):
 
     @register(Dispatch.SHARD, phase="update_critic", unread=ROUTES)
     def update_critic(self, batch: DataProto) -> dict[str, float]:
-        start = time.perf_counter()
-        with self._loaded(batch, self.critic_model, with_optimizer=True):
+        loaded = self._loaded(batch, self.critic_model, with_optimizer=True)
+        with self._utilization("critic") as mfu, loaded:
             metrics = self.critic.update(batch)
-        seconds = (time.perf_counter() - start) / self.config.critic.ppo_epochs
-        return metrics | self._mfu(self.critic_model, batch, seconds, num_response_tokens=0)
+        return metrics | mfu
 
     @register(Dispatch.SHARD, phase="update_actor")
     def update_actor(self, batch: DataProto, entropy_coef: float, seed: int) -> Updated:
         """Update the policy on this rank's share of every mini batch."""
         reset_peak_memory(self.options.device)
-        start = time.perf_counter()
         reference = self.reference_model if self.actor.reads_reference else None
         temperature = self.config.rollout.temperature
         teachers = self.teacher_models.values() if self.actor.runs_teachers else ()
-        with self._loaded(batch, self.policy, reference, *teachers, with_optimizer=True):
+        loaded = self._loaded(batch, self.policy, reference, *teachers, with_optimizer=True)
+        with self._utilization("actor") as mfu, loaded:
             updated = self.actor.update(batch, temperature, entropy_coef=entropy_coef, seed=seed)
-        seconds = (time.perf_counter() - start) / self.config.actor.ppo_epochs
-        responses = int(batch.batch["loss_mask"].sum())
-        metrics = updated.metrics | self._mfu(self.policy, batch, seconds, num_response_tokens=responses)
-        metrics |= memory_metrics(self.options.device) | self._encoded_media()
+        metrics = updated.metrics | mfu | memory_metrics(self.options.device) | self._encoded_media()
         return updated._replace(metrics=metrics)

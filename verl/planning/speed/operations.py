@@ -99,8 +99,8 @@ def _not_again(shape: ModelShape, work: PassWork) -> float:
 def needed_by_update(shape: ModelShape, work: PassWork) -> float:
     """Operations that an update cannot do without, which MFU counts."""
     once = forward(shape, work)
-    backward = 1 + shape.trained / shape.params
-    return once.products * (1 + backward) + 3 * (once.attention + once.head)
+    products = once.products * (2 + shape.trained / shape.params)
+    return products + 3 * once.attention + (2 + (shape.trained_head > 0)) * once.head
 
 
 @dataclass(frozen=True)

@@ -109,7 +109,7 @@ class Predictor(Generic[C]):
                 phase = _pass_time(run, model, each, work, cluster)
                 phases.append(phase)
                 if each.is_update:
-                    needed = operations.needed_by_update(model.shape, _unshared(work, run, lengths))
+                    needed = operations.needed_by_update(model.shape, work)
                     mfu[each.phase] = needed / phase.seconds / cluster.gpu.peak
         phases += rest_of_step(run, models, cluster)
         gpus, engine = cluster.world_size, run.engine
@@ -125,14 +125,6 @@ def _passes(run: PlannedRun, model: HeldModel) -> list[PlannedPass]:
     if run.reference and model.planned.role == "actor" and model.planned.model.lora.is_used:
         passes.append(replace(passes[0], phase="ref", rows=run.rows, is_update=False))
     return passes
-
-
-def _unshared(work: PassWork, run: PlannedRun, lengths: ExpectedLengths) -> PassWork:
-    """The work as `perf/mfu_actor` counts it: each sequence with its whole prompt."""
-    rows = work.responses / lengths.responses.mean
-    prompt, responses = lengths.prompt, lengths.responses
-    pairs = rows * (prompt**2 / 2 + prompt * responses.mean + responses.mean_square / 2)
-    return replace(work, tokens=rows * (prompt + responses.mean), pairs=pairs)
 
 
 def _pass_time(

@@ -26,6 +26,7 @@ from verl.models.attention.sequence_parallel_layouts import sequence_layout
 from verl.models.deferred_logits import DeferredLogits
 from verl.models.families.interface import ExampleRow, Kind, MediaFamily, Medium
 from verl.models.families.registry import family_of
+from verl.models.flops import FlopsCounter, PackedWork
 from verl.models.fused_log_probs import TokenLogProbs
 from verl.models.head.logit_chunks import HeadLogits
 from verl.models.head.top_tokens import Divergence
@@ -88,9 +89,10 @@ class PackedForward(RowForward):
         share_prompt: bool = False,  # run a prompt once for all of its rows, if the attention allows it
         sp: SequenceParallel | None = None,  # ranks that shard each sequence; gradients are their sum
         tower: FrozenTower | None = None,  # provides the features of media instead of the model's own tower
+        flops: FlopsCounter | None = None,  # counts what this rank runs
     ) -> None:
         super().__init__(model, device, SequenceParallel() if sp is None else sp)
-        self.config, self.media, self.tower = model.config, media, tower
+        self.config, self.media, self.tower, self.flops = model.config, media, tower, flops
         self.family = family_of(self.config)
         self.reader = self.family if isinstance(self.family, MediaFamily) else None
         check_sequence_parallel(self.config, self.sp)
@@ -133,7 +135,7 @@ class PackedForward(RowForward):
             (B, R) float32 each, zero where `loss_mask` is zero; None for what was not requested.
         """
         responses = ResponseTokens.of(micro.batch["loss_mask"])
-        inputs = self._inputs(micro)
+        inputs = self._inputs(micro, len(responses.index))
         rows = SPRows.of(responses.before(inputs.positions), inputs.plan, self.sp)
         targets = rows.select(responses.take(micro.batch["responses"]))
         places = None if divergence is None else divergence.places(len(responses.index), rows)
@@ -170,7 +172,7 @@ class PackedForward(RowForward):
         forward pass (root FSDP group).
         """
         responses = ResponseTokens.of(micro.batch["loss_mask"])
-        inputs = self._inputs(micro)
+        inputs = self._inputs(micro, len(responses.index))
         rows = SPRows.of(responses.before(inputs.positions), inputs.plan, self.sp)
         arguments, rows = to_device((inputs.arguments, rows), self.device)
         head = self._run(arguments, lambda logits: logits.head_logits(rows.local, temperature))
@@ -204,13 +206,17 @@ class PackedForward(RowForward):
     ) -> HeadLogits:
         # the arguments are those of another model, whose media features this model cannot use
         if "media_features" in arguments:
-            arguments = to_device(self._inputs(micro).arguments, self.device)
+            inputs = self._inputs(micro, arguments["work"].to_head)
+            arguments = to_device(inputs.arguments, self.device)
         arguments = {name: value for name, value in arguments.items() if name != "observed"}
         return self._run(arguments, lambda logits: logits.head_logits(rows.local, temperature))
 
     def _run(self, arguments: dict[str, Any], read: Callable[[DeferredLogits], Any]) -> Any:
         # `read` runs inside the forward pass, where FSDP keeps the head gathered
         arguments = dict(arguments)
+        work = arguments.pop("work")
+        if self.flops is not None:
+            self.flops.add(work, arguments.get("media", ()))
         tokens, read_by_observers = arguments.pop("observed", (None, ()))
         if tokens is None:
             return self.model(**arguments, read=read)
@@ -224,7 +230,7 @@ class PackedForward(RowForward):
             self._columns.update(columns)
         return result
 
-    def _inputs(self, micro: DataProto) -> ModelInputs:
+    def _inputs(self, micro: DataProto, to_head: int = 0) -> ModelInputs:
         packed, media_rows = self._with_media(self._pack(micro), micro)
         positions = packed.position_ids if len(packed.position_ids) == 1 else packed.position_ids[:, None]
         arguments: dict[str, Any] = {"input_ids": packed.input_ids[None], "position_ids": positions}
@@ -235,6 +241,7 @@ class PackedForward(RowForward):
             arguments |= {"packed_layout": layout, "local_tokens": plan.local}
         else:
             arguments["packed_layout"] = PackedLayout.of_groups(packed.groups, self.device, blocks)
+        arguments["work"] = PackedWork(packed.groups, to_head, 1 if plan is None else self.sp.size)
         if media_rows:
             arguments |= self._media(media_rows, micro, packed.input_ids, plan)
         if self.observers:

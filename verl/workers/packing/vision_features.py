@@ -28,6 +28,7 @@ from verl.distributed.fsdp import full_named_tensors
 from verl.distributed.sequence_parallel import SequenceParallel
 from verl.models.families.interface import KINDS, EncodedMedium, Kind, Medium, is_part
 from verl.models.families.registry import media_family_of
+from verl.models.flops import FlopsCounter, PackedWork
 from verl.models.monkey_patch import evaluating
 from verl.models.vision import Features, MediaShare, share_media
 from verl.workers.packing.micro_batches import max_over_ranks
@@ -67,12 +68,13 @@ class FrozenTower:
         dtype: torch.dtype,  # the tower computes in it
         sp: SequenceParallel | None = None,  # the ranks with the same rows, which share the work
         folder: str | None = None,  # keeps features across runs
+        flops: FlopsCounter | None = None,  # counts what this rank runs
     ) -> None:
         self.model, self.config, self.media = model, model.config, media
         self.family = media_family_of(self.config)
         self._blank = self.family.example(self.config, media.processor).media
         self.device, self.dtype = device, dtype
-        self.sp = sp or SequenceParallel()
+        self.sp, self.flops = sp or SequenceParallel(), flops
         self.num_encoded = 0
         self.held: dict[str, Entry] | None = None
         self._folder = None if folder is None else MediaFolder(folder)
@@ -208,6 +210,8 @@ class FrozenTower:
     def run(self, media: Sequence[Medium], share: MediaShare | None = None) -> list[Tensor]:
         """Compute the features of media on the host, without looking for known ones; collective."""
         inputs = to_device(list(media), self.device)
+        if self.flops is not None:
+            self.flops.add(PackedWork(()), media)
         with evaluating(self.model):
             encoded: list[Tensor] = self.model(media=inputs, media_share=share, only_encode=True)
         return [part.cpu() for part in encoded]
