@@ -80,12 +80,7 @@ class TrainingResult:
 
 
 def train(
-    config: AnyConfig,
-    overrides: Options = NO_OVERRIDES,
-    /,
-    *,
-    kind: Kind = "rl",
-    **sections: Options,
+    config: AnyConfig, overrides: Options = NO_OVERRIDES, /, *, kind: Kind = "rl", **sections: Options
 ) -> TrainingResult:
     """Train to the last step, as the command `verl-train` does, in this process.
 
@@ -124,12 +119,7 @@ def build(
 
 
 def build(
-    config: AnyConfig,
-    overrides: Options = NO_OVERRIDES,
-    /,
-    *,
-    kind: Kind = "rl",
-    **sections: Options,
+    config: AnyConfig, overrides: Options = NO_OVERRIDES, /, *, kind: Kind = "rl", **sections: Options
 ) -> AbstractContextManager[Any]:
     """Open a run, whose workers live inside the block; looping over the trainer trains. See `train`.
 

@@ -72,6 +72,12 @@ def test_weights_gradients_and_optimizer_are_sharded():
     assert (weights(SHAPE, four), gradients(SHAPE, four), optimizer_state(SHAPE, four)) == (260, 260, 520)
 
 
+def test_gradients_that_wait_for_a_sum_over_copies_have_the_type_of_the_sum():
+    half = replace(SHAPE, stored=520, trained_stored=520)
+
+    assert [gradients(half, replace(SETUP, reduces_once=waits)) for waits in (False, True)] == [520, 1040]
+
+
 def test_frozen_weights_have_neither_gradient_nor_moments():
     adapted = replace(SHAPE, trained=10, trained_stored=40)
 

@@ -221,6 +221,21 @@ def test_weights_are_gathered_faster_where_each_node_has_all_of_them():
     assert collectives[1] < collectives[0]
 
 
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, True),
+        ({"fsdp_size": 8}, False),
+        ({"mp_reduce_dtype": "bf16"}, False),
+        ({"enable_cpu_offload": True}, False),
+    ],
+)
+def test_copies_sum_gradients_once_where_float32_sums_of_micro_batches_have_a_place(changes, expected):
+    copies = FSDPConfig(fsdp_size=2)
+
+    assert replace(copies, **changes).reduces_once(world_size=8) is expected
+
+
 def test_advice_is_what_the_changed_run_is_predicted_to_take_and_it_fits():
     config = on_gpus({"worker.rollout.enforce_eager": True, "worker.actor.offload.offload_optimizer": True})
     predict = predictor()

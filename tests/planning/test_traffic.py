@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bytes that a rank of a small mixture receives, counted by hand."""
 
+from dataclasses import replace
+
 import pytest
 
 from verl.planning.memory_model import ModelSetup, ModelShape, Stack
@@ -43,3 +45,15 @@ def test_gradients_of_divided_experts_are_summed_over_the_ranks_that_hold_them()
     gathered = 2 * (40 * 7 / 8 * 2 + 60 * 7 / 8)  # layers twice, the root once
     assert update.sharding == pytest.approx(gathered + 4 * 100 * 7 / 8)
     assert update.expert_sharding == pytest.approx((2 * 2 + 4) * 160 / 4 * 1 / 2)
+
+
+def test_copies_sum_gradients_once_in_an_optimizer_step_or_for_each_micro_batch():
+    work = replace(WORK, micro_batches=6, repeats=2)  # two steps of three
+    once, each = (
+        collectives(SHAPE, replace(WHOLE, reduces_once=is_once), work, is_update=True, copies=4)
+        for is_once in (True, False)
+    )
+
+    # A rank's shard in float32 travels around a ring twice, without its own part.
+    assert once.replicas == pytest.approx(2 * (2 * 4 * 260 / 8 * 3 / 4))
+    assert each == replace(once, replicas=3 * once.replicas)

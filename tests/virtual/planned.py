@@ -59,6 +59,7 @@ CASES = (
     Case("7b", 64, {"checkpointing": False}),
     Case("7b", 2, {"lora_rank": 16, "dtype": "bf16"}),
     Case("14b", 16, {"fsdp_size": 8}),
+    Case("7b", 16, {"fsdp_size": 8, "optimizer": "adamw_bf16", "dtype": "bf16"}),
     Case("72b", 64),
     Case("30b-a3b", 8),
     Case("30b-a3b", 16, {"expert_parallel": 4}),

@@ -81,11 +81,7 @@ def seq_sum_norm(per_token: Tensor, mask: Tensor, denominators: LossDenominators
 
 
 def aggregate_loss(
-    per_token: Tensor,
-    mask: Tensor,
-    mode: str,
-    denominators: LossDenominators,
-    weights: Tensor | None = None,
+    per_token: Tensor, mask: Tensor, mode: str, denominators: LossDenominators, weights: Tensor | None = None
 ) -> Tensor:
     """Return the contribution of these rows (B, R) to the loss of their mini batch; 0 if that is empty.
 

@@ -201,6 +201,12 @@ class FSDPConfig:
         """Return the ranks that share one copy of the weights."""
         return self.fsdp_size if 0 < self.fsdp_size < world_size else world_size
 
+    def reduces_once(self, world_size: int) -> bool:
+        """Return whether copies of the weights sum gradients in the last micro batch only."""
+        # Until then they stay on the device, in the data type of the reduction.
+        can_wait = self.mp_reduce_dtype == "fp32" and not self.enable_cpu_offload
+        return can_wait and self.shards(world_size) < world_size
+
 
 @dataclass(frozen=True)
 class OffloadConfig:

@@ -27,20 +27,12 @@ from transformers import PreTrainedModel
 from verl.distributed.device import is_gpu
 from verl.distributed.expert_parallel import shard_experts
 
-DTYPES = {
-    "bf16": torch.bfloat16,
-    "bfloat16": torch.bfloat16,
-    "fp16": torch.float16,
-    "float16": torch.float16,
-    "fp32": torch.float32,
-    "float32": torch.float32,
-}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    if name not in DTYPES:
-        raise ValueError(f"a dtype must be one of {sorted(DTYPES)}, got {name!r}")
-    return DTYPES[name]
+    """Return the type that an option names, by a short name or torch's own."""
+    return DTYPES[name] if name in DTYPES else getattr(torch, name)
 
 
 class ShardOptions(Protocol):
@@ -228,6 +220,19 @@ def _rows_from(source: int, whole: Tensor | None, like: DTensor, dtype: torch.dt
     return distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=source).to_local()
 
 
+def sum_over_copies(model: nn.Module, *, now: bool) -> None:
+    """Sum gradients over the copies of the weights in the next backward pass, or leave it to a later one."""
+    assert isinstance(model, FSDPModule), "only FSDP keeps copies"
+    model.set_requires_all_reduce(now)
+
+
+def check_sums(model: nn.Module) -> None:
+    """Raise if gradients were left to a later backward pass, in which their module did not run."""
+    waiting = [group._module_fqn for group in _groups(model) if group._partial_reduce_output is not None]
+    if waiting:
+        raise RuntimeError(f"gradients of {waiting} were not summed over the copies of the weights")
+
+
 @torch.no_grad()
 def clip_grad_norm(model: nn.Module, max_norm: float) -> float:
     """Scale the gradients to a norm of at most `max_norm` over all ranks; return the norm before scaling.
@@ -269,10 +274,7 @@ def keep_float32(model: nn.Module, parts: Collection[str]) -> None:
     kept = {
         id(param) for name, param in model.named_parameters() if not set(parts).isdisjoint(name.split("."))
     }
-    for module in model.modules():
-        group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
-        if group is None:
-            continue
+    for group in _groups(model):
         own: list[Any] = [param for param in group.fsdp_params if id(param.sharded_param) in kept]
         for param in own:
             param.init_dtype_attrs = partial(_keep, param)
@@ -280,6 +282,14 @@ def keep_float32(model: nn.Module, parts: Collection[str]) -> None:
             dtype = group.mp_policy.reduce_dtype or torch.float32
             for param in group.fsdp_params:
                 param.accumulate_unsharded_grad_if_needed = partial(_accumulate, param, dtype)
+
+
+def _groups(model: nn.Module) -> Iterator[Any]:
+    """Yield the groups of parameters that FSDP gathers and reduces at once."""
+    for module in model.modules():
+        group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
+        if group is not None:
+            yield group
 
 
 def _keep(param: Any, policy: MixedPrecisionPolicy) -> None:

@@ -158,6 +158,7 @@ class ModelSetup:
     keeps_gathered: bool = False  # layers stay gathered from forward to backward
     optimizer: str = "adamw"
     expert_ranks: int = 1  # that the experts of a layer are divided over
+    reduces_once: bool = False  # copies of the weights sum their gradients once in an optimizer step
 
     @property
     def expert_shards(self) -> int:
@@ -180,8 +181,8 @@ def weights(shape: ModelShape, setup: ModelSetup) -> int:
 
 
 def gradients(shape: ModelShape, setup: ModelSetup) -> int:
-    """The shard of the gradients, which have the type of the weights."""
-    return shape.trained_stored // setup.ranks
+    """The shard of the gradients, which have the type of the weights, but that of the reduction before."""
+    return max(shape.trained_stored, setup.reduces_once * setup.r * shape.trained) // setup.ranks
 
 
 def optimizer_state(shape: ModelShape, setup: ModelSetup) -> int:

@@ -148,6 +148,7 @@ def held_model(model: PlannedModel, world_size: int, device: str, read_shape: Re
         keeps_gathered=not fsdp.enable_full_shard,
         optimizer="adamw" if model.optim is None else model.optim.strategy,
         expert_ranks=fsdp.expert_parallel_size,
+        reduces_once=fsdp.reduces_once(world_size),
     )
     weights = memory_model.weights(shape, setup)
     gradients = memory_model.gradients(shape, setup) if is_trained else 0

@@ -132,7 +132,7 @@ def collectives(
     ulysses: int = 1,
     ring: int = 1,
 ) -> Collectives:
-    """Count a pass over all rows of a step; each micro batch gathers weights and reduces gradients."""
+    """Count a pass over all rows of a step; each micro batch gathers weights and scatters gradients."""
     passes = 2 if is_update and not setup.keeps_gathered else 1
     # The root stays gathered until a backward pass.
     root = setup.c * shape.root * (setup.ranks - 1) / setup.ranks
@@ -141,11 +141,11 @@ def collectives(
     sharding = gathers * (setup.c * rest - root) + root * (work.micro_batches if is_update else 1)
     expert_sharding, replicas = gathers * setup.c * experts, 0.0
     if is_update:
-        gradients = work.micro_batches * setup.r * shape.trained
         rest, experts = _others_shards(shape.trained, shape.trained_experts, setup)
         sharding += work.micro_batches * setup.r * rest
         expert_sharding += work.micro_batches * setup.r * experts
-        replicas = 2 * gradients / setup.ranks * (copies - 1) / copies
+        sums = work.repeats if setup.reduces_once else work.micro_batches
+        replicas = 2 * sums * setup.r * shape.trained / setup.ranks * (copies - 1) / copies
     text = shape.text
     queries, cached = text.heads * text.head_dim, text.kv_heads * text.head_dim
     # Queries, keys, values and the output; their gradients; and once more where blocks are computed again.

@@ -24,14 +24,7 @@ Results = TypeVar("Results", Tensor, dict[str, Tensor])
 class MicroBatchSchedule:
     """The micro batches of this rank over a batch; every rank has the same number."""
 
-    def __init__(
-        self,
-        forward: RowForward,
-        batch: DataProto,
-        *,
-        size: int,
-        dynamic_batching: bool,
-    ) -> None:
+    def __init__(self, forward: RowForward, batch: DataProto, *, size: int, dynamic_batching: bool) -> None:
         """Plan a pass over a batch; collective over all ranks. See `StrategyLimits.of` for `size`."""
         self.sp = sp = forward.sp
         media = forward.media_tokens(batch) if sp.size > 1 else None

@@ -42,15 +42,8 @@ if TYPE_CHECKING:  # a policy without teachers needs none of it
     from verl.workers.roles.teachers import Teachers
 
 OPTIONAL_KEYS = [
-    "old_log_probs",
-    "row_ids",
-    "ref_log_probs",
-    "sequence_weights",
-    "rollout_is_weights",
-    "rollout_log_probs",
-    CHOICES,
-    ROUTE_MATCHES,
-    *TEACHER_KEYS,
+    *("old_log_probs", "row_ids", "ref_log_probs", "sequence_weights", "rollout_is_weights"),
+    *("rollout_log_probs", CHOICES, ROUTE_MATCHES, *TEACHER_KEYS),
 ]
 REINFORCE = "gpg"  # the loss without a ratio
 

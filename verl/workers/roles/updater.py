@@ -22,7 +22,7 @@ from verl.algorithms.token_selection import SelectionInputs, TokenSelection
 from verl.config.model import TrainedModelConfig, as_number
 from verl.config.worker import ActorConfig
 from verl.distributed.device import to_device
-from verl.distributed.fsdp import clip_grad_norm
+from verl.distributed.fsdp import check_sums, clip_grad_norm, sum_over_copies
 from verl.protocol import DataProto
 from verl.utils.rank_logger import get_logger
 from verl.workers.packing.row_forward import RowForward
@@ -59,6 +59,7 @@ class MiniBatch:
     metrics: MetricSums
     forward: RowForward
     schedule: MicroBatchSchedule
+    reduces_once: bool  # see `FSDPConfig`
     computed: list[Tensor] = field(default_factory=list)  # log-probs of each micro batch, (b, R)
 
     @property
@@ -70,10 +71,15 @@ class MiniBatch:
         return self.schedule.join(self.computed, self.forward.device)
 
     def micro_batches(self) -> Iterator[MicroBatch]:
+        """Yield micro batches in order; each needs its backward pass before the next one."""
         self.forward.model.train()
         inputs = set(self.forward.keys) - {"loss_mask"}  # reach the device with the model's inputs
-        for whole in self.schedule.micro_batches(self.batch):
-            for rows in self.forward.parts(whole):
+        for number, whole in enumerate(self.schedule.micro_batches(self.batch), 1):
+            parts = self.forward.parts(whole)
+            for rows in parts:
+                if self.reduces_once:
+                    is_last = number == len(self.schedule) and rows is parts[-1]
+                    sum_over_copies(self.forward.model, now=is_last)
                 tensors = {key: value for key, value in rows.batch.items() if key not in inputs}
                 yield MicroBatch(rows, to_device(tensors, self.forward.device))
 
@@ -127,6 +133,7 @@ class Updater:
         self.ppo_epochs = ppo_epochs
         self.max_response_length = float(training.max_response_length)
         self.dp_size, self.world_size = dist.get_world_size(self.group), dist.get_world_size()
+        self.reduces_once = config.fsdp.reduces_once(self.world_size)
         self.mini_batch_rows = config.global_batch_size * training.rollout_n // self.dp_size
         self.metrics = MetricSums(forward.device)
         self.grad_norms: list[float] = []
@@ -168,8 +175,8 @@ class Updater:
         return batch.merge(compute_experience(self.config, self.forward, batch, self.balance.count_choices))
 
     def backward(self, loss: Tensor) -> None:
-        # Gradients are reduced over ranks every time: keeping them until the last micro batch would hold an
-        # unsharded gradient of the whole model on every device.
+        # Gradients are scattered over the ranks of a copy every time: keeping them until the last micro batch
+        # would hold an unsharded gradient of the whole model on every device.
         # FSDP averages gradients over all ranks, but the loss is the sum of their losses: of other rows and,
         # where a sequence is sharded, of other tokens of the same rows.
         loss = self.balance.add_to(loss, self.metrics)
@@ -177,6 +184,8 @@ class Updater:
 
     def step(self) -> None:
         """Clip the gradients and take an optimizer step, or skip it if they are not finite."""
+        if self.reduces_once:
+            check_sums(self.forward.model)
         norm = clip_grad_norm(self.forward.model, self.config.max_grad_norm)
         if math.isfinite(norm):
             self.optimizer.step()
@@ -234,7 +243,7 @@ class Updater:
             each = torch.ones(len(schedule), device=forward.device)
             shared.add_mean(f"perf/sp_whole_rows_{self.role}", each * schedule.is_whole, each)
         metrics = self.metrics if schedule.is_whole else shared
-        return MiniBatch(part, masks, metrics, forward, schedule)
+        return MiniBatch(part, masks, metrics, forward, schedule, self.reduces_once)
 
 
 class MiniBatchSelection:
