@@ -486,7 +486,7 @@ def print_table(result: dict[str, Any]) -> None:
         )
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -523,9 +523,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--tiny", action="store_true", help="test that it runs, in seconds on CPU; the speed means nothing"
     )
-    if parser.parse_known_args()[0].tiny:
+    if parser.parse_known_args(arguments)[0].tiny:
         parser.set_defaults(**TINY)
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 def main() -> None:

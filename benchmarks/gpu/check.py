@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run the parts of `scripts/gpu_check.sh`, each in a process of its own, and write a JSON file and a table.
-
-To add a part, add an entry to `PARTS` whose program prints `Report` as its last line.
-"""
+"""Run the parts of `scripts/gpu_check.sh`, each in a process of its own, and write what they find."""
 
 import argparse
 import importlib.util
@@ -23,7 +20,8 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
-from benchmarks.gpu.outcome import Outcome, read_report, read_tests, read_update
+from benchmarks.gpu.parts import CALL_S, PARTS, PATIENCE, Part, chosen_parts
+from benchmarks.gpu.report import read_report
 from verl.distributed.gpus import list_gpus
 from verl.utils.text_table import table
 
@@ -34,48 +32,7 @@ VERSIONS = (
 )
 GRACE_S = 15  # for a part that is stopped to end its own processes
 TINY_PATIENCE = 4  # the CPU may be shared
-
-
-@dataclass(frozen=True)
-class Part:
-    """One program."""
-
-    name: str
-    limit_s: int
-    headline: tuple[str, ...] = ()  # figures in the table
-
-    def command(self, options: argparse.Namespace, models: Path, results: Path) -> list[str]:
-        kind, _, case = self.name.partition(".")
-        device = ["--device", "cpu" if options.tiny else "cuda"]
-        tiny = ["--tiny"] if options.tiny else []
-        if kind == "tests":
-            marker = "not gpu and not heavy" if options.tiny else "gpu"
-            options_of_pytest = ["-q", "--continue-on-collection-errors", f"--junitxml={results}"]
-            return [sys.executable, "-m", "pytest", "-m", marker, *options_of_pytest, "tests/gpu"]
-        if kind == "update":
-            return [sys.executable, "benchmarks/gpu_update.py", *device, *tiny]
-        selected = ["--case", case] if case else []
-        return [
-            *(sys.executable, "-m", f"benchmarks.gpu.{kind}", "--models", str(models)),
-            *(*device, *tiny, *selected),
-        ]
-
-    def read(self, output: str, results: Path) -> Outcome:
-        if self.name == "tests":
-            return read_tests(results)
-        return read_update(output) if self.name == "update" else read_report(output)
-
-
-ENGINE = ("log_probs_difference_mean", "sync_1_gb_per_s", "generate_tokens_per_s")
-CASES = ("plain", "reserved", "head", "top_p", "lora", "moe")  # of `engine`
-PARTS = (  # in order of value
-    Part("kernels", 240, ("attention_grouped_heads_tflops", "head_update_s", "eager_head_update_s")),
-    Part("memory", 240, ("load_pinned_gb_per_s", "moved_load_gb_per_s", "moved_offload_gb_per_s")),
-    Part("tests", 580, ("passed", "failed", "skipped")),
-    Part("update", 420, ("update_mfu", "shared_update_mfu", "update_peak_gib")),
-    *(Part(f"engine.{case}", 240, ENGINE) for case in CASES),
-    Part("command", 300, ("run_s", "step_s", "log_probs_difference")),
-)
+HASHER = "VLLM_MM_HASHER_ALGORITHM"
 
 
 @dataclass
@@ -126,35 +83,47 @@ def describe_machine() -> dict[str, Any]:
     }
 
 
+def choose_hasher() -> tuple[dict[str, str], str]:
+    """The hash by which vLLM names images if the default's package is missing, and a line for the log."""
+    vllm = importlib.util.find_spec("vllm")
+    if vllm is None or vllm.origin is None or importlib.util.find_spec("blake3") is not None:
+        return {}, ""
+    if HASHER in Path(vllm.origin).with_name("envs.py").read_text():
+        return {HASHER: "sha256"}, f"blake3 is not installed: {HASHER}=sha256"
+    return {}, f"blake3 is not installed, and this vLLM does not know {HASHER}: images in the engine fail"
+
+
 def run(part: Part, options: argparse.Namespace, models: Path, log: Path, limit_s: float) -> Result:
     """Run a part with its output in the log; a part that is too slow is ended with its children."""
-    results = models / f"{part.name}.xml"
-    environment = os.environ | {"PYTHONPATH": path_with_root(), "PYTHONUNBUFFERED": "1"}
+    hasher, note = choose_hasher()
+    environment = os.environ | hasher | {"PYTHONPATH": path_with_root(), "PYTHONUNBUFFERED": "1"}
     started = time.perf_counter()
     with log.open("a+") as file:
-        file.write(f"\n==== {part.name}\n")
+        file.write(f"\n==== {part.name}\n{note}\n")
         file.flush()
         start = file.tell()
         process = subprocess.Popen(
-            part.command(options, models, results), cwd=ROOT, env=environment, stdout=file,
+            part.command(options, models), cwd=ROOT, env=environment, stdout=file,
             stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
         in_time = wait(process, limit_s)
         seconds = time.perf_counter() - started
         file.seek(start)
         output = file.read()
-    outcome = part.read(output, results)
+    outcome = read_report(output)
     result = Result(part.name, "PASS", seconds, laws=outcome.laws, figures=outcome.figures)
     if not in_time:
         result.status, result.reason = "TIMEOUT", f"more than {limit_s:.0f} s"
+    elif broken := [law["law"] for law in outcome.laws if not law["passed"]]:
+        result.status, result.reason = "FAIL", "; ".join(broken)
     elif outcome.missing:
         result.status, result.reason = "SKIPPED", f"not installed: {', '.join(outcome.missing)}"
-    elif process.returncode and not outcome.laws:
-        result.status, result.reason = "ERROR", f"exit status {process.returncode}: {last_line(output)}"
-    elif broken := [law["name"] for law in outcome.laws if not law["passed"]]:
-        result.status, result.reason = "FAIL", "; ".join(broken)
-    elif process.returncode:
+    elif process.returncode and outcome.laws:
         result.status, result.reason = "ERROR", f"exit status {process.returncode} after its last law"
+    elif process.returncode:
+        result.status, result.reason = "ERROR", f"exit status {process.returncode}: {last_line(output)}"
+    elif not outcome.laws:
+        result.status, result.reason = "SKIPPED", f"checks nothing here: {last_line(output)}"
     return result
 
 
@@ -202,11 +171,25 @@ def short(value: Any) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
+def read_earlier(folder: Path, machine: dict[str, Any]) -> dict[str, Result]:
+    """Results in the folder, by part, if they are of this device and these versions of packages, or fewer."""
+    file = folder / "gpu_check.json"
+    if not file.exists():
+        return {}
+    record = json.loads(file.read_text())
+    is_same = all(record[key] == machine[key] for key in ("device", "driver", "python"))
+    if not is_same or record["versions"].items() - machine["versions"].items():
+        return {}
+    return {entry["name"]: Result(**entry) for entry in record["parts"]}
+
+
 def write(folder: Path, machine: dict[str, Any], results: Sequence[Result]) -> None:
     """Replace the files, after each part, so that a run that is cut off leaves what it has."""
     record = machine | {"parts": [asdict(result) for result in results]}
+    laws = [json.dumps({"part": result.name} | law) for result in results for law in result.laws]
     for name, text in (
         ("gpu_check.json", json.dumps(record, indent=1)),
+        ("gpu_check.jsonl", "".join(f"{law}\n" for law in laws)),
         ("gpu_check.txt", show(machine, results)),
     ):
         new = folder / f"{name}.new"
@@ -214,48 +197,53 @@ def write(folder: Path, machine: dict[str, Any], results: Sequence[Result]) -> N
         new.replace(folder / name)
 
 
-def chosen_parts(only: str | None) -> list[Part]:
-    """The parts that `--only` names, in order of value; `engine` means all of its cases."""
-    if only is None:
-        return list(PARTS)
-    names = set(only.split(","))
-    known = {name for part in PARTS for name in (part.name, part.name.partition(".")[0])}
-    if names - known:
-        raise SystemExit(f"gpu_check: unknown parts {sorted(names - known)}: choose from {sorted(known)}")
-    return [part for part in PARTS if {part.name, part.name.partition(".")[0]} & names]
-
-
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="gpu_check.sh", description="The first hour on a GPU.")
     parser.add_argument("--tiny", action="store_true", help="tiny problems on the CPU, to test the programs")
-    parser.add_argument(
-        "--only", help=f"parts, separated by commas: {', '.join(part.name for part in PARTS)}"
+    chosen = parser.add_mutually_exclusive_group()
+    names = ", ".join(part.name for part in PARTS)
+    chosen.add_argument("--only", help=f"parts, separated by commas: {names}")
+    calls = sorted({part.call for part in PARTS} - {0})
+    chosen.add_argument(
+        "--call", type=int, choices=calls, help=f"the parts of one of several calls of {CALL_S} seconds"
     )
-    parser.add_argument("--budget", type=float, default=float("inf"), help="seconds for all parts together")
+    parser.add_argument("--budget", type=float, help="seconds for all parts together")
+    parser.add_argument("--again", action="store_true", help="also run parts that have passed")
+    parser.add_argument("--wheels", action="store_true", help="print the packages of the parts, for pip")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT") or "gpu_check"), help="folder")
     return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    parts = chosen_parts(options.only)
+    parts = chosen_parts(options.only, options.call)
+    if options.wheels:
+        print("\n".join(dict.fromkeys(name for part in parts for name in part.wheels)))
+        return 0
     options.out.mkdir(parents=True, exist_ok=True)
-    log = options.out / "gpu_check.log"
-    log.write_text("")
-    machine, results, started = describe_machine(), [], time.perf_counter()
+    machine, started = describe_machine(), time.perf_counter()
+    results = read_earlier(options.out, machine)
+    patience = TINY_PATIENCE if options.tiny else 1
+    budget = options.budget or (CALL_S * patience if options.call else float("inf"))
     with tempfile.TemporaryDirectory(prefix="gpu_check_") as models:
         for part in parts:
-            limit_s = part.limit_s * (TINY_PATIENCE if options.tiny else 1)
-            left = options.budget - (time.perf_counter() - started)
+            if part.name in results and results[part.name].status == "PASS" and not options.again:
+                continue
+            left = budget - (time.perf_counter() - started)
             if left < GRACE_S:
-                results.append(Result(part.name, "SKIPPED", reason="the budget is spent"))
+                results.setdefault(part.name, Result(part.name, "SKIPPED", reason="the budget is spent"))
             else:
                 print(f"{part.name} ...", flush=True)
-                results.append(run(part, options, Path(models), log, min(limit_s, left)))
-            write(options.out, machine, results)
-    print(show(machine, results), end="")
-    print(f"written: {options.out}/gpu_check.json, .txt, .log")
-    return int(any(result.status in ("FAIL", "ERROR", "TIMEOUT") for result in results))
+                limit_s = min(left, part.predicted_s * PATIENCE * patience)
+                results[part.name] = run(part, options, Path(models), options.out / "gpu_check.log", limit_s)
+            write(options.out, machine, in_order(results))
+    print(show(machine, in_order(results)), end="")
+    print(f"written: {options.out}/gpu_check.json, .jsonl, .txt, .log")
+    return int(any(results[part.name].status in ("FAIL", "ERROR", "TIMEOUT") for part in parts))
+
+
+def in_order(results: dict[str, Result]) -> list[Result]:
+    return [results[part.name] for part in PARTS if part.name in results]
 
 
 if __name__ == "__main__":

@@ -1,79 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A part of `scripts/gpu_check.sh`: its options, its laws and its figures.
-
-A law is a number and its bound: `report.at_most("log-probs", 3e-4, 1e-2)`. A figure is a number with its unit
-in its name. The last line that a part prints is JSON with both.
-"""
+"""A part of `scripts/gpu_check.sh`: its options, its device and its problems."""
 
 import argparse
-import json
 import os
 import shutil
 import time
-import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from benchmarks.gpu.report import Report
 from verl.distributed.device import backend_of, is_gpu, set_device, synchronize
 
 GB = 1e9
 GIB = 2**30
-
-
-class Law(NamedTuple):
-    """A number and its bound: `Law("log-probs", 3e-4, "<= 0.01", True)`."""
-
-    name: str
-    found: float | str  # the error's text if it could not be measured
-    bound: str
-    passed: bool
-
-
-@dataclass
-class Report:
-    """The laws and figures of a part, printed as they are found."""
-
-    laws: list[Law] = field(default_factory=list)
-    figures: dict[str, Any] = field(default_factory=dict)
-
-    def at_most(self, name: str, found: float, bound: float) -> None:
-        self._add(Law(name, found, f"<= {bound:g}", found <= bound))
-
-    def at_least(self, name: str, found: float, bound: float) -> None:
-        self._add(Law(name, found, f">= {bound:g}", found >= bound))
-
-    def holds(self, name: str, passed: bool) -> None:
-        self._add(Law(name, float(passed), "true", passed))
-
-    def figure(self, name: str, value: Any) -> None:
-        self.figures[name] = value
-        print(f"      {name} = {_short(value)}", flush=True)
-
-    def attempt(self, step: Callable[..., None], *args: Any) -> None:
-        """Run a step of the part; its error is a broken law and does not stop the other steps."""
-        try:
-            step(self, *args)
-        except Exception as error:  # noqa: BLE001 - reported; the next step may still run
-            traceback.print_exc()
-            self._add(Law(step.__name__, f"{type(error).__name__}: {error}"[:300], "no error", False))
-
-    def end(self) -> None:
-        laws = [law._asdict() for law in self.laws]
-        print(json.dumps({"laws": laws, "figures": self.figures}), flush=True)
-
-    def _add(self, law: Law) -> None:
-        self.laws.append(law)
-        print(f"{'PASS' if law.passed else 'FAIL'}  {law.name}: {_short(law.found)} {law.bound}", flush=True)
-
-
-def _short(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 @dataclass(frozen=True)
@@ -158,7 +103,7 @@ def largest_difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> f
 def run_part(
     description: str | None, work: Callable[[Report, Place, str], None], cases: Sequence[str]
 ) -> None:
-    """Run a part's program: parse its options, join a process group of one rank, work, report."""
+    """Run a part's program: parse its options, join a process group of one rank, work."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -170,11 +115,7 @@ def run_part(
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", GLOO_SOCKET_IFNAME="lo")
     device = set_device(options.device, local_rank=0)
     torch.manual_seed(0)
-    report = Report()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port))  # the engine joins by these
     dist.init_process_group(backend_of(options.device).groups, store=store, rank=0, world_size=1)
-    try:
-        work(report, Place(device, options.tiny, options.models), options.case)
-    finally:
-        report.end()
+    work(Report(), Place(device, options.tiny, options.models), options.case)

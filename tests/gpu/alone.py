@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run a function in another process with a process group of one rank."""
 
+import gc
 import os
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 from multiprocessing import get_context
 from typing import Any
+
+import torch
 
 from tests.helpers.distributed import free_port
 
@@ -16,8 +19,6 @@ def _enter(device: str, port: int) -> None:
         RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
         GLOO_SOCKET_IFNAME="lo",
     )  # fmt: skip
-    import torch
-
     from verl.distributed.device import backend_of, set_device
 
     set_device(device, local_rank=0)
@@ -30,8 +31,16 @@ def _new_process(device: str) -> ProcessPoolExecutor:
 
 
 @cache
-def _shared_process() -> ProcessPoolExecutor:
-    return _new_process("cpu")
+def _shared_process(device: str) -> ProcessPoolExecutor:
+    return _new_process(device)
+
+
+def _call(function: Callable[..., Any], *args: Any) -> Any:
+    result = function(*args)
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return result
 
 
 def run_alone(function: Callable[..., Any], *args: Any, device: str) -> Any:
@@ -44,7 +53,12 @@ def run_alone(function: Callable[..., Any], *args: Any, device: str) -> Any:
 
 
 def run_apart(function: Callable[..., Any], *args: Any, device: str) -> Any:
-    """Call a function as `run_alone` does, but on the CPU in one process for all, which imports once."""
-    if device == "cpu":
-        return _shared_process().submit(function, *args).result()
-    return run_alone(function, *args, device=device)
+    """Call a function as `run_alone` does, but in one process for all, which imports once.
+
+    A function that fails may leave a process that nothing runs in: the next one gets another.
+    """
+    try:
+        return _shared_process(device).submit(_call, function, *args).result()
+    except Exception:
+        _shared_process.cache_clear()
+        raise
