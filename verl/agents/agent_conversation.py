@@ -23,15 +23,7 @@ from verl.agents.contexts import (
 from verl.agents.endpoint.chat_messages import ApiError, ChatMessage, assistant_message
 from verl.agents.endpoint.replies import Reply
 from verl.agents.endpoint.requests import ChatRequest
-from verl.agents.interface import (
-    AgentResult,
-    Message,
-    Observation,
-    Reference,
-    StopReason,
-    ToolCall,
-    Turn,
-)
+from verl.agents.interface import AgentResult, Message, Observation, Reference, StopReason, ToolCall, Turn
 from verl.agents.parsers.interface import THOUGHT, text_before_calls, without_thought
 from verl.agents.rendering import UNNAMED, call_id
 from verl.agents.row import SampledTurn

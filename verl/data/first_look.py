@@ -179,11 +179,7 @@ def _local_files(name: str) -> list[Path]:
 
 
 def _check_rows(
-    option: str,
-    seen: Sequence[FirstRows],
-    data: AnyData,
-    prompt_format: PromptFormat,
-    kinds: tuple[str, ...],
+    option: str, seen: Sequence[FirstRows], data: AnyData, prompt_format: PromptFormat, kinds: tuple[str, ...]
 ) -> None:
     """Raise a ValueError that lists the rows that cannot be used."""
     from verl.data import messages  # noqa: PLC0415 (Pillow: a run without files has no need of it)

@@ -130,10 +130,7 @@ class _LinearLogProbs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any,
-        grad_log_probs: Tensor | None,
-        grad_entropy: Tensor | None,
-        grad_sum_squares: Tensor | None,
+        ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None, grad_sum_squares: Tensor | None
     ) -> tuple:
         if grad_sum_squares is not None:
             raise NotImplementedError("`sum_squared_probs` has no gradient: detach it before use in a loss")

@@ -182,11 +182,7 @@ def _reading_features(decoder: Any, features: Features, rows: dict[Kind, SPRows]
 
 
 def _changed_inputs(
-    features: Features,
-    rows: dict[Kind, SPRows],
-    decoder: nn.Module,
-    args: tuple,
-    kwargs: dict[str, Any],
+    features: Features, rows: dict[Kind, SPRows], decoder: nn.Module, args: tuple, kwargs: dict[str, Any]
 ) -> tuple[tuple, dict[str, Any]]:
     if args:
         raise NotImplementedError(

@@ -208,9 +208,7 @@ def make_parser(name: str, description: str | None) -> argparse.ArgumentParser:
 
 
 def run_with_config(
-    switches: argparse.Namespace,
-    config_class: type[C],
-    run: Callable[[argparse.Namespace, C], int],
+    switches: argparse.Namespace, config_class: type[C], run: Callable[[argparse.Namespace, C], int]
 ) -> int:
     """Load the config from `switches.options` and run a command with it, with errors on stderr.
 

@@ -73,11 +73,7 @@ class Endpoint(AbstractContextManager["Endpoint"]):
     """
 
     def __init__(
-        self,
-        read_url: ReadUrl,
-        *,
-        shows_tools: bool,
-        on_call: Callable[[Hashable], None] = lambda key: None,
+        self, read_url: ReadUrl, *, shows_tools: bool, on_call: Callable[[Hashable], None] = lambda key: None
     ) -> None:
         self._on_call, self._read_url, self._shows_tools = on_call, read_url, shows_tools
         self._keys: dict[str, Hashable] = {}

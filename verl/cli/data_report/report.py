@@ -95,7 +95,7 @@ def answer_lines(option: str, dataset: RLHFDataset) -> list[str]:
     single = lengths.count(1)
     lines = [
         f"  tokens of an answer: shortest {min(lengths)}, half up to {quantile(lengths, 0.5)}, longest"
-        f" {max(lengths)}; {single} of {len(lengths)} answers are one token",
+        f" {max(lengths)}; {single} of {len(lengths)} answers are one token"
     ]
     if len(dataset.tokenizer) < TINY_VOCABULARY:
         lines += split_words(dataset.tokenizer, texts)

@@ -25,7 +25,7 @@ ABBREVIATED, SHORTENED = 0.9, 0.75  # similarity if a word is abbreviated, or so
 MIN_ELSEWHERE = 0.85  # similarity of a name in another section
 MIN_SECTION = 0.5  # similarity of sections that a name with several meanings needs
 GENERIC = {  # names that mean something else in every section
-    *("path", "name", "enabled", "update", "beta", "coef", "batch_size", "num_workers", "strategy", "dtype"),
+    *("path", "name", "enabled", "update", "beta", "coef", "batch_size", "num_workers", "strategy", "dtype")
 }
 
 

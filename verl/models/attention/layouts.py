@@ -130,9 +130,7 @@ class PackedLayout:
         on_device = cu_seqlens
         if cu_seqlens.device != device or cu_seqlens.dtype != torch.int32:
             on_device = cached_on(
-                cu_seqlens,
-                f"rows_on_{device}",
-                lambda: cu_seqlens.to(device, torch.int32, non_blocking=True),
+                cu_seqlens, f"rows_on_{device}", lambda: cu_seqlens.to(device, torch.int32, non_blocking=True)
             )
         rows = Span(slice(0, sum(lengths)), on_device, lengths)
         groups = tuple((length, ()) for length in lengths)

@@ -20,13 +20,7 @@ from torch import Tensor, nn
 
 from verl.models.families.interface import Kind, MediaShape, Medium
 from verl.models.families.mrope import frames_of
-from verl.models.families.qwen_vl import (
-    PIXELS,
-    TINY_TOWER,
-    TOWERS_TAKE_INPUTS,
-    PatchGridFamily,
-    frame_times,
-)
+from verl.models.families.qwen_vl import PIXELS, TINY_TOWER, TOWERS_TAKE_INPUTS, PatchGridFamily, frame_times
 from verl.models.families.tiny_sizes import TEXT, TinyModel, mrope, tiny_processor
 
 IMAGE = "<|begin_of_image|><|image|><|end_of_image|>"

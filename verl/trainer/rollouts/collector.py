@@ -19,14 +19,7 @@ from verl.config.algorithm import AlgorithmConfig
 from verl.config.worker import RewardConfig
 from verl.protocol import DataProto
 from verl.trainer.metrics import Metrics
-from verl.trainer.rollouts.group_filter import (
-    WEIGHTS,
-    EarlyStop,
-    GroupFilter,
-    Quota,
-    Replay,
-    StopCounts,
-)
+from verl.trainer.rollouts.group_filter import WEIGHTS, EarlyStop, GroupFilter, Quota, Replay, StopCounts
 from verl.trainer.rollouts.sampler import Sampler, with_uids
 from verl.trainer.rollouts.scores import ScoredGroups, Scoring, column_of, shaping_terms
 from verl.utils.rank_logger import get_logger

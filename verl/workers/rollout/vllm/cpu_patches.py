@@ -47,11 +47,7 @@ def see_images_whole() -> None:
 
 
 def _build_with_images(
-    theirs: Callable[..., Any],
-    self: Any,
-    common_prefix_len: int,
-    common_attn_metadata: Any,
-    **options: Any,
+    theirs: Callable[..., Any], self: Any, common_prefix_len: int, common_attn_metadata: Any, **options: Any
 ) -> Any:
     return theirs(self, common_prefix_len, with_image_rows(self, common_attn_metadata), **options)
 

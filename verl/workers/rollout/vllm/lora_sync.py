@@ -81,11 +81,7 @@ def adapter_arguments(adapter: EngineAdapter) -> dict[str, Any]:
     # by default the engine keeps buffers for every linear layer, and for the head
     layers = sorted({name.rpartition(".")[2] for name in adapter.modules})
     return dict(
-        enable_lora=True,
-        max_loras=1,
-        max_lora_rank=max_rank,
-        lora_target_modules=layers,
-        load_format="auto",
+        enable_lora=True, max_loras=1, max_lora_rank=max_rank, lora_target_modules=layers, load_format="auto"
     )
 
 
