@@ -11,7 +11,10 @@ python3 -m verl.trainer.main \
     worker.actor.model.model_path=${MODEL_PATH} \
     worker.actor.fsdp.torch_dtype=bf16 \
     worker.actor.optim.strategy=adamw_bf16 \
-    worker.rollout.tensor_parallel_size=8 \
+    worker.actor.micro_batch_size_per_device_for_update=8 \
+    worker.actor.micro_batch_size_per_device_for_experience=16 \
+    worker.rollout.tensor_parallel_size=2 \
+    worker.rollout.gpu_memory_utilization=0.7 \
     trainer.experiment_name=qwen3_vl_30b_geo_grpo \
     trainer.n_gpus_per_node=8 \
     "$@"
