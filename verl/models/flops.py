@@ -72,7 +72,7 @@ class FlopsCounter:
         self.text = TextShape(model, any(encoder.is_trained for encoder in self.encoders.values()))
 
     def count(self, work: PackedWork, media: Iterable[Medium] = ()) -> tuple[float, float]:
-        """Count this rank's part of a forward and of a backward pass; `media` are those that it encodes."""
+        """Count this rank's part of a forward and of a backward pass; it encodes all of `media`."""
         forward, backward = (part / work.ranks for part in self.text.count(work.groups, work.to_head))
         for medium in media:
             encoder = self.encoders["audio" if medium.kind == "audio" else "vision"]
