@@ -27,12 +27,13 @@ from transformers import PreTrainedModel
 from verl.distributed.device import is_gpu
 from verl.distributed.expert_parallel import shard_experts
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # torch's names
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Return the type that an option names, by a short name or torch's own."""
-    return DTYPES[name] if name in DTYPES else getattr(torch, name)
+    if name not in (names := sorted([*DTYPES, *DTYPES.values()])):
+        raise ValueError(f"a dtype must be one of {names}, got {name!r}")
+    return getattr(torch, DTYPES.get(name, name))
 
 
 class ShardOptions(Protocol):
