@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a part of `scripts/gpu_check.sh` prints: a JSON line for each law and each figure, as it is found.
+"""The report of a part of `scripts/gpu_check.sh`: each law and figure is printed as a JSON line when found.
 
 A law is a number and its bound: `report.at_most("log-probs", 3e-4, 1e-2)`. A figure is a number with its unit
 in its name. A part that is cut off keeps the lines that it has printed.

@@ -19,7 +19,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from verl.models.attention.interface import calls_attention
-from verl.models.families.interface import Family, MediaFamily, Medium, Sense, is_part
+from verl.models.families.interface import MediaFamily, Medium, Sense, is_part
 from verl.models.families.registry import family_of
 from verl.models.layer_configs import experts_per_token, layer_heads
 
@@ -65,18 +65,17 @@ class FlopsCounter:
 
     def __init__(self, model: PreTrainedModel) -> None:
         """Read the shapes of a model on any device; `requires_grad` marks what is trained."""
-        self.config, self.family, self.done = model.config, family_of(model.config), 0.0
-        self.encoders = {
-            sense: EncoderShape(model, sense, parts) for sense, parts in self.family.encoders.items()
-        }
+        family, self.done = family_of(model.config), 0.0
+        self.encoders: dict[Sense, EncoderShape] = {}
+        if isinstance(family, MediaFamily):
+            self.encoders = {sense: EncoderShape(model, family, sense) for sense in family.encoders}
         self.text = TextShape(model, any(encoder.is_trained for encoder in self.encoders.values()))
 
     def count(self, work: PackedWork, media: Iterable[Medium] = ()) -> tuple[float, float]:
         """Count this rank's part of a forward and of a backward pass; it encodes all of `media`."""
         forward, backward = (part / work.ranks for part in self.text.count(work.groups, work.to_head))
         for medium in media:
-            encoder = self.encoders["audio" if medium.kind == "audio" else "vision"]
-            own = encoder.count(self.config, self.family, medium)
+            own = self.encoders["audio" if medium.kind == "audio" else "vision"].count(medium)
             forward, backward = forward + own[0], backward + own[1]
         return forward, backward
 
@@ -117,9 +116,9 @@ class TextShape:
                 size = weight.numel() * shares.get(id(weight), 1.0)
                 self.token.add(size, is_reached=is_reached, is_trained=weight.requires_grad)
             is_reached |= weight.requires_grad
-            layer = LAYER.search(name)
-            if layer is not None and int(layer[1]) < len(reached):
-                reached[int(layer[1])] = is_reached
+            found = LAYER.search(name)
+            if found is not None and int(found[1]) < len(reached):
+                reached[int(found[1])] = is_reached
         if head is not None:
             self.head.add(head.numel(), is_reached=is_reached, is_trained=head.requires_grad)
         self.states = sum(map(state_operations, model.modules()))
@@ -152,8 +151,9 @@ class EncoderShape:
     Each frame or tile attends to itself.
     """
 
-    def __init__(self, model: PreTrainedModel, sense: Sense, parts: Sequence[str]) -> None:
-        self.sense: Sense = sense
+    def __init__(self, model: PreTrainedModel, family: MediaFamily, sense: Sense) -> None:
+        self.config, self.family, parts = model.config, family, family.encoders[sense]
+        self.patches_per_feature = family.patches_per_token(model.config, sense)
         self.patch, self.feature = Operations(), Operations()
         self.channels: list[int] = []  # of each layer's attention
         counted, self.is_trained = {id(weight) for weight in matrices(model)}, False
@@ -173,10 +173,9 @@ class EncoderShape:
         self.windowed = [full is not None and layer not in full for layer in range(len(self.channels))]
         self.window = 1 if full is None else vision.window_size // vision.patch_size  # in patches
 
-    def count(self, config: Any, family: Family, medium: Medium) -> tuple[float, float]:
+    def count(self, medium: Medium) -> tuple[float, float]:
         """Count forward and backward pass over a medium."""
-        assert isinstance(family, MediaFamily), "text models have no encoder"
-        units, size = family.units(config, medium.facts), family.patches_per_token(config, self.sense)
+        units, size = self.family.units(self.config, medium.facts), self.patches_per_feature
         features, patches = sum(units), sum(units) * size
         full = windowed = sum((unit * size) ** 2 for unit in units)
         if any(self.windowed):
