@@ -15,7 +15,7 @@ from torch import Tensor
 
 from verl.models.attention.kernels import FULL, SLIDING
 from verl.models.families.registry import family_of
-from verl.workers.rollout.vllm.patches import replaceable, wrap
+from verl.workers.rollout.vllm.patches import replaceable, replacing, wrap, wrapping
 
 SHARED_MEMORY = Path("/dev/shm")
 EXPERT_ACTIVATIONS = {"silu": F.silu, "gelu_tanh": functools.partial(F.gelu, approximate="tanh")}
@@ -33,32 +33,26 @@ def apply_cpu_patches() -> None:
     sample_from_drafts()
 
 
-def skip_token_ranks() -> None:
+@replacing("vllm.v1.sample.sampler", "batched_count_greater_than")
+def skip_token_ranks(values: Tensor, sampled: Tensor) -> Tensor:
     """Stop vLLM from ranking each sampled token, which is unused."""
     # 4 % of the time on CPU with a vocabulary of 32,000
-    sampler = replaceable("vllm.v1.sample.sampler", "batched_count_greater_than")
-    sampler.batched_count_greater_than = lambda values, sampled: torch.zeros(len(values), dtype=torch.int64)
+    return torch.zeros(len(values), dtype=torch.int64)
 
 
-def see_images_whole() -> None:
-    """Let tokens of an image attend to its later ones (Gemma 3), which vLLM does on GPUs only."""
-    # log-probs of tiny models would differ from the trainer's by 0.1
-    wrap("vllm.v1.attention.backends.cpu_attn:CPUAttentionMetadataBuilder", "build", _build_with_images)
-
-
-def _build_with_images(
+@wrapping("vllm.v1.attention.backends.cpu_attn:CPUAttentionMetadataBuilder", "build")
+def see_images_whole(
     theirs: Callable[..., Any], self: Any, common_prefix_len: int, common_attn_metadata: Any, **options: Any
 ) -> Any:
+    """Let tokens of an image attend to its later ones (Gemma 3), which vLLM does on GPUs only."""
+    # log-probs of tiny models would differ from the trainer's by 0.1
     return theirs(self, common_prefix_len, with_image_rows(self, common_attn_metadata), **options)
 
 
-def find_kernels_despite_numba() -> None:
+@wrapping("vllm.triton_utils.dispatcher", "_rebind_kernels")
+def find_kernels_despite_numba(theirs: Callable[..., None], *arguments: Any) -> None:
     """Let vLLM on CPU replace its Triton kernels after numba, which finds drafts, was imported."""
     # vLLM 0.32 reads the attributes of every module, and llvmlite has an object that invents attributes
-    wrap("vllm.triton_utils.dispatcher", "_rebind_kernels", _without_llvmlite)
-
-
-def _without_llvmlite(theirs: Callable[..., None], *arguments: Any) -> None:
     hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if name.startswith("llvmlite.")}
     try:
         theirs(*arguments)
@@ -124,15 +118,11 @@ def unlink_shared_memory(group_name: str) -> None:
             path.unlink(missing_ok=True)
 
 
-def keep_linear_weights() -> None:
+@replacing("vllm.model_executor.layers.utils", "dispatch_cpu_unquantized_gemm")
+def keep_linear_weights(layer: Any, remove_weight: bool) -> None:
     """Stop vLLM on CPU from repacking linear weights for oneDNN, which empties `layer.weight`."""
     # `load_weights` fails on emptied parameters, and vLLM's `reload_weights` is silently wrong with tied
     # embeddings; throughput is the same. Delete this when vLLM loads into repacked weights.
-    utils = replaceable("vllm.model_executor.layers.utils", "dispatch_cpu_unquantized_gemm")
-    utils.dispatch_cpu_unquantized_gemm = _use_plain_linear
-
-
-def _use_plain_linear(layer: Any, remove_weight: bool) -> None:
     layer.cpu_linear = F.linear
 
 

@@ -20,7 +20,9 @@ from verl.models.families.audio.qwen2_5_omni import Qwen25Omni
 from verl.models.families.audio.qwen3_omni import CHUNK_FRAMES, CHUNK_TOKENS
 from verl.models.families.interface import Family, MediaShape, MediumShape
 from verl.models.families.registry import media_family_of
-from verl.workers.rollout.vllm.patches import replaceable, wrap
+from verl.workers.rollout.vllm.patches import replaceable, replacing, wrap, wrapping
+
+QWEN2_5_OMNI = "vllm.model_executor.models.qwen2_5_omni_thinker"
 
 
 def apply_family_patches(family: Family) -> None:
@@ -31,45 +33,37 @@ def apply_family_patches(family: Family) -> None:
         take_features_of_any_length(schema)
 
 
-def keep_times_of_frames() -> None:
-    """Have vLLM write the times of a GLM-4.6V video's frames in tenths of a second, as its processor does."""
+@replacing("vllm.model_executor.models.glm4_1v:Glm4vProcessingInfo", "_get_video_second_idx_glm46v")
+def keep_times_of_frames(self: Any, metadata: dict[str, Any], total_frames: int) -> list[float]:
+    """Have vLLM write the times of a GLM-4.6V video's frames in tenths of a second, as its processor does.
+
+    They are those of the first frame of each temporal patch; frames were sampled before.
+    """
     # vLLM 0.32 rounds them down to seconds, so that the engine would read another prompt than training
-    info = replaceable(
-        "vllm.model_executor.models.glm4_1v:Glm4vProcessingInfo", "_get_video_second_idx_glm46v"
-    )
-    info._get_video_second_idx_glm46v = _times_of_frames
-
-
-def _times_of_frames(self: Any, metadata: dict[str, Any], total_frames: int) -> list[float]:
-    """Return the time of the first frame of each temporal patch; frames were sampled before."""
     step = self.get_video_processor().temporal_patch_size
     return [index / metadata["fps"] for index in metadata["frames_indices"][::step]]
 
 
-def take_several_videos() -> None:
+@replacing("vllm.model_executor.models.glm4_1v:Glm4vProcessingInfo", "get_supported_mm_limits")
+def take_several_videos(self: Any) -> dict[str, None]:
     """Have vLLM take prompts with several videos for GLM-4.xV, of which it allows one."""
     # its code for these models handles any number of them
-    info = replaceable("vllm.model_executor.models.glm4_1v:Glm4vProcessingInfo", "get_supported_mm_limits")
-    info.get_supported_mm_limits = lambda self: {"image": None, "video": None}
+    return {"image": None, "video": None}
 
 
-def slice_images_as_the_processor_does() -> None:
+@replacing("vllm.model_executor.models.minicpmv4_7:MiniCPMV4_7ProcessingInfo", "get_image_max_slice_num")
+def slice_images_as_the_processor_does(self: Any) -> int:
     """Have vLLM expand images of MiniCPM-V 4.7 by the largest number of slices that its processor makes."""
     # vLLM 0.32 takes that of the config, or 9, so that the engine would read another prompt than training
-    info = replaceable(
-        "vllm.model_executor.models.minicpmv4_7:MiniCPMV4_7ProcessingInfo", "get_image_max_slice_num"
-    )
-    info.get_image_max_slice_num = lambda self: self.get_image_processor().max_slice_nums
+    return self.get_image_processor().max_slice_nums
 
 
-def take_times_of_videos() -> None:
+@wrapping(f"{QWEN2_5_OMNI}:Qwen2_5OmniThinkerMultiModalProcessor", "_postprocess_hf_mm_data")
+def take_times_of_videos(
+    theirs: Callable[..., Any], self: Any, hf_data: Any, hf_kwargs: Any, *others: Any
+) -> Any:
     """Have vLLM take the seconds of a temporal patch of Qwen2.5-Omni's videos from the prompt's options."""
     # its processor supposes two frames a second for all videos, whatever was sampled
-    processor = "vllm.model_executor.models.qwen2_5_omni_thinker:Qwen2_5OmniThinkerMultiModalProcessor"
-    wrap(processor, "_postprocess_hf_mm_data", _with_times)
-
-
-def _with_times(theirs: Callable[..., Any], self: Any, hf_data: Any, hf_kwargs: Any, *others: Any) -> Any:
     processed = theirs(self, hf_data, hf_kwargs, *others)
     if hf_kwargs.get("second_per_grid_ts"):
         processed["second_per_grid_ts"] = torch.tensor(hf_kwargs["second_per_grid_ts"])
@@ -78,13 +72,12 @@ def _with_times(theirs: Callable[..., Any], self: Any, hf_data: Any, hf_kwargs: 
 
 def take_turns_of_videos_and_their_sound() -> None:
     """Have vLLM give Qwen2.5-Omni's videos with sound the tokens and positions that training has."""
-    module = "vllm.model_executor.models.qwen2_5_omni_thinker"
     processor = replaceable(
-        f"{module}:Qwen2_5OmniThinkerMultiModalProcessor", "omni_get_updates_use_audio_in_video"
+        f"{QWEN2_5_OMNI}:Qwen2_5OmniThinkerMultiModalProcessor", "omni_get_updates_use_audio_in_video"
     )
     processor.omni_get_updates_use_audio_in_video = classmethod(tokens_with_sound)
-    model = replaceable(f"{module}:Qwen2_5OmniThinkerForConditionalGeneration", "get_mrope_input_positions")
-    model.get_mrope_input_positions = positions_with_sound
+    model = f"{QWEN2_5_OMNI}:Qwen2_5OmniThinkerForConditionalGeneration"
+    replaceable(model, "get_mrope_input_positions").get_mrope_input_positions = positions_with_sound
 
 
 def take_turns_of_qwen3_omni() -> None:

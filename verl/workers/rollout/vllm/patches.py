@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Patches of vLLM on every device.
 
-One function for each patch, with what breaks without it. Each asserts that what it replaces is there, so that
-a new version of vLLM fails here and not later in the numbers. Checked with vLLM 0.26.0 and 0.32.0. Patches
-for CPUs are in `cpu_patches`, patches for some models in `family_patches`.
+One function for each patch, with what breaks without it. Each asserts that what it replaces or wraps exists,
+so that a new version of vLLM fails here and not later in the numbers. Checked with vLLM 0.26.0 and 0.32.0.
+Patches for CPUs are in `cpu_patches`, patches for some models in `family_patches`.
 """
 
 import functools
@@ -13,6 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+
+Patch = Callable[[], None]  # safe to apply again
 
 
 def apply_patches() -> None:
@@ -45,11 +47,21 @@ def wrap(module: str, name: str, ours: Callable[..., Any]) -> None:
     setattr(owner, name, staticmethod(wrapped) if is_static else wrapped)
 
 
-def inspect_models_here() -> None:
+def replacing(module: str, name: str) -> Callable[[Callable[..., Any]], Patch]:
+    """Turn a function into the patch that puts it in the place of one of vLLM."""
+    return lambda ours: lambda: setattr(replaceable(module, name), name, ours)
+
+
+def wrapping(module: str, name: str) -> Callable[[Callable[..., Any]], Patch]:
+    """Turn a function into the patch that has one of vLLM go through it, see `wrap`."""
+    return lambda ours: lambda: wrap(module, name, ours)
+
+
+@replacing("vllm.model_executor.models.registry", "_run_in_subprocess")
+def inspect_models_here(function: Callable[[], Any]) -> Any:
     """Stop vLLM from inspecting new model classes in a subprocess, which takes 10 s."""
     # it does so to keep CUDA out of the calling process, which uses CUDA here and imports the class anyway
-    registry = replaceable("vllm.model_executor.models.registry", "_run_in_subprocess")
-    registry._run_in_subprocess = lambda function: function()
+    return function()
 
 
 def keep_buffers_of_empty_models() -> None:
@@ -75,23 +87,16 @@ def keep_buffers_of_empty_models() -> None:
     loader.load_weights = fill_parameters
 
 
+@replacing("vllm.v1.engine.core", "cleanup_dist_env_and_memory")
 def keep_process_group() -> None:
     """Stop vLLM from destroying torch.distributed's default group when an engine or the process ends."""
     # training owns that group: it could not continue after `close`, and a process that has destroyed its
     # group itself would exit with a traceback
-    core = replaceable("vllm.v1.engine.core", "cleanup_dist_env_and_memory")
-    core.cleanup_dist_env_and_memory = _end_model_parallel_groups
-
-
-def _end_model_parallel_groups() -> None:
     if torch.distributed.is_initialized():
         importlib.import_module("vllm.distributed.parallel_state").destroy_model_parallel()
 
 
-def keep_classes_of_transformers() -> None:
+@replacing("vllm.model_executor.models.transformers.base:Base", "_decorate_cls_for_torch_compile")
+def keep_classes_of_transformers(self: Any, *args: Any, **kwargs: Any) -> None:
     """Stop vLLM from compiling models that it takes from transformers, for which it changes their classes."""
     # training uses the same classes: none of their models could be built, or would run, without vLLM's config
-    backend = replaceable(
-        "vllm.model_executor.models.transformers.base:Base", "_decorate_cls_for_torch_compile"
-    )
-    backend._decorate_cls_for_torch_compile = lambda self, *args, **kwargs: None
