@@ -92,7 +92,7 @@ def test_features_are_those_of_a_tower_that_reads_its_grids_itself(family, tmp_p
     media = {name: torch.randn(count, edge) for name, count in counts.items()} | grids
 
     ours = family_of(config).encode(owner, media_in(media))
-    monkeypatch.setattr(qwen_vl, "TOWERS_TAKE_INPUTS", False)
+    monkeypatch.setattr(qwen_vl, "tower_inputs", lambda *_: {})
     theirs = family_of(config).encode(owner, media_in(media))
 
     assert [len(features) for features in ours] == [6, 4, 12]

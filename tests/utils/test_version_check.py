@@ -12,7 +12,7 @@ from verl.utils.version_check import PACKAGE, PAIRS, check_versions, name_clash,
 
 NO_VALIDATION = ("trainer.val_before_train=false", "trainer.val_freq=-1")
 CPU = {"torch": "2.13.0+cpu", "vllm": "0.32.0", "torchvision": "0.28.0", "transformers": "5.19.0"}
-OLDER = {"torch": "2.11.0+cu130", "vllm": "0.26.0", "torchvision": "0.26.0", "transformers": "5.5.3"}
+OLDER = {"torch": "2.11.0+cu130", "vllm": "0.26.0", "torchvision": "0.26.0", "transformers": "5.17.0"}
 
 
 @pytest.mark.parametrize("found", [CPU, OLDER])
@@ -27,6 +27,7 @@ def test_what_does_not_go_with_the_rest_is_named_with_found_needed_and_command()
     assert package_problems(CPU | {"transformers": "4.57.0"}, needs_vllm=True) == [
         "transformers: found 4.57.0, needed >=5.16.1,<5.20: pip install 'transformers>=5.16.1,<5.20'"
     ]
+    assert package_problems(OLDER | {"transformers": "5.15.0"}, needs_vllm=True)
     assert "found no installation" in package_problems(CPU | {"torch": None}, needs_vllm=True)[0]
 
 

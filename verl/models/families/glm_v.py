@@ -10,7 +10,6 @@ The tower sees frames only: the positions of a frame's patches are interpolated 
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
 from itertools import islice
 from typing import Any, ClassVar
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 
 from verl.models.families.interface import Kind, MediaShape, Medium
 from verl.models.families.mrope import frames_of
-from verl.models.families.qwen_vl import PIXELS, TINY_TOWER, TOWERS_TAKE_INPUTS, PatchGridFamily, frame_times
+from verl.models.families.qwen_vl import PIXELS, TINY_TOWER, PatchGridFamily, frame_times
 from verl.models.families.tiny_sizes import TEXT, TinyModel, mrope, tiny_processor
 
 IMAGE = "<|begin_of_image|><|image|><|end_of_image|>"
@@ -112,9 +111,7 @@ class GlmV(PatchGridFamily):
             for medium, count in zip(media, counts, strict=True)
             for first in range(count)
         ]
-        embeddings = owner.visual.embeddings
-        hook = embeddings.register_forward_pre_hook(_with_sizes_on_device) if TOWERS_TAKE_INPUTS else None
-        with hook or nullcontext():
+        with owner.visual.embeddings.register_forward_pre_hook(_with_sizes_on_device):
             features = iter(super().encode(owner, frames))
         return [torch.cat(list(islice(features, count))) for count in counts]
 

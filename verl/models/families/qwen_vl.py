@@ -4,18 +4,17 @@
 Everything that a tower derives from grids is computed on CPU, so that no length is read back from the device.
 """
 
-import importlib
 import math
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
-from importlib.util import find_spec
 from inspect import signature
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import vision_utils
 
 from verl.distributed.device import to_device
 from verl.models.attention.interface import VISION_ATTENTION
@@ -34,11 +33,6 @@ from verl.models.families.interface import (
 from verl.models.families.mrope import MropeConstants, frames_of, mrope_positions
 from verl.models.families.tiny_sizes import MOE, TEXT, TinyModel, mrope, tiny_processor
 
-VISION_UTILS = "transformers.vision_utils"  # 5.16 and later
-vision_utils: Any = importlib.import_module(VISION_UTILS) if find_spec(VISION_UTILS) else None
-TOWER_INPUTS = ("cu_seqlens", "position_ids", "window_index", "interpolation_indices_and_weights")
-# In older versions of transformers towers take only grids.
-TOWERS_TAKE_INPUTS = all(hasattr(vision_utils, f"get_vision_{name}") for name in TOWER_INPUTS)
 PIXELS = {"image": "pixel_values", "video": "pixel_values_videos"}
 
 TOKEN_IDS = {
@@ -161,10 +155,7 @@ class PatchGridFamily(VisionFamily):
     def encode(self, owner: Any, media: Sequence[Medium]) -> list[Tensor]:
         pixels = torch.cat([medium.tensors[PIXELS[medium.kind]] for medium in media])
         grids = torch.tensor([medium.facts["grid_thw"] for medium in media])
-        if TOWERS_TAKE_INPUTS:
-            inputs = tower_inputs(owner.visual, grids, pixels.device)
-        else:
-            grids, inputs = grids.to(pixels.device), {}  # the tower reads them back
+        inputs = tower_inputs(owner.visual, grids, pixels.device)
         encoded = owner.get_image_features(pixels, grids, return_dict=True, **inputs)
         levels = getattr(encoded, "deepstack_features", None)  # Qwen3-VL only
         if levels is None:
@@ -269,14 +260,6 @@ class Qwen3VL(PatchGridFamily):
             tokens += [processor.vision_start_token_id, *frame, processor.vision_end_token_id]
         return tokens
 
-    def expand(self, processor: Any, prompt_ids: list[int], shape: MediaShape) -> list[int]:
-        expanded = super().expand(processor, prompt_ids, shape)
-        if hasattr(type(processor), "replace_video_token"):
-            return expanded
-        # Before transformers 5.10 processors replace the template's own vision start and end together with
-        # the token of a video.
-        return _without_outer_edges(expanded, processor)
-
 
 def time_factor(seconds: float, per_second: float) -> float:
     """Return the steps in time between two temporal patches, given the seconds between them, as in vLLM."""
@@ -340,15 +323,3 @@ def tower_inputs(tower: Any, grids: Tensor, device: torch.device) -> dict[str, T
         )
         on_device |= {"image_interp_indices": indices, "image_interp_weights": weights}
     return on_cpu | to_device(on_device, device)
-
-
-def _without_outer_edges(tokens: list[int], processor: Any) -> list[int]:
-    """Drop each vision start that is not followed by a media token, and its vision end."""
-    start, end = processor.vision_start_token_id, processor.vision_end_token_id
-    media = (processor.image_token_id, processor.video_token_id)
-    return [
-        token
-        for position, token in enumerate(tokens)
-        if not (token == start and tokens[position + 1] not in media)
-        and not (token == end and tokens[position - 1] == end)
-    ]
