@@ -160,6 +160,9 @@ class PatchGridFamily(VisionFamily):
         levels = getattr(encoded, "deepstack_features", None)  # Qwen3-VL only
         if levels is None:
             return list(encoded.pooler_output)
+        # transformers 5.17 splits the features of media, but not those of the levels
+        sizes = [len(part) for part in encoded.pooler_output]
+        levels = [level.split(sizes) if torch.is_tensor(level) else level for level in levels]
         return [torch.cat(parts, -1) for parts in zip(encoded.pooler_output, *levels, strict=True)]
 
     def units(self, config: Any, facts: Mapping[str, Any]) -> list[int]:
