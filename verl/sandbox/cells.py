@@ -125,26 +125,16 @@ class Cells:
         plots.close("all")
 
 
-def receive(size: int) -> bytes:
-    content = b""
-    while len(content) < size:
-        part = os.read(CONNECTION, size - len(content))
-        if not part:
-            sys.exit()
-        content += part
-    return content
-
-
 def main() -> None:
     os.environ["MPLBACKEND"] = "Agg"  # `show` would wait for a window
     warnings.filterwarnings("ignore", message=".*non-interactive.*")
     cells = Cells()
-    while True:
-        (size,) = SIZE.unpack(receive(SIZE.size))
-        answer = json.dumps(cells.run(**json.loads(receive(size)))).encode()
-        message = memoryview(SIZE.pack(len(answer)) + answer)
-        while message:
-            message = message[os.write(CONNECTION, message) :]
+    with open(CONNECTION, "rb") as requests, open(CONNECTION, "wb", closefd=False) as answers:
+        while head := requests.read(SIZE.size):
+            (size,) = SIZE.unpack(head)
+            answer = json.dumps(cells.run(**json.loads(requests.read(size)))).encode()
+            answers.write(SIZE.pack(len(answer)) + answer)
+            answers.flush()
 
 
 if __name__ == "__main__":
