@@ -7,6 +7,7 @@ Example::
 """
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from verl.agents.interface import ToolCall
@@ -18,7 +19,6 @@ FUNCTION = re.compile(r"\s*call:([^\s{<]+)(?=\{)")
 NAME = re.compile(r"[^\s:,<>{}\[\]]+")
 NUMBER = re.compile(r"-?\d+(\.\d+)?([eE][+-]?\d+)?")
 WORDS = {"true": True, "false": False, "null": None, "None": None}
-SPACES = re.compile(r"\s*")
 
 
 def parse(text: str, schemas: Schemas) -> list[ToolCall]:
@@ -31,90 +31,79 @@ def _read(text: str, start: int) -> tuple[ToolCall, int]:
     function = FUNCTION.match(text, start)
     if function is None:
         return malformed(f"{START} must be followed by call:NAME{{ARGUMENTS}}"), start
-    name = function[1]
+    name, reader = function[1], Reader(text, function.end())
     try:
-        arguments, at = _object(text, function.end())
+        arguments = reader.value()
     except RecursionError:
         return malformed("the arguments are nested too deeply", name), start
     except ValueError as error:
         return malformed(f"the arguments cannot be read: {error}", name), start
-    if not text.startswith(END, at):
-        return malformed(f"the call must end with {END}", name), at
-    return call_with(name, arguments), at + len(END)
+    if not text.startswith(END, reader.at):
+        return malformed(f"the call must end with {END}", name), reader.at
+    return call_with(name, arguments), reader.at + len(END)
 
 
-def _value(text: str, at: int) -> tuple[Any, int]:
-    """Return the value at a position, and the position after it."""
-    if text.startswith(QUOTE, at):
-        return _quoted(text, at)
-    if text.startswith("{", at):
-        return _object(text, at)
-    if text.startswith("[", at):
-        return _list(text, at)
-    word = NAME.match(text, at)
-    if word is not None and word[0] in WORDS:
-        return WORDS[word[0]], word.end()
-    if word is not None and (number := NUMBER.fullmatch(word[0])):
-        is_whole = number[1] is None and number[2] is None
-        return (int if is_whole else float)(word[0]), word.end()
-    raise ValueError(f"expected a value, and texts between {QUOTE}, got {text[at : at + 40]!r}")
+class Reader:
+    """Reads a value at the position `at`, which then is the end of the value."""
 
+    def __init__(self, text: str, at: int) -> None:
+        self.text, self.at = text, at
 
-def _object(text: str, at: int) -> tuple[dict[str, Any], int]:
-    members: dict[str, Any] = {}
-    at = _after_spaces(text, at + 1)
-    while not text.startswith("}", at):
-        name, at = _name(text, at)
-        at = _after(text, at, ":")
-        members[name], at = _value(text, at)
-        at = _next(text, at, "}")
-    return members, at + 1
+    def value(self) -> Any:
+        if self._passes(QUOTE):
+            return self._quoted()
+        if self._passes("{"):
+            return {self._name(): self.value() for _ in self._members("}")}
+        if self._passes("["):
+            return [self.value() for _ in self._members("]")]
+        word = NAME.match(self.text, self.at)
+        number = None if word is None else NUMBER.fullmatch(word[0])
+        if word is None or (number is None and word[0] not in WORDS):
+            raise self._expected(f"a value, and texts between {QUOTE}")
+        self.at = word.end()
+        if number is None:
+            return WORDS[word[0]]
+        return int(word[0]) if number[1] is None and number[2] is None else float(word[0])
 
+    def _members(self, end: str) -> Iterator[None]:
+        """Yield at each member of an object or a list, and go past the end of all."""
+        while not self._passes(end):
+            yield
+            if self._passes(end):
+                return
+            self._pass(",")
 
-def _list(text: str, at: int) -> tuple[list[Any], int]:
-    values: list[Any] = []
-    at = _after_spaces(text, at + 1)
-    while not text.startswith("]", at):
-        value, at = _value(text, at)
-        values.append(value)
-        at = _next(text, at, "]")
-    return values, at + 1
+    def _name(self) -> str:
+        if self._passes(QUOTE):
+            name = self._quoted()
+        elif (word := NAME.match(self.text, self.at)) is not None:
+            name, self.at = word[0], word.end()
+        else:
+            raise self._expected("a name")
+        self._pass(":")
+        return name
 
+    def _quoted(self) -> str:
+        start, stop = self.at, self.text.find(QUOTE, self.at)
+        if stop < 0:
+            raise ValueError(f"a text must end with {QUOTE}")
+        self.at = stop + len(QUOTE)
+        return self.text[start:stop]
 
-def _name(text: str, at: int) -> tuple[str, int]:
-    if text.startswith(QUOTE, at):
-        return _quoted(text, at)
-    name = NAME.match(text, at)
-    if name is None:
-        raise ValueError(f"expected a name, got {text[at : at + 40]!r}")
-    return name[0], name.end()
+    def _pass(self, sign: str) -> None:
+        if not self._passes(sign):
+            raise self._expected(repr(sign))
 
+    def _passes(self, sign: str) -> bool:
+        """Go past spaces and then a sign; return whether it was there."""
+        while self.text[self.at : self.at + 1].isspace():
+            self.at += 1
+        is_there = self.text.startswith(sign, self.at)
+        self.at += is_there * len(sign)
+        return is_there
 
-def _quoted(text: str, at: int) -> tuple[str, int]:
-    start = at + len(QUOTE)
-    stop = text.find(QUOTE, start)
-    if stop < 0:
-        raise ValueError(f"a text must end with {QUOTE}")
-    return text[start:stop], stop + len(QUOTE)
-
-
-def _next(text: str, at: int, end: str) -> int:
-    """Return the position of the next member, or of the end of all."""
-    at = _after_spaces(text, at)
-    return at if text.startswith(end, at) else _after(text, at, ",")
-
-
-def _after(text: str, at: int, sign: str) -> int:
-    at = _after_spaces(text, at)
-    if not text.startswith(sign, at):
-        raise ValueError(f"expected {sign!r}, got {text[at : at + 40]!r}")
-    return _after_spaces(text, at + 1)
-
-
-def _after_spaces(text: str, at: int) -> int:
-    found = SPACES.match(text, at)
-    assert found is not None, "it matches nothing, too"
-    return found.end()
+    def _expected(self, what: str) -> ValueError:
+        return ValueError(f"expected {what}, got {self.text[self.at : self.at + 40]!r}")
 
 
 GEMMA4 = CallFormat(parse, sign=r"<\|tool_call>call:", start=START)
