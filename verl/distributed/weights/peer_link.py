@@ -56,13 +56,13 @@ class PeerLink:
     ) -> None:
         self.store, self.device, self.timeout_s = ConnectionStore(connection, timeout_s), device, timeout_s
         self.peer = RECEIVER if rank == SENDER else SENDER
-        with self._ending_in_peer_lost():
+        with _lost("a weight link broke"):
             self.group = make_group(self.store, rank, device, address, timedelta(seconds=timeout_s))
         self.stream = torch.get_device_module(device).Stream(device) if is_gpu(device) else None
 
     def send(self, data: Tensor, ready: Any = None) -> None:
         """Send bytes (N,) of host memory; on a GPU they are there once the event `ready` is past."""
-        with self._ending_in_peer_lost(), self._on_stream():
+        with _lost("a weight link broke"), self._on_stream():
             if self.stream is not None and ready is not None:
                 self.stream.wait_event(ready)
             before: tuple[Work, Tensor] | None = None
@@ -77,21 +77,21 @@ class PeerLink:
 
     def post_receive(self, data: Tensor) -> list[Work]:
         """Begin to receive bytes into a tensor (N,) of the device; `finish_receive` ends it."""
-        with self._ending_in_peer_lost():
+        with _lost("a weight link broke"):
             return [self.group.recv([piece], self.peer, TAG) for piece in data.split(PIECE_BYTES)]
 
     def finish_receive(self, works: list[Work]) -> None:
-        with self._ending_in_peer_lost():
+        with _lost("a weight link broke"):
             for work in works:
                 self._wait(work)
 
     def send_message(self, message: Any) -> None:
-        with self._ending_in_peer_lost():
+        with _lost("a weight link broke"):
             self.store.connection.send(message)
 
     def receive_message(self, timeout_s: float | None = None) -> Any:
         """Wait for a message; None waits as long as the other end lives."""
-        with self._ending_in_peer_lost():
+        with _lost("a weight link broke"):
             return self.store.receive(timeout_s)
 
     def close(self) -> None:
@@ -114,13 +114,6 @@ class PeerLink:
             return nullcontext()
         return torch.get_device_module(self.device).stream(self.stream)  # not the one that trains
 
-    @contextmanager
-    def _ending_in_peer_lost(self) -> Iterator[None]:
-        try:
-            yield
-        except (EOFError, OSError, RuntimeError) as error:  # torch.distributed raises RuntimeErrors
-            raise PeerLostError(f"a weight link broke: {error}") from error
-
 
 def make_group(store: Store, rank: int, device: torch.device, address: str, timeout: timedelta) -> Any:
     """Make a group of two that torch's default group does not know."""
@@ -140,22 +133,18 @@ def make_group(store: Store, rank: int, device: torch.device, address: str, time
 
 def authenticate(connection: Connection, key: bytes) -> None:
     """Check that a process that has connected is of this run."""
-    try:
+    with _lost("a process that connected is not of this run, or is gone"):
         deliver_challenge(connection, key)
         answer_challenge(connection, key)
-    except (AuthenticationError, EOFError, OSError) as error:
-        raise PeerLostError(f"a process that connected is not of this run, or is gone: {error}") from error
 
 
 def connect(server: ServerAddress, timeout_s: float = TIMEOUT_S) -> Connection:
-    try:
+    with _lost(f"no weight link to {server.host}:{server.port}"):
         connected = socket.create_connection(server[:2], timeout_s)
         connected.settimeout(None)
         connection = Connection(connected.detach())
         answer_challenge(connection, server.key)
         deliver_challenge(connection, server.key)
-    except (AuthenticationError, EOFError, OSError) as error:
-        raise PeerLostError(f"no weight link to {server.host}:{server.port}: {error}") from error
     return connection
 
 
@@ -163,6 +152,15 @@ def hang_up(connection: Connection) -> None:
     """Wake the thread that reads a connection: it sees the end."""
     with socket.socket(fileno=os.dup(connection.fileno())) as shared, suppress(OSError):  # the peer has left
         shared.shutdown(socket.SHUT_RDWR)
+
+
+@contextmanager
+def _lost(what: str) -> Iterator[None]:
+    """Raise a PeerLostError that says what was lost; torch.distributed raises RuntimeErrors."""
+    try:
+        yield
+    except (AuthenticationError, EOFError, OSError, RuntimeError) as error:
+        raise PeerLostError(f"{what}: {error}") from error
 
 
 @contextmanager
