@@ -172,14 +172,11 @@ class Endpoint(AbstractContextManager["Endpoint"]):
         gone = asyncio.ensure_future(_disconnect(request))
         try:
             await asyncio.wait({gone, call.future}, return_when=asyncio.FIRST_COMPLETED)
-            if call.future.done():
-                return call.future.result()
-            call.is_gone = True
-            raise ClientDisconnect
-        except asyncio.CancelledError:
-            call.is_gone = True
-            raise
+            if not call.future.done():
+                raise ClientDisconnect
+            return call.future.result()
         finally:
+            call.is_gone = not call.future.done()
             gone.cancel()
 
 
