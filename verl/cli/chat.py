@@ -28,11 +28,9 @@ from typing import TYPE_CHECKING
 from verl.config.files.paths import model_source
 from verl.config.model import DTYPES
 from verl.distributed.backends import BACKENDS
-from verl.trainer.command import at_least
+from verl.trainer.command import at_least, run_told
 from verl.trainer.evaluation.model_folder import loadable
-from verl.trainer.run.exit_status import BAD_INPUT, FOR_THE_USER, INTERRUPTED, told
-from verl.utils.cuda_builds import repair_cuda_builds
-from verl.utils.standard_streams import outlive_readers
+from verl.trainer.run.exit_status import BAD_INPUT, INTERRUPTED
 from verl.utils.typed_command import command_parser
 
 if TYPE_CHECKING:
@@ -48,15 +46,10 @@ COMMANDS = "".join(f"{line[2:]}\n" for line in (__doc__ or "").splitlines() if l
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
     options = _parser().parse_args(arguments)
-    outlive_readers()
-    repair_cuda_builds()
-    try:
-        return _talk(options)
-    except FOR_THE_USER as error:
-        return told(error)
-    except KeyboardInterrupt:
+    status = run_told(lambda: _talk(options))
+    if status == INTERRUPTED:
         sys.stderr.write("\n")
-        return INTERRUPTED
+    return status
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -25,10 +25,8 @@ from verl.api import EVALUATION_OPTIONS, evaluate_model, evaluation_options
 from verl.config.ppo import PPOConfig
 from verl.config.python_values import as_arguments
 from verl.planning.device_defaults import load_run_config
-from verl.trainer.command import at_least, load_with_notes, make_parser
+from verl.trainer.command import at_least, load_with_notes, make_parser, run_told
 from verl.trainer.evaluation.report import Question
-from verl.trainer.run.exit_status import FOR_THE_USER, INTERRUPTED, told
-from verl.utils.standard_streams import outlive_readers
 from verl.utils.typed_command import command_path
 
 
@@ -65,13 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="folder to write (default: evaluations/NAME of the model)")
     parser.add_argument("--json", action="store_true", help="print the report as JSON instead of the table")
     switches = parser.parse_intermixed_args(arguments)
-    outlive_readers()
-    try:
-        return _evaluate(switches)
-    except FOR_THE_USER as error:
-        return told(error)
-    except KeyboardInterrupt:
-        return INTERRUPTED
+    return run_told(lambda: _evaluate(switches))
 
 
 def _evaluate(switches: argparse.Namespace) -> int:

@@ -210,14 +210,19 @@ def make_parser(name: str, description: str | None) -> argparse.ArgumentParser:
 def run_with_config(
     switches: argparse.Namespace, config_class: type[C], run: Callable[[argparse.Namespace, C], int]
 ) -> int:
-    """Load the config from `switches.options` and run a command with it, with errors on stderr.
+    """Load the config from `switches.options` and run a command with it; see `run_told`."""
+    return run_told(lambda: run(switches, load_with_notes(config_class, switches.options)))
+
+
+def run_told(run: Callable[[], int]) -> int:
+    """Run a command that trains nothing, with errors on stderr.
 
     The exit status is that of `run`; 2 for bad input; 1 for an unsuitable machine; 130 after Ctrl-C.
     """
     outlive_readers()
     repair_cuda_builds()
     try:
-        return run(switches, load_with_notes(config_class, switches.options))
+        return run()
     except FOR_THE_USER as error:
         return told(error)
     except KeyboardInterrupt:
