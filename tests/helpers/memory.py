@@ -5,8 +5,10 @@ import gc
 import json
 import os
 import tempfile
+import threading
 import unittest.mock
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,7 +33,7 @@ from verl.workers.sft_worker import DataParallelSFT
 from verl.workers.sharded_model import ModelSetup, ShardedModel
 
 PAGES_OF_ITS_OWN = 1 << 16  # size in bytes above which the allocator maps each tensor separately
-PEAK, NOW = "VmHWM:", "VmRSS:"
+PEAK, NOW, OWN = "VmHWM:", "VmRSS:", "RssAnon:"
 OF_THE_MODEL = ("weights", "first rank reads", "gradients", "optimizer", "gathered weights", "activations")
 FIRST_TOKEN, LAST_TOKEN = 10, 250  # of the tiny models' text
 
@@ -87,7 +89,7 @@ class Case(NamedTuple):
 
 
 def resident(name: str) -> int:
-    """Bytes of this process: `PEAK` since the last `forget_peak`, or `NOW`."""
+    """Bytes of this process: `PEAK` since the last `forget_peak`, `NOW`, or `OWN` without pages of files."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
@@ -105,6 +107,26 @@ def forget_peak(device: str) -> int:
         return torch.cuda.memory_allocated()
     Path("/proc/self/clear_refs").write_text("5")
     return resident(NOW)
+
+
+@contextmanager
+def watching_peak(device: str) -> Iterator[list[int]]:
+    """Collect the bytes in use inside the block; pages of files that are read do not count."""
+    seen, is_over = [], threading.Event()
+
+    def watch() -> None:
+        while not is_over.wait(0.001):
+            seen.append(resident(OWN))
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield seen
+    finally:
+        is_over.set()
+        thread.join()
+        if device == "cuda":
+            seen[:] = [peak_bytes(device)]
 
 
 def make_rows(rows: Rows) -> DataProto:
@@ -192,14 +214,17 @@ def measure(case: Case, device: str, world_size: int = 1) -> dict[str, int]:
     """Measure the peak of each phase in bytes above the initial size of this process."""
     kind, config, rows = case
     batch, peaks = make_rows(rows), {}
-    base = forget_peak(device)
-    hosted = ShardedModel(
-        "actor", config.model, config.fsdp, config.offload,
-        ModelSetup(torch.device(device), world_size, None),
-        optim=config.optim, training_steps=10,
-    )  # fmt: skip
-    works = (lambda: None, *kind.works(config, rows, hosted, batch))
-    for phase, work in zip(kind.phases, works, strict=True):
+    base, own = forget_peak(device), 0 if device == "cuda" else resident(OWN)
+    with watching_peak(device) as seen:
+        hosted = ShardedModel(
+            "actor", config.model, config.fsdp, config.offload,
+            ModelSetup(torch.device(device), world_size, None),
+            optim=config.optim, training_steps=10,
+        )  # fmt: skip
+    first, *phases = kind.phases
+    peaks[first] = max(seen) - (own or base)
+    forget_peak(device)
+    for phase, work in zip(phases, kind.works(config, rows, hosted, batch), strict=True):
         work()
         peaks[phase] = peak_bytes(device) - base
         forget_peak(device)

@@ -138,16 +138,18 @@ def test_states_arrive_at_divided_experts_once_for_each_choice():
     )
 
 
-def test_the_first_rank_reads_the_whole_model_in_addition_to_its_shard():
-    assert load_peak(SHAPE, replace(SETUP, ranks=2)) == 1040 + 520
-    assert load_peak(SHAPE, SETUP) == 1040 + 1040
+def test_the_first_rank_reads_blocks_of_a_weight_next_to_its_shard():
+    large = replace(SHAPE, largest_stored=1 << 30)
+
+    assert load_peak(replace(SHAPE, largest_stored=800), replace(SETUP, ranks=2)) == 520 + 2 * 800
+    assert load_peak(large, SETUP) == 1040 + 2 * (1 << 26)
+    assert load_peak(large, SETUP) == load_peak(replace(large, is_tied=False), SETUP)
 
 
-def test_the_largest_tensor_is_held_twice_while_it_is_loaded():
-    large = replace(SHAPE, largest_stored=800)
+def test_the_first_rank_joins_the_experts_of_one_layer():
+    mixture = replace(SHAPE, text=replace(STACK, experts=80), experts=160, largest_stored=1 << 30)
 
-    assert load_peak(large, SETUP) == 1040 + 2 * 800
-    assert load_peak(replace(large, is_tied=False), SETUP) == 1040 + 1040 + 800
+    assert load_peak(mixture, SETUP) == 1040 + 2 * (1 << 26) + 2 * (1 << 30)
 
 
 def test_logits_are_computed_in_chunks():

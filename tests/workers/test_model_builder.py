@@ -18,6 +18,7 @@ from verl.models.hub_names import auto_class
 from verl.models.monkey_patch import plain_attention
 from verl.models.tiny import save_tiny_model
 from verl.optim.build import build_optimizer
+from verl.workers import model_builder
 from verl.workers.model_builder import apply_overrides, build_model
 
 pytestmark = pytest.mark.heavy
@@ -146,6 +147,7 @@ def errors(rank: int, world_size: int, paths: list[Path]) -> list[str]:
 
 def observe(rank: int, world_size: int, folders: dict[str, Path], broken: list[Path]) -> dict[str, object]:
     """All that needs two processes, in one start of them."""
+    model_builder.BLOCK_BYTES = 512  # most weights are sent in several blocks
     variants = [
         FP32,
         FSDPConfig(mp_param_dtype="fp32", torch_dtype="fp32", fsdp_size=1),  # two copies

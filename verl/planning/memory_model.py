@@ -12,6 +12,7 @@ from verl.distributed.backends import on_gpu
 
 NUMBER_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 NORM_BYTES = 4  # norms compute in float32 and keep their input that way
+SENT_BYTES = 1 << 26  # of a weight that is read, see `workers/model_builder.py`
 CHUNK_BYTES = {False: 256 << 20, True: 1 << 30}  # of logits, by `on_gpu`, see `models/head/logit_chunks.py`
 BLOCK_BYTES = {False: 4 * (2 << 20), True: 0}  # four float32 tensors of a softmax; kernels need none
 PRODUCT_ROWS = 1 << 14  # of the head's gradient made at once
@@ -210,12 +211,10 @@ def gathered(shape: ModelShape, setup: ModelSetup) -> int:
 
 
 def load_peak(shape: ModelShape, setup: ModelSetup) -> int:
-    """The first rank while it reads: the whole model and its shard."""
-    # A tensor is copied before it is stored. Tied embeddings, the largest, come first, when the rest of the
-    # shard has no memory yet; otherwise the head comes last. Pages of files in another type than the weights
-    # are not counted: the kernel evicts them first.
-    filled, copied = weights(shape, setup), shape.largest_stored // setup.ranks
-    return shape.stored + (max(filled, 2 * copied) if shape.is_tied else filled + copied)
+    """The first rank while it reads: its shard, a block of a weight and its part, experts being joined."""
+    # Pages of the files are not counted: the kernel evicts them first.
+    joined = 2 * shape.largest_stored if shape.text.experts else 0  # of two parts, in one layer
+    return weights(shape, setup) + 2 * min(shape.largest_stored, SENT_BYTES) + joined
 
 
 def logit_chunk(shape: ModelShape, setup: ModelSetup, batch: MicroBatch) -> int:

@@ -170,7 +170,7 @@ def _snapshot(models: Sequence[HeldModel]) -> int:
 
 
 def _load(models: Sequence[HeldModel], machine: Machine) -> Phase:
-    # The first rank reads each model whole. On CPU the models loaded before it are in the same memory.
+    # On CPU the models loaded before one are in the same memory.
     peak, before = 0, 0
     for model in models:
         read = memory_model.load_peak(model.shape, model.setup)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Build a sharded model from a folder in Hugging Face format, ready for packed forward passes.
 
-Every rank builds the model on the meta device, shards it, and allocates its shards only. Rank 0 reads the
-files and broadcasts tensor by tensor, so host memory holds one copy of the model for the whole job.
+Every rank builds the model on the meta device, shards it, and allocates its shards only. Rank 0 reads and
+broadcasts tensor by tensor, so host memory holds the experts of one layer at most.
 """
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from verl.config.model import FSDPConfig, ModelConfig
@@ -38,11 +38,14 @@ from verl.models.scalar_head import (
     make_scalar,
     start_score,
 )
+from verl.models.stored_weights import stored_value, weights_in_files
 from verl.models.tiled_mlp import tile_mlps
 from verl.models.trainable import select_trainable
 from verl.utils.rank_logger import get_logger
 
 logger = get_logger(__name__)
+
+BLOCK_BYTES = 1 << 26  # sent at once
 
 T = TypeVar("T")
 
@@ -251,9 +254,9 @@ def _fill(
     stays_on_cpu = isinstance(offload_policy(fsdp, mesh), CPUOffloadPolicy)
     model.to_empty(device="cpu" if stays_on_cpu else device)
     for name, param in sharded_parameters(model).items():
-        _copy_shard(_whole_tensor(given.get(name), param, device), param)
+        _fill_shard(given.get(name), param, device)
     for name, buffer in list(model.named_buffers()):  # non-persistent ones too
-        whole = _whole_tensor(given.get(name), buffer, device)
+        whole = _from_rank0(given.get(name), buffer.shape, buffer.dtype, device)
         if whole.is_floating_point():
             whole = whole.to(torch_dtype(fsdp.mp_buffer_dtype))
         owner, _, leaf = name.rpartition(".")
@@ -264,16 +267,18 @@ def _fill(
 def _read_model(
     model: ModelConfig, config: PreTrainedConfig, dtype: torch.dtype, trainable: bool, option: str
 ) -> PreTrainedModel:
-    """Read the whole model into host memory."""
+    """Open the files of a model: its parameters have the values that `stored_value` reads."""
     where = f"`{option}.model_path` ({model.model_path})"
+    begins_adapters = trainable and model.lora.is_used  # in the dtype of what they adapt
     try:
-        source, report = auto_class(config).from_pretrained(
-            model.model_path,
-            config=config,
-            dtype=dtype,
-            trust_remote_code=model.trust_remote_code,
-            output_loading_info=True,
-        )
+        with weights_in_files(casts=begins_adapters):
+            source, report = auto_class(config).from_pretrained(
+                model.model_path,
+                config=config,
+                dtype=dtype,
+                trust_remote_code=model.trust_remote_code,
+                output_loading_info=True,
+            )
     except (OSError, SafetensorError, RuntimeError, ValueError) as error:
         raise FileNotFoundError(
             f"{where}: the weights cannot be read ({error}): download or export the model again"
@@ -313,21 +318,35 @@ def _agree_on_bias(model: PreTrainedModel, source: PreTrainedModel | None) -> No
         drop_score_bias(model)
 
 
-def _whole_tensor(given: Tensor | None, like: Tensor, device: torch.device) -> Tensor:
-    if given is None:
-        whole = torch.empty(like.shape, dtype=like.dtype, device=device)
+@torch.no_grad()
+def _fill_shard(source: Tensor | None, param: nn.Parameter, device: torch.device) -> None:
+    """Send a weight from rank 0 in blocks of rows, of which each rank keeps its part."""
+    assert isinstance(param, DTensor), "made by fully_shard"
+    mesh, local, value = param.device_mesh, param.to_local(), None if source is None else stored_value(source)
+    of_rows = [place if place.is_shard(0) else Replicate() for place in param.placements]
+    in_rows = [Replicate() if place.is_shard(0) else place for place in param.placements]
+    own = _own_part(torch.arange(len(param), device=device), mesh, of_rows)
+    rows = max(1, BLOCK_BYTES * len(param) // param.nbytes)
+    for start in range(0, len(param), rows):
+        size = torch.Size([min(rows, len(param) - start), *param.shape[1:]])
+        block = _from_rank0(None if value is None else value[start : start + rows], size, param.dtype, device)
+        [kept] = torch.where((own >= start) & (own < start + rows))
+        part = _own_part(block[own[kept] - start], mesh, in_rows)
+        local.index_copy_(0, kept.to(local.device), part.to(local.device))
+
+
+def _from_rank0(value: Tensor | None, size: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    if value is None:
+        whole = torch.empty(size, dtype=dtype, device=device)
     else:
-        whole = given.detach().to(device, like.dtype).contiguous()
+        whole = value.detach().to(device).to(dtype).contiguous()
     dist.broadcast(whole, src=0)
     return whole
 
 
-@torch.no_grad()
-def _copy_shard(whole: Tensor, param: nn.Parameter) -> None:
-    assert isinstance(param, DTensor), "made by fully_shard"
+def _own_part(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
     # without a source rank nothing is sent: each rank takes its own shard
-    shard = distribute_tensor(whole, param.device_mesh, param.placements, src_data_rank=None)
-    param.to_local().copy_(shard.to_local())
+    return distribute_tensor(whole, mesh, placements, src_data_rank=None).to_local()
 
 
 def _check_nothing_is_empty(model: PreTrainedModel) -> None:
