@@ -24,9 +24,9 @@ def test_each_step_is_one_nested_json_line(tmp_path):
 
 
 def test_a_resumed_run_appends_and_its_repeated_steps_win(tmp_path):
-    run = Run("p", "e", tmp_path, {"a": 1})
     for first, loss in ((1, 0.1), (2, 0.2)):
-        logger = FileLogger(run)
+        resumed = None if first == 1 else first - 1
+        logger = FileLogger(Run("p", "e", tmp_path, {"a": 1}, resumed_step=resumed))
         for step in range(first, first + 2):
             logger.log(
                 {"actor/pg_loss": loss, "perf/first_time": step} if first == 1 else {"actor/pg_loss": loss},
@@ -43,6 +43,21 @@ def test_a_resumed_run_appends_and_its_repeated_steps_win(tmp_path):
     assert not list(tmp_path.glob("experiment_config.*.json"))  # the same config
 
 
+def test_a_run_that_starts_anew_logs_nothing_of_an_earlier_one_whose_files_are_kept(tmp_path):
+    for number, last in enumerate((3, 2, 1)):
+        logger = FileLogger(Run("p", "e", tmp_path, {"a": 1}))
+        for step in range(last + 1):
+            logger.log({"val/score": float(number)}, step)
+        logger.log_generations([Generation("q", f"r{number}", "g", 1.0)], last)
+
+    assert read_log(tmp_path) == [{"step": step, "val/score": 2.0} for step in (0, 1)]
+    kept = {path.name: len(path.read_text().splitlines()) for path in tmp_path.glob("experiment_log*")}
+    assert kept == {"experiment_log.1.jsonl": 4, "experiment_log.2.jsonl": 3, "experiment_log.jsonl": 2}
+    names = ("generations.1.log", "generations.2.log", "generations.log")
+    assert [(tmp_path / name).read_text().count("[response] r") for name in names] == [1, 1, 1]
+    assert "[response] r2" in (tmp_path / "generations.log").read_text()
+
+
 def test_the_config_of_an_earlier_start_is_kept(tmp_path):
     for lr in (1, 2, 3):
         FileLogger(Run("p", "e", tmp_path, {"lr": lr}))
@@ -56,7 +71,7 @@ def test_a_truncated_line_does_not_corrupt_the_next_one(tmp_path):
     with (tmp_path / "experiment_log.jsonl").open("a") as file:
         file.write('{"step": 2, "a": {"b"')
 
-    FileLogger(Run("p", "e", tmp_path)).log({"a/b": 2.0}, 2)
+    FileLogger(Run("p", "e", tmp_path, resumed_step=1)).log({"a/b": 2.0}, 2)
 
     assert read_log(tmp_path) == [{"step": 1, "a/b": 1.0}, {"step": 2, "a/b": 2.0}]
 

@@ -5,7 +5,8 @@
     experiment_log.jsonl     one line per step: {"step": 3, "actor": {"pg_loss": ...}, ...}
     generations.log          validation responses
 
-A resumed run appends to the same files. Steps that it repeats appear twice; the later line counts.
+A resumed run appends to the same files. Steps that it repeats appear twice; the later line counts. A run that
+starts anew renames the logs of an earlier one to `experiment_log.1.jsonl` and `generations.1.log`.
 """
 
 import errno
@@ -34,6 +35,9 @@ class FileLogger(Logger):
             run.directory.mkdir(parents=True, exist_ok=True)
             _write_config(run.directory, run.config)
             log = run.directory / METRICS_FILE
+            for old in (log, run.directory / GENERATIONS_FILE):
+                if run.resumed_step is None and old.exists():
+                    _set_aside(old)
             # A run that was killed while writing leaves an incomplete line.
             if log.exists() and not log.read_bytes().endswith(b"\n") and log.stat().st_size:
                 _append(log, "\n")
@@ -76,9 +80,14 @@ def _write_config(directory: Path, config: dict[str, Any]) -> None:
         partial.unlink(missing_ok=True)
         raise
     if path.exists():
-        number = len(list(directory.glob("experiment_config.*.json"))) + 1
-        path.rename(directory / f"experiment_config.{number}.json")
+        _set_aside(path)
     partial.rename(path)
+
+
+def _set_aside(path: Path) -> None:
+    """Rename a file of an earlier start to `NAME.1.SUFFIX`, or the next number."""
+    number = len(list(path.parent.glob(f"{path.stem}.*{path.suffix}"))) + 1
+    path.rename(path.with_name(f"{path.stem}.{number}{path.suffix}"))
 
 
 def _append(path: Path, text: str) -> None:
