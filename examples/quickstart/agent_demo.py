@@ -19,7 +19,7 @@ from pathlib import Path
 
 from demo import ACCURACY, KINDS, PANELS, draw_curves, outcome, train
 from dots import BOX, CALL, write_dots
-from runs import HERE, ROOT, curve, fine_tune, read_arguments
+from runs import HERE, ROOT, curve, fine_tune, model_folder, read_arguments
 from shapes import COLORS, save_rows
 from transformers import AutoTokenizer
 
@@ -108,7 +108,7 @@ def show_calls(folder: Path, seed: int) -> Path:
 
 def prepare(folder: Path, seed: int) -> None:
     """Write the model, questions to be taught, 256 for training and 64 held-out ones."""
-    save_model(folder / "model", seed)
+    save_model(model_folder(folder, KINDS[BASE].family), seed)
     write_dots(folder, "train", 256, 2 * seed + 1)
     write_dots(folder, "val", 64, 2 * seed + 2)
     write_dots(folder, "taught", TAUGHT, 2 * seed + 3)

@@ -16,7 +16,6 @@ checkpoint, and asks the exported model one question or lets it paint. The last 
 
 import argparse
 import json
-import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
@@ -41,7 +40,7 @@ from asking import ask, read_film, read_frames, read_image, read_sound
 from digits import DIGITS, write_digits
 from events import ANSWERS, NUM_FRAMES, write_event_questions
 from moving import NUM_SAMPLED, write_video_questions
-from runs import HERE, ROOT, curve, make_parser, output_folder
+from runs import HERE, ROOT, curve, make_parser, model_folder, output_folder, run_command
 from shapes import write_questions
 from sums import answer_sums, write_model, write_reversals, write_sums
 from tasks import accuracies_by_task, write_tasks
@@ -115,7 +114,7 @@ class Kind(Demo):
     counts: tuple[int, int] = (256, 64)  # questions to train on, and held out
 
     def prepare(self, folder: Path, seed: int) -> None:
-        save_tiny_model(folder / "model", self.family, seed=seed, words=self.words)
+        save_tiny_model(model_folder(folder, self.family), self.family, seed=seed, words=self.words)
         self.write(folder, "train", self.counts[0], 2 * seed + 1)
         self.write(folder, "val", self.counts[1], 2 * seed + 2)
 
@@ -137,13 +136,14 @@ class Painting(Demo):
         "Gradient norm": ("actor/grad_norm", None),
         "Seconds of a step": ("perf/time_per_step", None),
     }
-    save: Callable[..., Path]  # saves the tiny model: folder, seed
+    family: str  # of the tiny model
+    save: Callable[..., Path]  # saves it: folder, seed
     paint: Callable[..., np.ndarray]  # with the exported model
     guesses: dict[str, float]
     options: tuple[str, ...] = ()
 
     def prepare(self, folder: Path, seed: int) -> None:
-        self.save(folder / "model", seed=seed)
+        self.save(model_folder(folder, self.family), seed=seed)
         write_prompts(folder, "train", 2 * seed + 1)
         write_prompts(folder, "val", 2 * seed + 2)
 
@@ -162,7 +162,7 @@ class RealModel(Demo):
     options: tuple[str, ...] = ()
 
     def prepare(self, folder: Path, seed: int) -> None:
-        write_model(folder / "model")
+        write_model(model_folder(folder, "SmolLM2"))
         self.write(folder, seed)
 
     def show(self, folder: Path, exported: Path) -> str:
@@ -298,8 +298,9 @@ DEMOS: dict[str, Demo] = {
     "critic": Critic(),
     "reversals": RealModel(write_reversals),
     "tasks": Tasks(),
-    "diffusion": Painting(save_tiny_sd3, paint_pictures, ONE_COLOR),
+    "diffusion": Painting("sd3", save_tiny_sd3, paint_pictures, ONE_COLOR),
     "diffusion_video": Painting(
+        "wan",
         save_tiny_wan,
         paint_videos,
         ONE_COLOR,
@@ -346,7 +347,7 @@ def train(folder: Path, name: str, seed: int, overrides: Sequence[str], output: 
         *demo.options,
         *overrides,
     ]  # fmt: skip
-    subprocess.run(command, check=True, cwd=ROOT)
+    run_command(command, overrides)
     return checkpoints
 
 
@@ -400,7 +401,7 @@ def export(checkpoint: Path) -> Path:
         "--local_dir",
         str(checkpoint / "actor"),
     ]
-    subprocess.run(command, check=True, cwd=ROOT)
+    run_command(command)
     return checkpoint / "actor" / "huggingface"
 
 

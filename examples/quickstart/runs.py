@@ -2,10 +2,14 @@
 """Arguments of the quickstart's scripts, fine-tuning, and curves of a run's log."""
 
 import argparse
+import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+from verl.config.files.paths import writable_folder
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -36,8 +40,34 @@ def read_arguments(description: str | None, name: str) -> Arguments:
 
 
 def output_folder(folder: Path | None, name: str) -> Path:
-    """Return the given folder, or that of a script's name."""
-    return (folder or ROOT / "outputs" / "quickstart" / name).resolve()
+    """Return the given folder, or that of a script's name; end the script if it cannot be written."""
+    try:
+        return Path(writable_folder(str(folder or ROOT / "outputs" / "quickstart" / name))).resolve()
+    except ValueError as error:
+        raise SystemExit(f"error: `--folder` {error}") from None
+
+
+def model_folder(folder: Path, kind: str) -> Path:
+    """Return the folder for a model of this kind in a script's folder, without another script's model.
+
+    `model.txt` says of which kind it is; a model that no script wrote stays.
+    """
+    model, note = folder / "model", folder / "model.txt"
+    if note.is_file() and note.read_text() != kind:
+        shutil.rmtree(model, ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    note.write_text(kind)
+    return model
+
+
+def run_command(command: Sequence[str], overrides: Sequence[str] = ()) -> None:
+    """Run a command; end this script with its exit status if it fails, or if it got a switch.
+
+    No switch of the trainer, such as `--dry-run`, trains anything.
+    """
+    status = subprocess.run(command, cwd=ROOT).returncode
+    if status or any(each.startswith("-") for each in overrides):
+        raise SystemExit(status)
 
 
 def fine_tune(folder: Path, seed: int, steps: int, rows: tuple[Path, Path], *overrides: str) -> Path:
@@ -54,7 +84,7 @@ def fine_tune(folder: Path, seed: int, steps: int, rows: tuple[Path, Path], *ove
         "trainer.find_last_checkpoint=false",
         *overrides,
     ]  # fmt: skip
-    subprocess.run(command, check=True, cwd=ROOT)
+    run_command(command, overrides)
     return checkpoints
 
 

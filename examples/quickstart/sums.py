@@ -4,12 +4,11 @@
 import importlib.util
 import json
 import random
-import subprocess
 import sys
 from pathlib import Path
 
 import torch
-from runs import ROOT
+from runs import ROOT, run_command
 from shapes import save_rows
 from sums_reward import is_right
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -30,7 +29,7 @@ def write_model(folder: Path) -> None:
     if found is None or found.origin is None:
         raise SystemExit(f"error: the package {PACKAGE} is not installed: {INSTALL}")
     file = Path(found.origin).parent / FILE
-    subprocess.run([sys.executable, ROOT / "scripts" / "convert_gguf.py", file, folder], check=True)
+    run_command([sys.executable, str(ROOT / "scripts" / "convert_gguf.py"), str(file), str(folder)])
 
 
 def write_sums(folder: Path, seed: int) -> None:

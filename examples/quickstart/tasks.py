@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tasks of reasoning-gym for a real model: questions that it answers now and then."""
 
-import subprocess
 import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from runs import ROOT
+from runs import ROOT, run_command
 
 SCRIPT = ROOT / "examples" / "data_preprocess" / "reasoning_tasks.py"
 TASKS = (
@@ -25,9 +24,7 @@ PREFIX, SUFFIX = "val/task/", "/accuracy_reward"  # of a task's held-out accurac
 def write_tasks(folder: Path, seed: int) -> None:
     """Write questions of each task to `train.jsonl` and `val.jsonl`."""
     numbers = f"--rows={NUM_ROWS}", f"--val-rows={NUM_HELD_OUT}", f"--seed={seed}"
-    done = subprocess.run([sys.executable, SCRIPT, *TASKS, *numbers, f"--output={folder}"])
-    if done.returncode:  # the script has said why
-        raise SystemExit(done.returncode)
+    run_command([sys.executable, str(SCRIPT), *TASKS, *numbers, f"--output={folder}"])
 
 
 def accuracies_by_task(log: list[dict[str, Any]]) -> dict[str, list[float]]:
