@@ -14,10 +14,15 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a clone without installing
 
+from verl.config.files.paths import writable_folder
 from verl.utils.cuda_builds import repair_cuda_builds
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 MAGIC = b"GGUF"
 DTYPES = ("float32", "bfloat16", "float16")
@@ -34,35 +39,71 @@ def input_problem(file: Path, folder: Path) -> str | None:
         return f"{folder} exists and is not an empty folder: name another one, or delete it"
     if importlib.util.find_spec("gguf") is None:
         return "the package `gguf` is not installed: pip install -e '.[gguf]', or pip install gguf"
+    try:
+        writable_folder(str(folder.parent))
+    except ValueError as error:
+        return f"the parent of {folder} {error}"
     return None
+
+
+def check_whole(file: Path) -> None:
+    """Raise a ValueError if the file ends before its last tensor; reads no weights."""
+    import gguf  # noqa: PLC0415 - optional
+
+    try:
+        gguf.GGUFReader(file)
+    except Exception as error:  # of many types: it reads past the end
+        raise ValueError(
+            f"transformers cannot read {file}: it is cut short or damaged, download it again ({error})"
+        ) from error
 
 
 def convert(file: Path, folder: Path, dtype: str) -> None:
     """Write the model of a GGUF file to a folder, which appears whole or not at all.
 
     Raises:
-        ValueError: transformers cannot read the file, or it has no tokenizer.
+        ValueError: transformers cannot read the file, it lacks weights or a tokenizer, or the folder cannot
+            be written.
     """
     repair_cuda_builds()  # before transformers is imported
     import torch  # noqa: PLC0415 - seconds, after the arguments were checked
+    from safetensors import SafetensorError  # noqa: PLC0415
     from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415
 
     from verl.utils.quiet import no_weight_bars  # noqa: PLC0415
-    from verl.utils.weight_files import share_weights  # noqa: PLC0415
 
+    check_whole(file)
     print(f"reading {file}", flush=True)
     source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     try:
         with no_weight_bars():
             tokenizer = AutoTokenizer.from_pretrained(**source)
-            model = AutoModelForCausalLM.from_pretrained(**source, dtype=getattr(torch, dtype))
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                **source, dtype=getattr(torch, dtype), output_loading_info=True
+            )
     except Exception as error:
         raise ValueError(f"transformers cannot read {file}: {error}") from error
+    model, found = loaded
+    if lacking := sorted([*found["missing_keys"], *map(str, found["mismatched_keys"])]):
+        raise ValueError(
+            f"{file} lacks {len(lacking)} weights of its model, such as {lacking[0]}: transformers would fill"
+            " them with random numbers"
+        )
     # Its numbers are not quantized any more; with these, `save_pretrained` would refuse to write them.
     model.hf_quantizer = None
     model.is_quantized = False
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
+    try:
+        write(model, tokenizer, folder)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{folder} cannot be written, is there room for it? {error}") from error
+
+
+def write(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
+    from verl.utils.quiet import no_weight_bars  # noqa: PLC0415 - imports torch
+    from verl.utils.weight_files import share_weights  # noqa: PLC0415
+
     folder.parent.mkdir(parents=True, exist_ok=True)
     unfinished = folder.with_name(f".{folder.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
@@ -86,10 +127,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", type=Path, help="folder to write, new or empty")
     parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="of the weights; %(default)s")
     given = parser.parse_args(arguments)
-    problem = input_problem(given.file, given.folder)
+    folder = given.folder.resolve()  # `.` has no name
+    problem = input_problem(given.file, folder)
     if problem is None:
         try:
-            convert(given.file, given.folder, given.dtype)
+            convert(given.file, folder, given.dtype)
         except ValueError as error:
             problem = str(error)
     if problem is not None:

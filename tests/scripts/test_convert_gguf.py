@@ -2,6 +2,7 @@
 """A GGUF file becomes a folder of the same model, whole or not at all."""
 
 import json
+import resource
 
 import gguf
 import pytest
@@ -14,7 +15,7 @@ from verl.config.files.paths import model_source
 from verl.models.tiny import save_tiny_model
 
 
-def write_gguf(model, file):
+def write_gguf(model, file, without=()):
     """Write the tiny Qwen2 of a folder as llama.cpp's programs do, without quantization."""
     config = json.loads((model / "config.json").read_text())
     tokenizer = json.loads((model / "tokenizer.json").read_text())
@@ -41,6 +42,8 @@ def write_gguf(model, file):
     writer.add_chat_template((model / "chat_template.jinja").read_text())
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2, config["num_hidden_layers"])
     for name, tensor in load_file(model / "model.safetensors").items():
+        if name in without:
+            continue
         writer.add_tensor(names.get_name(name, (".weight", ".bias")), tensor.float().numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -91,6 +94,66 @@ def test_a_file_that_is_none_is_one_error_and_leaves_no_folder(tmp_path, capsys,
 
     assert message in capsys.readouterr().err
     assert {path.name for path in tmp_path.iterdir()} <= {"model.gguf"}
+
+
+@pytest.mark.parametrize(
+    "share", [0.001, 0.01, 0.5, 0.99999], ids=["header", "words", "weights", "last weight"]
+)
+def test_a_file_that_is_cut_short_is_to_be_downloaded_again(model, tmp_path, capsys, share):
+    file = write_gguf(model, tmp_path / "tiny.gguf")
+    content = file.read_bytes()
+    file.write_bytes(content[: int(len(content) * share)])
+
+    assert main([str(file), str(tmp_path / "folder")]) == 2
+
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "tiny.gguf: it is cut short or damaged, download it again (" in line
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny.gguf"]
+
+
+def test_weights_that_the_file_lacks_are_an_error_not_random_numbers(model, tmp_path, capsys):
+    name = "model.layers.0.mlp.up_proj.weight"
+    file = write_gguf(model, tmp_path / "tiny.gguf", without=[name])
+
+    assert main([str(file), str(tmp_path / "folder")]) == 2
+
+    assert f"tiny.gguf lacks 1 weights of its model, such as {name}" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny.gguf"]
+
+
+@pytest.mark.parametrize("folder", ["/proc/new/folder", "file/folder", "file/new/folder"])
+def test_a_folder_that_cannot_be_made_is_an_error_before_the_file_is_read(tmp_path, capsys, folder):
+    file = tmp_path / "tiny.gguf"
+    file.write_bytes(b"GGUF cut short")
+    (tmp_path / "file").touch()
+
+    assert main([str(file), str(tmp_path / folder)]) == 2
+
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: the parent of ") and "must be a folder that can be written" in line
+
+
+def test_the_folder_may_be_the_current_one_if_it_is_empty(model, tmp_path, monkeypatch):
+    file = write_gguf(model, tmp_path / "tiny.gguf")
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path / "folder")
+
+    assert main([str(file), "."]) == 0
+
+    assert (tmp_path / "folder" / "model.safetensors").is_file()
+
+
+def test_a_disk_without_room_is_one_error_and_leaves_no_folder(model, tmp_path, capsys):
+    file = write_gguf(model, tmp_path / "tiny.gguf")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))  # cuts off a write, as a full disk
+    try:
+        status = main([str(file), str(tmp_path / "folder")])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    assert status == 2 and "folder cannot be written, is there room for it? " in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny.gguf"]
 
 
 def test_a_folder_with_files_is_kept(model, tmp_path, capsys):
