@@ -40,6 +40,8 @@ def here(tmp_path, monkeypatch):
         (model_source, "Tiny-Model", "no folder Tiny-Model here; did you mean ./tiny-model?"),
         (model_source, "tiny3", "no folder tiny3 here; did you mean ./tiny2?"),
         (model_source, "./tiny-modell", "tiny-modell; did you mean ./tiny-model?"),
+        (model_source, "nope.gguf", "/nope.gguf"),
+        (model_source, "models/nope.safetensors", "/models/nope.safetensors ("),
         (model_source, "Qwen/Qwen2.5-7b", "did you mean ./Qwen/Qwen2.5-7B?"),
         (data_source, "data/tarin@x", "no folder data/tarin here; did you mean ./data/train?"),
         (
@@ -167,6 +169,10 @@ def test_a_folder_that_is_no_model_is_told_with_what_it_is(here):
     assert folder_problem(str(here / "tiny-model"), option) is None
     assert folder_problem(str(empty), option).endswith("has no config.json and is empty")
     assert folder_problem(str(here), option).endswith(f"did you mean {here}/tiny-model?")
+    (empty / "model.Q4_1.gguf").touch()
+    assert folder_problem(str(empty), option).endswith(
+        f"is no model yet: python3 scripts/convert_gguf.py {empty}/model.Q4_1.gguf FOLDER"
+    )
     assert f"set `{option}.model_path=owner/base` and `{option}.lora.path={adapter}`" in folder_problem(
         str(adapter), option
     )

@@ -91,6 +91,7 @@ def test_an_option_with_dashes_is_answered_with_the_option(switch, capsys):
 
 def test_the_folder_of_a_config_elsewhere_is_named_with_its_missing_paths(tmp_path, capsys):
     (tmp_path / "run.yaml").write_text("data: {train_files: train.jsonl}")
+    (tmp_path / "train.jsonl").touch()
 
     assert main([f"config={tmp_path}/run.yaml"]) == 2
     assert (
@@ -110,11 +111,31 @@ def test_the_folder_of_a_config_elsewhere_is_named_with_its_missing_paths(tmp_pa
     ],
 )
 def test_only_missing_paths_name_the_folder_of_a_config_elsewhere(options, is_missing, tmp_path, capsys):
+    (tmp_path / "runs" / "first").mkdir(parents=True)
+    (tmp_path / "score.py").touch()
     if options is not None:
         (tmp_path / "run.yaml").write_text(options)
 
     assert main([f"config={tmp_path}/run.yaml"]) == 2
     assert (f"not to that of the config: cd {tmp_path}\n" in capsys.readouterr().err) is is_missing
+
+
+@pytest.mark.parametrize("name", ["train.jsonl", "../elsewhere/train.jsonl", "/nowhere/train.jsonl"])
+def test_a_path_that_is_not_next_to_the_config_either_names_no_folder(name, tmp_path, capsys):
+    (tmp_path / "run.yaml").touch()
+
+    assert main([f"config={tmp_path}/run.yaml", f"data.train_files={name}"]) == 2
+    shown = capsys.readouterr().err
+    assert "train.jsonl" in shown and "not to that of the config" not in shown
+
+
+def test_a_command_that_is_run_as_a_module_is_an_error_not_a_silent_success():
+    command = [sys.executable, "-m", "verl.cli.merge", "--local_dir", "nowhere"]
+
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+    assert done.returncode == 1 and not done.stdout
+    assert done.stderr == "error: run the installed command, such as `verl-merge`, instead of its module\n"
 
 
 def test_a_variable_of_the_shell_and_a_toml_file_are_answered_with_the_form_here(

@@ -137,6 +137,8 @@ def folder_problem(model: str, option: str, *, has_lora: bool = True) -> str | N
     inside = [name for name in names if (folder / name / CONFIG).is_file()]
     if len(inside) == 1:
         return f"({folder}) has no {CONFIG}; did you mean {folder / inside[0]}?"
+    if ggufs := [name for name in names if name.endswith(".gguf")]:
+        return f"({folder}) is no model yet: python3 scripts/convert_gguf.py {folder / ggufs[0]} FOLDER"
     found = f"; it has {', '.join(inside or names)}" if len(inside or names) <= 8 else ""
     return f"({folder}) is no model: it has no {CONFIG}{found if names else ' and is empty'}"
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
-from verl.config.files.model_files import CONFIG, PIPELINE, POLICY, downloaded
+from verl.config.files.model_files import CONFIG, PIPELINE, POLICY, WEIGHTS, downloaded
 from verl.config.hints.missing_paths import MissingPath, check_spelling, missing
 
 DATA_SUFFIXES = (".parquet", ".json", ".jsonl", ".arrow", ".csv", ".pkl")
@@ -159,7 +159,7 @@ def model_source(text: str) -> str:
     if path.exists():
         remedy = f": python3 scripts/convert_gguf.py {path} FOLDER" if path.suffix == ".gguf" else ""
         raise ValueError(f"must be a folder or a hub name, {path} is a file{remedy}")
-    if looks_local(text):
+    if looks_local(text) or text.endswith(WEIGHTS):
         raise missing("folder", path)
     if HUB_NAME.fullmatch(text) is None:
         raise ValueError(f"must be a folder or one hub name such as `owner/name`, got {text!r}")

@@ -8,6 +8,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 NUMBER = re.compile(r"\d+")
+NAMED = re.compile(
+    r"no (?:file or folder|file|folder) (.+?)(?: here)?(?:; | \(|$)"
+)  # in problems, see `missing`
 MIN_SIMILARITY = 0.8
 MIN_HUB_SIMILARITY = 0.85  # if the name may also be one on a hub
 MAX_EXTRA = 2  # characters by which a misspelled name is longer or shorter
@@ -62,10 +65,12 @@ def nearest_sibling(path: Path, cutoff: float) -> Path | None:
 
 
 def config_elsewhere(arguments: Sequence[str], problems: Sequence[str]) -> Iterator[str]:
-    """Yield what to do if paths are missing, and may lie next to a config file in another folder."""
+    """Yield what to do if a path is missing that exists next to a config file in another folder."""
     folders = {Path(each.removeprefix("config=")).parent for each in arguments if each.startswith("config=")}
+    found = [NAMED.search(problem) for problem in problems if isinstance(problem, MissingPath)]
+    typed = [os.path.relpath(match[1]) for match in found if match]
     for folder in folders - {Path(), Path.cwd()}:
-        if any(isinstance(problem, MissingPath) for problem in problems):
+        if any(os.path.exists(folder / path) for path in typed):
             yield f"paths are relative to the folder that you are in, not to that of the config: cd {folder}"
 
 
