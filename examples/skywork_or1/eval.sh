@@ -12,7 +12,7 @@ TEMPERATURE=${TEMPERATURE:-0.6}
 DATA_DIR=${DATA_DIR:-data/skywork_or1}
 
 evaluate() {
-    python3 -m verl.cli.evaluate config=examples/config.yaml \
+    verl-eval config=examples/config.yaml \
         --model ${MODEL_PATH} \
         data.train_files= \
         data.max_prompt_length=4096 \

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.training import ROOT
-from verl.cli import evaluate
 from verl.config.ppo import PPOConfig
 from verl.config.schema import load_config
 from verl.rewards.function import load_reward_function
@@ -18,6 +17,7 @@ from verl.trainer.main import main
 PROGRAMS = """
 set() { :; }
 python3() { printf '%q ' "$@"; echo; }
+verl-eval() { printf '%q ' verl-eval "$@"; echo; }
 """
 
 
@@ -79,8 +79,8 @@ def test_the_evaluation_reads_both_benchmarks(tmp_path, monkeypatch):
     assert first == [*aime, "trainer.n_gpus_per_node=2"]
     assert convert[:2] == ["scripts/convert_data.py", "livecodebench"]
     for words, column, samples in ((aime, "source", 32), (code, "sub_category", 4)):
-        assert words[:2] == ["-m", evaluate.__name__]
-        options = [word for word in words[2:] if "=" in word]
+        assert words[0] == "verl-eval"
+        options = [word for word in words[1:] if "=" in word]
         config = load_config(
             PPOConfig, [*options, "worker.actor.model.model_path=owner/model", "trainer.val_only=true"]
         )
