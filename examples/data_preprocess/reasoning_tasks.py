@@ -10,6 +10,7 @@ a task are those of reasoning-gym: `chain_sum:max_terms=4,max_digits=2`. `reason
 """
 
 import argparse
+import dataclasses
 import difflib
 import json
 import random
@@ -18,9 +19,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from verl.config.files.paths import writable_folder
 from verl.trainer.command import at_least
 
 Row = dict[str, str]
+SET_HERE = {"size": "`--rows` and `--val-rows`", "seed": "`--seed`"}  # options of every task
 
 
 def make_rows(tasks: Sequence[str], count: int, seed: int) -> list[list[Row]]:
@@ -43,6 +46,12 @@ def _rows_of(task: str, count: int, seed: int, taken: set[str]) -> list[Row]:
         near = difflib.get_close_matches(name, DATASETS, n=1)
         raise ValueError(f"no task {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
     options = dict(_option(each) for each in text.split(",") if each)
+    if SET_HERE.keys() & options.keys():
+        rules = ", ".join(f"`{option}` by {switch}" for option, switch in SET_HERE.items())
+        raise ValueError(f"{task}: the switches set {rules}")
+    valid = {each.name for each in dataclasses.fields(DATASETS[name][1])} - SET_HERE.keys()
+    for option in sorted(options.keys() - valid):
+        raise ValueError(f"{task}: unexpected keyword argument {option!r}; the options are {sorted(valid)}")
     try:
         questions = reasoning_gym.create_dataset(name, size=4 * count, seed=seed, **options)
     except (TypeError, ValueError, AssertionError) as error:
@@ -72,6 +81,14 @@ def _option(text: str) -> tuple[str, Any]:
         raise ValueError(f"{name + equals + value!r} is no option of a task: {rule}") from None
 
 
+def check_output(folder: Path) -> None:
+    """Raise a ValueError if the folder cannot be written; called first, since questions take seconds."""
+    try:
+        writable_folder(str(folder))
+    except ValueError as error:
+        raise ValueError(f"`--output` {error}") from None
+
+
 def write_rows(folder: Path, rows: list[list[Row]], num_val: int, seed: int) -> None:
     """Write the last `num_val` rows of each task to `val.jsonl`, the others, shuffled, to `train.jsonl`."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -97,14 +114,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1, help="of questions and their order; %(default)s")
     given: Any = parser.parse_args(arguments)
     try:
+        check_output(given.output)
         rows = make_rows(given.tasks, given.rows + given.val_rows, given.seed)
+        write_rows(given.output, rows, given.val_rows, given.seed)
     except ModuleNotFoundError as error:
         print(f"error: {error}: pip install -e '.[tasks]'", file=sys.stderr)
         return 2
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    write_rows(given.output, rows, given.val_rows, given.seed)
     return 0
 
 

@@ -108,17 +108,31 @@ def test_options_of_a_task_are_those_of_reasoning_gym(tmp_path):
         ("chain_sums", "no task 'chain_sums'; did you mean 'chain_sum'?"),
         ("chain_sum:max_terms=x", "'max_terms=x' is no option of a task"),
         ("chain_sum:terms=4", "unexpected keyword argument 'terms'"),
+        ("gcd:foo=3", "the options are ['max_numbers', 'max_value', 'min_numbers', 'min_value']"),
+        ("gcd:size=-1", "the switches set `size` by `--rows` and `--val-rows`, `seed` by `--seed`"),
+        ("gcd:min_value=2,seed=4", "gcd:min_value=2,seed=4: the switches set `size` by"),
         ("chain_sum:min_terms=40", "chain_sum:min_terms=40: "),
         ("graph_color", "its answers cannot be scored from a file"),
         ("coin_flip", "different questions among 2200: ask for fewer rows"),
     ],
-    ids=["name", "value", "option", "range", "unscorable", "too few"],
+    ids=["name", "value", "option", "options", "size", "seed", "range", "unscorable", "too few"],
 )
 def test_a_task_that_cannot_be_is_one_error_and_writes_nothing(tmp_path, capsys, task, message):
     assert main(["gcd", task, "--output", str(tmp_path / "out")]) == 2
 
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("output", ["file", "file/tasks", "/proc/tasks", "taken"])
+def test_an_output_that_cannot_be_written_is_one_error(tmp_path, capsys, output):
+    (tmp_path / "file").touch()
+    (tmp_path / "taken" / "train.jsonl" / "mine").mkdir(parents=True)
+
+    assert main(["gcd", "--rows", "2", "--val-rows", "2", "--output", str(tmp_path / output)]) == 2
+
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and (output == "taken" or "`--output` must be a folder" in line)
 
 
 @pytest.mark.parametrize(
