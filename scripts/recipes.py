@@ -11,6 +11,7 @@ and its line of docs/recipes/index.md.
 
 import argparse
 import json
+import math
 import os
 import re
 import subprocess
@@ -63,7 +64,7 @@ def run(name: str, folder: Path, arguments: Sequence[str] = ()) -> Outcome:
     """Run a recipe in a folder, with further arguments of its last command."""
     start = time.monotonic()
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    script = f'set -e\n{command_of(name)} --folder "$0" "$@"'
+    script = f'set -eo pipefail\n{command_of(name)} --folder "$0" "$@"'
     command, line = ["bash", "-c", script, folder, *arguments], ""
     with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as process:
         for line in process.stdout or ():
@@ -71,10 +72,21 @@ def run(name: str, folder: Path, arguments: Sequence[str] = ()) -> Outcome:
             sys.stdout.flush()
     if process.returncode:
         raise subprocess.CalledProcessError(process.returncode, command_of(name))
-    found = json.loads(line)
-    minutes = (time.monotonic() - start) / 60
-    curve = {int(step): accuracy for step, accuracy in found["curve"].items()}
-    return Outcome(found["val_before"], found["val_after"], minutes, curve)
+    return read_outcome(line, (time.monotonic() - start) / 60)
+
+
+def read_outcome(line: str, minutes: float) -> Outcome:
+    """Read the last line that a recipe printed; raise a ValueError if it has no whole outcome."""
+    try:
+        found = json.loads(line)
+        curve = {int(step): float(accuracy) for step, accuracy in found["curve"].items()}
+        outcome = Outcome(float(found["val_before"]), float(found["val_after"]), minutes, curve)
+    except (ValueError, LookupError, TypeError, AttributeError):
+        outcome = Outcome(math.nan, math.nan, minutes, {})
+    if not outcome.curve or not all(map(math.isfinite, [*outcome[:2], *outcome.curve.values()])):
+        rule = "JSON with the numbers `val_before` and `val_after`, and by step `curve`"
+        raise ValueError(f"its last line must be {rule}, got {line.strip()[:200]!r}")
+    return outcome
 
 
 def draw(outcome: Outcome, path: Path) -> None:
@@ -127,7 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"\n== {name}", flush=True)
         try:
             outcome = run(name, options.folder.resolve() / name)
-        except subprocess.CalledProcessError as error:  # the recipe has said why
+        except (subprocess.CalledProcessError, ValueError) as error:  # the recipe has said why it failed
             print(f"{name}: {error}", file=sys.stderr)
             return 1
         write(name, outcome)

@@ -91,6 +91,32 @@ def test_a_recipe_that_fails_ends_the_script_and_leaves_its_page(pages, tmp_path
     assert {page.name: page.read_text() for page in pages.glob("*.md")} == before
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        "true",
+        "echo hello",
+        "echo '[1]'",
+        """echo '{"val_before": 0.1, "curve": {"0": 0.1}}'""",
+        """echo '{"val_before": 0.1, "val_after": 0.2, "curve": {}}'""",
+        """echo '{"val_before": 0.1, "val_after": NaN, "curve": {"0": 0.1}}'""",
+        """echo '{"val_before": 0.1, "val_after": 0.2, "curve": {"0": null}}'""",
+        """echo '{"val_before": 0.1, "val_after": 0.2, "curve": [0.1]}'""",
+        """false | echo '{"val_before": 0.1, "val_after": 0.2, "curve": {"0": 0.1}}'""",
+    ],
+)
+def test_a_recipe_without_an_outcome_is_one_error_and_writes_nothing(pages, tmp_path, capfd, command):
+    (pages / "lora.md").write_text(f"# LoRA\n\n```bash\n{command} #\n```\n")
+    before = {page.name: page.read_text() for page in pages.glob("*.md")}
+
+    assert recipes.main(["lora", "--folder", str(tmp_path / "run")]) == 1
+
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("lora: ")
+    assert {page.name: page.read_text() for page in pages.glob("*.md")} == before
+    assert not recipes.PICTURES.exists()
+
+
 def test_an_unknown_recipe_is_answered_with_the_names(capsys):
     with pytest.raises(SystemExit):
         recipes.main(["lara"])
