@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.architecture.shape import below, modules
 from tests.helpers.light_process import run_light
 from verl.config.ppo import PPOConfig
 from verl.config.schema import load_config
@@ -130,6 +131,9 @@ def test_a_path_that_is_not_next_to_the_config_either_names_no_folder(name, tmp_
 
 
 def test_a_command_that_is_run_as_a_module_is_an_error_not_a_silent_success():
+    for name in modules():
+        if name.startswith("verl.cli.") and "def main(" in modules()[name].read_text():
+            assert "verl.utils.typed_command" in below(name), f"{name} does not import what raises"
     command = [sys.executable, "-m", "verl.cli.merge", "--local_dir", "nowhere"]
 
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

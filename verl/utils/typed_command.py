@@ -25,6 +25,10 @@ def typed_command() -> str:
     return f"python3 {program.relative_to(Path.cwd()) if is_inside else program}"
 
 
+if typed_command().startswith("python3 -m verl.cli."):  # all import this file, and none calls its `main`
+    raise SystemExit("error: run the installed command, such as `verl-merge`, instead of its module")
+
+
 def command_path(name: str) -> Path:
     """Return what starts an installed command in this shell: its name, or its script next to Python's."""
     script = Path(sys.executable).with_name(name)
