@@ -141,6 +141,28 @@ def test_a_card_shows_no_folders_of_the_machine_and_no_mappings_which_may_hold_k
     assert "worker.rollout.n=4" in card and "sk-secret" not in card and str(tmp_path) not in card
 
 
+def test_names_with_signs_of_markdown_keep_the_title_the_table_and_the_command_whole(tmp_path):
+    (tmp_path / "a|b `c`\nd.jsonl").write_text('{"prompt": "1 + 1"}\n')
+    held_out = f"data.val_files=['{tmp_path}/a|b `c`\\nd.jsonl', 'owner/rows']".replace("'", '"')
+
+    card = card_of(make_run(tmp_path, {}, *RL, held_out, 'trainer.experiment_name="first\\n# ```"'))
+
+    assert "\n\n# first # ```\n\n" in card
+    assert "| held-out data | ``` a\\|b `c` d.jsonl ```, `owner/rows` |\n" in card
+    command = card.partition("(without mappings")[2]
+    fence = "`" * 9  # the command has 8: 2 in the file, 3 in the name, 3 in the folder of that name
+    assert command.count(f"\n{fence}bash\n") == 1 and command.count(f"\n{fence}\n") == 1
+
+
+def test_the_data_sets_of_a_card_are_names_of_the_hub(tmp_path):
+    files = "data.train_files=['openai/gsm8k:main@train', 'openai/gsm8k/main', 'a/b@x']".replace("'", '"')
+
+    card_of(make_run(tmp_path, {}, *RL, files))
+
+    front = metadata_load(tmp_path / "run/global_step_20/actor/huggingface/README.md")
+    assert front["datasets"] == ["openai/gsm8k", "a/b"]
+
+
 @pytest.mark.parametrize("scores", [{}, {3: {"val/reward_score": float("nan")}}])
 def test_without_scores_there_is_no_curve(tmp_path, scores):
     actor = make_run(tmp_path, scores, *RL)
