@@ -43,7 +43,7 @@ def test_a_resumed_run_appends_and_its_repeated_steps_win(tmp_path):
     assert not list(tmp_path.glob("experiment_config.*.json"))  # the same config
 
 
-def test_a_run_that_starts_anew_logs_nothing_of_an_earlier_one_whose_files_are_kept(tmp_path):
+def test_a_run_that_starts_over_logs_nothing_of_an_earlier_one_whose_files_are_kept(tmp_path):
     for number, last in enumerate((3, 2, 1)):
         logger = FileLogger(Run("p", "e", tmp_path, {"a": 1}))
         for step in range(last + 1):

@@ -6,7 +6,7 @@
     generations.log          validation responses
 
 A resumed run appends to the same files. Steps that it repeats appear twice; the later line counts. A run that
-starts anew renames the logs of an earlier one to `experiment_log.1.jsonl` and `generations.1.log`.
+starts at step 0 renames the logs of an earlier one to `experiment_log.1.jsonl` and `generations.1.log`.
 """
 
 import errno
