@@ -50,9 +50,9 @@ def still(monkeypatch):
     monkeypatch.setattr(console_module, "StepClock", partial(StepClock, now=Clock()))
 
 
-def make_logger(*, terminal=False, width=80, console="compact", total_steps=150):
+def make_logger(*, terminal=False, width=80, console="compact", total_steps=150, config=None):
     output = io.StringIO()
-    run = Run("project", "experiment", Path("unused"), total_steps=total_steps, console=console)
+    run = Run("project", "experiment", Path("unused"), config or {}, total_steps, console=console)
     return ConsoleLogger(run, Console(file=output, force_terminal=terminal, width=width)), output
 
 
@@ -130,20 +130,55 @@ def test_at_80_columns_a_step_is_one_line_with_all_that_matters():
     log_steps(logger, VALIDATION, STEP, STEP | {"val/reward_score": 0.75}, first=0)
 
     assert lines_of(output) == [
-        "step     reward     val  length  entropy    grad  mismatch  tokens/s  seconds",
+        "step     reward     val  length    cut  entropy    grad  mismatch  seconds",
         "0/150             0.250",
-        "1/150     0.512           120.2    1.500   0.030   4.1e-07     12346      7.2",
-        "2/150     0.512   0.750   120.2    1.500   0.030   4.1e-07     12346      7.2",
+        "1/150     0.512           120.2   0.12    1.500   0.030   4.1e-07      7.2",
+        "2/150     0.512   0.750   120.2   0.12    1.500   0.030   4.1e-07      7.2",
     ]
 
 
-def test_at_120_columns_there_is_room_for_the_cut_responses_and_the_learning_rate():
+WITH_KL = {"algorithm": {"disable_kl": False}}
+WITHOUT_KL = {"algorithm": {"disable_kl": True}}
+LATE_VALIDATION = {"trainer": {"val_before_train": False, "val_freq": 2}}
+WITH_TOOLS = {"worker": {"rollout": {"multi_turn": {"enable": True}}}}
+
+
+@pytest.mark.parametrize("width", [200, 80, 60, 40])
+@pytest.mark.parametrize(
+    ("config", "steps"),
+    [
+        (WITH_KL, (VALIDATION, STEP | {"actor/kl_loss": 0.002}, STEP | {"actor/kl_loss": 0.003})),
+        (WITHOUT_KL, (VALIDATION, STEP, STEP)),
+        (WITH_KL | LATE_VALIDATION, (STEP | {"actor/kl_penalty": 0.1}, STEP | VALIDATION)),
+        (WITH_TOOLS, (VALIDATION, STEP | {"agent/turns_mean": 2.5, "agent/tool_calls": 1.25}, STEP)),
+    ],
+)
+def test_the_first_header_has_the_columns_of_all_later_rows_of_the_run(config, steps, width):
+    logger, output = make_logger(width=width, config=config)
+    log_steps(logger, *steps, first=0)
+
+    header, *rows = lines_of(output)
+    assert header.startswith("step") and not any(row.startswith("step") for row in rows)
+    for title in re.finditer(r"\S+", header):
+        assert any(row[title.end() - 4 : title.end()].strip() for row in rows), f"{title[0]} is always empty"
+
+
+def test_a_share_of_cut_responses_below_a_percent_keeps_its_place():
+    logger, output = make_logger(width=80)
+    log_steps(logger, STEP | {"response_length/clip_ratio": 1 / 256}, STEP)  # 0.0039
+
+    header, few, many = lines_of(output)
+    assert [line[: header.index("  entropy")].split()[-1] for line in (few, many)] == ["4e-03", "0.12"]
+    assert len(header) == len(few) == len(many)
+
+
+def test_at_120_columns_there_is_room_for_the_throughput_and_the_learning_rate():
     logger, output = make_logger(width=120)
     log_steps(logger, STEP | {"actor/kl_loss": 0.002})
 
     assert lines_of(output) == [
-        "step     reward  length   cut       kl  entropy    grad  mismatch       lr  tokens/s  seconds",
-        "1/150     0.512   120.2  0.12   0.0020    1.500   0.030   4.1e-07  1.0e-06     12346      7.2",
+        "step     reward  length    cut      kl  entropy    grad  mismatch       lr  tokens/s  seconds",
+        "1/150     0.512   120.2   0.12  0.0020    1.500   0.030   4.1e-07  1.0e-06     12346      7.2",
     ]
 
 
@@ -154,7 +189,7 @@ def test_on_a_narrow_terminal_columns_are_left_out_and_none_is_cut(width):
     header, row = lines_of(output)
 
     kept = {
-        80: "step reward val length kl grad mismatch tokens/s seconds",
+        80: "step reward val length cut kl grad mismatch seconds",
         60: "step reward val length kl grad seconds",
         40: "step reward val length seconds",
         20: "step reward",
@@ -286,7 +321,7 @@ def test_on_a_terminal_the_live_line_is_below_the_rows_and_other_lines():
     assert "a line of another package" in lines  # whole, on a line of its own
     assert any(re.fullmatch(r"\S+ WARNING verl.tests: a warning", line) for line in lines)
     assert re.match(r"reward 0\.512  update_actor 0 s +step 2/150  eta 0:00:0\d  val 0\.250$", lines[-1])
-    assert "1/150     0.512   0.250   120.2    1.500   0.030   4.1e-07     12346      7.2" in lines
+    assert "1/150     0.512   0.250   120.2   0.12    1.500   0.030   4.1e-07      7.2" in lines
 
 
 def test_full_shows_what_means_something_in_the_run_by_area():

@@ -59,7 +59,7 @@ class ConsoleLogger(Logger):
         self._console = console or stdout_console()
         release_live_line()
         self._clock = StepClock(run.total_steps)
-        self._table = StepTable(run.total_steps)
+        self._table = StepTable(run)
         self._metrics: dict[str, float] = {}  # last values
         self._samples: tuple[Sequence[Generation], int] | None = None  # to print after their step's line
         self._last_line = time.monotonic()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One aligned line per step.
 
-    step    reward     val  length  entropy    grad  mismatch  tokens/s  seconds
-    24/150   0.812   0.780     1.0    1.204   0.310     4e-07      6212      0.5
+    step    reward     val  length    cut  entropy    grad  mismatch  seconds
+    24/150   0.812   0.780   151.0   0.02    1.204   0.310     4e-07      0.5
 
 On a narrow terminal the columns with the highest `rank` are left out. To add a column: a line in `COLUMNS`.
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from rich.text import Text
 
-from verl.logger.base import Metrics
+from verl.logger.base import Metrics, Run
 
 GAP = 2  # spaces between columns
 ROWS_PER_HEADER = 20
@@ -53,18 +53,18 @@ VALIDATION_LOSS = Column("val loss", ("val/loss",), 4, 1, is_expected=False)
 LENGTH = Column("length", ("response_length/mean",), 1, 3)
 TURNS = Column("turns", ("agent/turns_mean",), 1, 6, 5, is_expected=False)
 TOOL_CALLS = Column("calls", ("agent/tool_calls",), 1, 5, 5, is_expected=False)
-CLIPPED = Column("cut", ("response_length/clip_ratio",), 2, 9, 4)
-KL = Column("kl", ("actor/kl_loss", "actor/kl_penalty"), 4, 5, 7, is_expected=False)
-ENTROPY = Column("entropy", ("actor/entropy",), 3, 8)
+CUT = Column("cut", ("response_length/clip_ratio",), 2, 7, 5)
+KL = Column("kl", ("actor/kl_loss", "actor/kl_penalty"), 4, 5, is_expected=False)
+ENTROPY = Column("entropy", ("actor/entropy",), 3, 9)
 GRAD_NORM = Column("grad", ("actor/grad_norm", "train/grad_norm"), 3, 4)
-MISMATCH = Column("mismatch", ("rollout/log_probs_diff_mean",), 4, 6, 7)
+MISMATCH = Column("mismatch", ("rollout/log_probs_diff_mean",), 4, 8, 7)
 LEARNING_RATE = Column("lr", ("train/lr",), None, 5, 7)
-POLICY_LEARNING_RATE = Column("lr", ("actor/lr",), None, 10, 7)
-THROUGHPUT = Column("tokens/s", ("perf/throughput",), 0, 7)
+POLICY_LEARNING_RATE = Column("lr", ("actor/lr",), None, 11, 7)
+THROUGHPUT = Column("tokens/s", ("perf/throughput",), 0, 10)
 DURATION = Column(SECONDS, ("perf/time_per_step",), 1, 2)
 
 COLUMNS = (
-    *(REWARD, VALIDATION, LENGTH, TURNS, TOOL_CALLS, CLIPPED, KL, ENTROPY, GRAD_NORM, MISMATCH),
+    *(REWARD, VALIDATION, LENGTH, TURNS, TOOL_CALLS, CUT, KL, ENTROPY, GRAD_NORM, MISMATCH),
     *(POLICY_LEARNING_RATE, THROUGHPUT, DURATION),
 )
 SFT_COLUMNS = (LOSS, VALIDATION_LOSS, GRAD_NORM, LEARNING_RATE, THROUGHPUT, DURATION)
@@ -72,7 +72,7 @@ SFT_KEYS = ("train/", "val/loss")  # beginnings of metrics that only fine-tuning
 
 
 def number(value: float, decimals: int | None, width: int) -> str:
-    """Return a value in at most `width` >= 6 characters: `0.125`, `-3e-07`, `12.3k`, `nan`."""
+    """Return a value in at most `width` characters, 5 or more with one for a sign: `0.125`, `-3e-07`."""
     if not math.isfinite(value):
         return str(value)
     if decimals is None or (value != 0 and abs(value) < 0.5 * 10**-decimals):
@@ -84,14 +84,23 @@ def number(value: float, decimals: int | None, width: int) -> str:
     return next((text for text in candidates if len(text) <= width), f"{value:.0e}")
 
 
+def announced(run: Run) -> set[Column]:
+    """Return the columns that not all runs have, but this one will."""
+    algorithm, worker, trainer = (run.config.get(name, {}) for name in ("algorithm", "worker", "trainer"))
+    columns = set() if algorithm.get("disable_kl", True) else {KL}
+    if trainer.get("val_before_train") or trainer.get("val_freq", 0) > 0:
+        columns |= {VALIDATION, VALIDATION_LOSS}
+    has_turns = worker.get("rollout", {}).get("multi_turn", {}).get("enable")
+    return columns | {TURNS, TOOL_CALLS} if has_turns else columns
+
+
 class StepTable:
     """The rows of a run, with the header where it is due."""
 
-    def __init__(self, total_steps: int | None) -> None:
-        self.total_steps = total_steps
-        self._step_size = max(len(STEP), len(f"{total_steps}/{total_steps}")) if total_steps else 6
+    def __init__(self, run: Run) -> None:
+        self._step_size = max(len(STEP), 2 * len(f"{run.total_steps}") + 1) if run.total_steps else 6
         self._columns: tuple[Column, ...] = ()  # of this kind of run
-        self._seen: set[Column] = set()
+        self._seen = announced(run)
         self._shown: list[Column] = []  # in the last header
         self._rows = 0  # since then
         self._best: float | None = None  # validation
@@ -100,8 +109,7 @@ class StepTable:
         """Yield the header, if it is due, and the row of a step."""
         if not self._columns:
             self._columns = SFT_COLUMNS if any(key.startswith(SFT_KEYS) for key in metrics) else COLUMNS
-            self._seen = {column for column in self._columns if column.is_expected}
-        self._seen |= {column for column in self._columns if column.value(metrics) is not None}
+        self._seen |= {one for one in self._columns if one.is_expected or one.value(metrics) is not None}
         shown = self._fitting(width)
         if shown != self._shown or self._rows >= ROWS_PER_HEADER:
             self._shown, self._rows = shown, 0
