@@ -42,7 +42,8 @@ def test_a_summary_has_last_step_speed_time_left_and_metrics(tmp_path):
         log_lines(
             tmp_path,
             {"step": step, "reward/overall": reward, "val/reward_score": 0.4, "actor/entropy": 1.5,
-             "timing_s/step": 36.0, "timing_s/gen": 27.0, "timing_s/update_actor": 9.0},
+             "response_length/clip_ratio": 0.25, "timing_s/step": 36.0, "timing_s/gen": 27.0,
+             "timing_s/update_actor": 9.0},
         )  # fmt: skip
     (tmp_path / "experiment_config.json").write_text(json.dumps({"trainer": {"max_steps": 10}}))
 
@@ -53,6 +54,7 @@ def test_a_summary_has_last_step_speed_time_left_and_metrics(tmp_path):
     assert line_of(text, "time left") == ["0:04:12"]
     assert line_of(text, "reward") == ["0.200", ">", "0.500", "^0.800", "▁█▄"]  # 0, 7 and 3.5 of 7 up
     assert line_of(text, "entropy") == ["1.5", ">", "1.5", "▁▁▁"]
+    assert line_of(text, "cut") == ["0.250", ">", "0.250", "▁▁▁"]  # the console's name
     assert line_of(text, "gen") == ["27.00", "75%", "#########"]  # of 12
     assert line_of(text, "update_actor") == ["9.00", "25%", "###"]
     assert line_of(text, "restarts") == ["0"]
@@ -105,6 +107,29 @@ def test_the_last_steps_best_and_worst_responses_are_shown(tmp_path):
         ("best", "0.900", "1"), ("best", "0.700", "5"), ("best", "0.500", "2"),
         ("worst", "0.300", "6"), ("worst", "0.200", "7"), ("worst", "0.100", "0"),
     ]  # fmt: skip
+
+
+def test_a_response_is_shown_once_with_its_question_and_the_right_answer(tmp_path):
+    store = RolloutStore(tmp_path)
+    chat = [
+        {"role": "system", "content": "You are a calculator."},
+        {"role": "user", "content": f"What is 7 + 5? {'Think about it. ' * 20}Answer with the number only."},
+    ]
+    first = {"prompt": "<|im_start|>", "messages": json.dumps(chat), "ground_truth": "12"}
+    second = {"prompt": "<|im_start|>user\nWhat is 3 + 4?<|im_end|>", "ground_truth": "7 \x1b[31m" * 100}
+    rows = [rollout(1, 0, n, score=1.0, response="12", **first) for n in range(4)]
+    rows += [rollout(1, 1, n, score=0.0, response=text, **second) for n, text in enumerate(["12.", "8", "8"])]
+    store.write(1, rows)
+
+    lines = text_of(tmp_path).splitlines()
+
+    responses = [line.split(maxsplit=3)[-1].strip() for line in lines if line.startswith(("best", "worst"))]
+    assert responses == ["12", "12.", "8"]
+    asked = [line.strip() for line in lines if " | " in line][1:]
+    # Of 53 characters 5 are for the answer and 3 for the cut: whole words of the first 30 and the last 15.
+    assert asked[0] == "What is 7 + 5? Think about … number only. | 12"
+    assert asked[1].startswith("What is 3 + 4? | 7 .[31m7 .[31m") and asked[1] == asked[2]
+    assert all(len(line) <= 80 for line in lines)
 
 
 def test_missing_metrics_rollouts_and_nan_are_shown_as_nothing(tmp_path):

@@ -21,7 +21,9 @@ from rich.live import Live
 from rich.table import Column, Table
 from rich.text import Text
 
+from verl.logger.console.logger import readable, shortened
 from verl.logger.file import METRICS_FILE
+from verl.viewer.rollout_index import conversation
 from verl.viewer.rollout_store import TRAIN
 from verl.viewer.runs import RunFolder
 
@@ -33,7 +35,7 @@ METRICS = (  # label, metrics of which the first logged one is shown, function o
     ("entropy", ("actor/entropy",), None),
     ("grad norm", ("actor/grad_norm",), None),
     ("response length", ("response_length/mean",), None),
-    ("clip ratio", ("response_length/clip_ratio",), None),
+    ("cut", ("response_length/clip_ratio",), None),
     ("engine mismatch", ("rollout/log_probs_diff_mean",), None),
     ("gpu memory GB", ("perf/max_memory_allocated_gb",), None),
     ("cpu memory GB", ("perf/cpu_memory_used_gb",), None),
@@ -201,7 +203,7 @@ def _phases_table(run: RunNumbers) -> RenderableType:
 
 
 def _rollouts_table(run: RunFolder, width: int) -> RenderableType:
-    columns = ["step", "score", "response_length", "response_start"]
+    columns = ["step", "group", "sample", "score", "response_length", "response_start"]
     table = run.rollouts.refresh()
     rows = table.filter(pc.field("kind") == TRAIN).select(columns).to_pylist()
     last = max((row["step"] for row in rows if row["step"] is not None), default=None)
@@ -209,17 +211,22 @@ def _rollouts_table(run: RunFolder, width: int) -> RenderableType:
     if not scored:
         return Text(f"{printable(run.name, COLUMN)}: no rollouts kept")
     scored.sort(key=lambda row: -row["score"])
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    rows = [*{(row["score"], row["group"], row["response_start"]): row for row in scored}.values()]
+    rows = rows[:SHOWN_ROLLOUTS] + rows[SHOWN_ROLLOUTS:][-SHOWN_ROLLOUTS:]
+    read = run.rollouts.rows_of(TRAIN, rows[0]["step"], [(row["group"], row["sample"]) for row in rows])
+    whole = {(row["group"], row["sample"]): row for row in read}
     room = max(10, width - 27)
-    table.add_column("", width=5)
-    table.add_column("score", justify="right", width=7)
-    table.add_column("tokens", justify="right", width=6)
-    table.add_column("response", width=room, no_wrap=True)
-    best, worst = scored[:SHOWN_ROLLOUTS], scored[SHOWN_ROLLOUTS:][-SHOWN_ROLLOUTS:]
-    for number, row in enumerate([*best, *worst]):
-        response = Text(printable(row["response_start"] or "", room))
-        label = "best" if number < len(best) else "worst"
-        table.add_row(label, short(row["score"]), str(row["response_length"]), response)
+    columns = (Column(width=5), Column("score", justify="right", width=7), Column("tokens", justify="right"))
+    text = Column("response, prompt | ground truth", width=room, no_wrap=True)
+    table = Table(*columns, text, box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for number, row in enumerate(rows):
+        asked = whole.get((row["group"], row["sample"]), {})  # empty if the file was damaged just now
+        truth = printable(asked.get("ground_truth") or "", room // 3)
+        prompt = conversation(asked.get("messages")) or asked.get("prompt") or ""
+        prompt = shortened(readable(shortened(prompt, 8 * room)), room - len(truth) - 3)
+        text = Text.assemble(printable(row["response_start"] or "", room), (f"\n{prompt} | {truth}", "dim"))
+        label = "best" if number < SHOWN_ROLLOUTS else "worst"
+        table.add_row(label, short(row["score"]), str(row["response_length"]), text)
     heading = f"{printable(run.name, COLUMN)}: {len(scored)} scored rollouts of step {last}"
     return Group(Text(heading, style="bold"), table)
 
