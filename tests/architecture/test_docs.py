@@ -35,6 +35,11 @@ MAKE_TARGET = re.compile(r"(?:`|^|python3\.12 )make ([a-z-]+)", re.MULTILINE)
 REPOSITORY_FILE = re.compile(r"`((?:docs|examples|scripts|tests|benchmarks)/[\w./]+\.\w+)`")
 MESSAGE = re.compile(r"^> (.+)$", re.MULTILINE)
 MACHINE_PATH = re.compile("/(work|root)/")
+SCRIPT = re.compile(  # of an installed command
+    r"^ *python3 (?:-m verl\.trainer\.(?:main|sft)|"
+    r"scripts/(?:diagnose|print_cfg|data_check|reward_check|model_merger|rollout_viewer|make_tiny_model)\.py)\b",
+    re.MULTILINE,
+)
 RIGHT = ("5", "2 + 3 is 5.", "The answer is 5.0")  # responses to a question whose answer is 5
 WRONG = ("The answer is 25", "5 and then 4", "1,005", "five", "")
 SHIPPED = ("*.py", "*.md", "*.yaml", "*.toml", "*.sh", "*.jinja", "Makefile", "Dockerfile", "run")
@@ -98,6 +103,13 @@ def test_files_of_the_repository_are_there(path):
     named = set(REPOSITORY_FILE.findall(path.read_text()))
 
     assert sorted(name for name in named if not (ROOT / name).exists()) == []
+
+
+@pytest.mark.parametrize("path", [path for path in DOCS if path.stem != "log"], ids=name_of)
+def test_commands_have_the_names_that_they_are_installed_by(path):
+    shown = "\n".join([*blocks(path, "bash"), *blocks(path, "shell")])
+
+    assert SCRIPT.findall(shown) == []
 
 
 @pytest.mark.parametrize("path", DOCS, ids=name_of)
