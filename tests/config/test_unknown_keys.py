@@ -122,7 +122,8 @@ def test_the_answer_says_whose_name_it_is_and_the_difference():
         "`x` is not an option; `--help` lists the options",
         "`worker.rollout.engine` is not an option; `--help worker.rollout` lists the options",
         "`algorithm.beta` is not an option; TRL's `beta` is `algorithm.kl_coef` here:"
-        " `algorithm.use_kl_loss=true` adds it to the loss",
+        " `algorithm.use_kl_loss=true` adds it to the loss; a run has a reference model unless"
+        " `algorithm.disable_kl=true`, which is TRL's default of 0",
     ]
 
 
