@@ -87,8 +87,8 @@ def commands_of(page):
 @pytest.mark.slow
 @pytest.mark.heavy
 def test_every_command_of_the_page_on_evaluation_runs(printed, folder):
-    commands = commands_of(ROOT / "docs" / "evaluate.md")
-    assert len(commands) == 4
+    commands = [line for line in commands_of(ROOT / "docs" / "evaluate.md") if "checkpoints/colours" in line]
+    assert len(commands) == 4  # the others need a data set
 
     # The page's run has 40 steps, this one 2.
     outputs = [_run_shell(command.replace("global_step_40", "global_step_2"), folder) for command in commands]
