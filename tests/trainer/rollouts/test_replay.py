@@ -97,6 +97,34 @@ def test_a_resumed_run_replays_and_carries_the_same_groups(reward_manager, tmp_p
     assert resumed.num_carried == 0 and resumed.num_replayable == 3 + num_carried
 
 
+@pytest.mark.parametrize(("max_age", "left"), [(1, []), (2, [2, 3, 1])])
+def test_replayed_groups_that_a_step_has_no_room_for_are_replayed_later_within_their_age(
+    reward_manager, max_age, left
+):
+    options = dict(algorithm={"replay_max_age": max_age}, trainer={"rejection_sample": True})
+    collector = make_collector(make_config(mini_batch=2, **options), Engine(scores_of), reward_manager)
+
+    assert numbers_of(collector.collect(1).batch) == [1, 2]  # two of three make a mini batch
+    assert numbers_of(collector.carried.sequences) == [3]
+    second = collector.collect(2)  # adds 1 and 2 to 3, and has room for two
+
+    assert numbers_of(second.batch) == [3, 1] and second.metrics["filter/replayed"] == 1
+    assert collector.num_carried == second.metrics["filter/carried_out"] == 0
+    assert collector.num_replayable == len(left)
+    assert not left or numbers_of(collector.replay.groups.sequences) == left
+
+
+@pytest.mark.parametrize(("max_age", "num_left"), [(1, 0), (2, 3)])
+def test_a_resumed_run_replays_no_group_beyond_its_own_age(reward_manager, tmp_path, max_age, num_left):
+    whole = after_a_step(reward_manager, Engine(scores_of), max_age=3)
+    whole.save_carried(tmp_path / "groups.pt")
+
+    resumed = replaying(reward_manager, Engine(scores_of), max_age=max_age)
+    resumed.load_carried(tmp_path / "groups.pt", 0, step=2)
+
+    assert resumed.num_replayable == num_left
+
+
 def test_without_the_option_nothing_is_kept(reward_manager):
     collector = make_collector(
         make_config(prompts=3, algorithm={"online_filtering": True}), Engine(scores_of), reward_manager

@@ -43,7 +43,7 @@ class CollectedGroups:
     kept: list[ScoredGroups]
     sampled: list[Tensor] = field(default_factory=list)  # scores of all groups of each call, (G, n)
     stops: StopCounts = field(default_factory=StopCounts)
-    num_replayed: int = 0  # of those kept
+    replayed: range = range(0)  # places, among those kept, of groups to train on again
 
     @property
     def num_kept(self) -> int:
@@ -108,8 +108,8 @@ class RolloutCollector:
         if groups:
             ScoredGroups.concat(groups).save(path)
 
-    def load_carried(self, path: Path, num_carried: int) -> None:
-        """Read what `save_carried` wrote, the first `num_carried` groups of which wait."""
+    def load_carried(self, path: Path, num_carried: int, step: int = 0) -> None:
+        """Read what `save_carried` wrote after a step, the first `num_carried` groups of which wait."""
         groups = ScoredGroups.load(path)
         if self.filter is None:
             logger.warning("carried groups are dropped, this run filters nothing: groups=%d", len(groups))
@@ -121,7 +121,7 @@ class RolloutCollector:
         carried, trained = groups.split(num_carried)
         self.carried = carried if num_carried else None
         if self.replay:
-            self.replay.groups = trained if len(trained) else None
+            self.replay.put(trained, step)  # the maximum age may be another one
 
     def _collect_all(self, step: int) -> Collected:
         parts: list[DataProto] = []
@@ -152,29 +152,32 @@ class RolloutCollector:
             if self.replay and not calls:
                 replayed = self.replay.take(quota.target - collected.num_kept, self._filter_scores)
                 if replayed is not None:
+                    collected.replayed = range(collected.num_kept, collected.num_kept + len(replayed))
                     collected.kept.append(replayed)
-                    collected.num_replayed = len(replayed)
         return self._divide(collected, carried_in, step)
 
     def _divide(self, collected: CollectedGroups, carried_in: int, step: int) -> Collected:
-        """Train on the oldest groups and carry the others."""
-        trained, rest = ScoredGroups.concat(collected.kept).split(self.quota.usable(collected.num_kept))
+        """Train on the oldest groups and carry the others, except replayed ones: their age is limited."""
+        kept, usable = ScoredGroups.concat(collected.kept), self.quota.usable(collected.num_kept)
+        unused = collected.replayed[max(0, usable - collected.replayed.start) :]
+        others = [place for place in range(usable, len(kept)) if place not in unused]
+        trained, rest = kept.split(usable)[0], kept.select(torch.tensor(others, dtype=torch.int64))
         rest.check_storable()  # before training: a checkpoint must be able to hold them
         self.carried = rest if len(rest) else None
         if self.replay:
             trained.check_storable()
-            self.replay.put(trained, step)
+            self.replay.put(kept.select(torch.tensor([*unused, *range(usable)])), step)
         metrics = {
             "filter/tries": float(len(collected.sampled)),
             "filter/sampled": float(collected.num_sampled),
-            "filter/kept": float(collected.num_kept - carried_in - collected.num_replayed),
+            "filter/kept": float(collected.num_kept - carried_in - len(collected.replayed)),
             "filter/carried_in": float(carried_in),
             "filter/carried_out": float(self.num_carried),
             "filter/trained": float(len(trained)),
         }
         metrics |= self.filter_metrics(collected.sampled, trained)
         if self.replay:
-            metrics["filter/replayed"] = float(collected.num_replayed)
+            metrics["filter/replayed"] = float(len(collected.replayed) - len(unused))
         if self.early_stop is not None:
             metrics |= collected.stops.metrics(trained)
         return Collected(trained.sequences, Scoring(lambda: trained.values), metrics)
@@ -281,11 +284,11 @@ class RolloutCollector:
     def _shortage(
         self, collected: CollectedGroups, carried_in: int, group_filter: GroupFilter
     ) -> RuntimeError:
-        kept = collected.num_kept - carried_in - collected.num_replayed
+        earlier = carried_in + len(collected.replayed)
         return RuntimeError(
             f"a step needs {self.quota.multiple} groups, got {collected.num_kept} in {self.quota.max_calls}"
             f" calls of the engine (`trainer.max_try_make_batch`): {collected.num_sampled} were sampled and"
-            f" {kept} kept, {carried_in + collected.num_replayed} came from earlier steps,"
+            f" {collected.num_kept - earlier} kept, {earlier} came from earlier steps,"
             f" {group_filter.reasons(self._joined(collected.sampled))}, or allow more calls"
         )
 

@@ -239,4 +239,4 @@ class PPORunState(RunState):
         self.sampling.load(folder)
         num_carried, num_stored = state["carried_groups"], state.get("replayable_groups", 0)
         if self.loader is not None and num_carried + num_stored:
-            self.collector.load_carried(folder / GROUPS_FILE, num_carried)
+            self.collector.load_carried(folder / GROUPS_FILE, num_carried, self.step)
