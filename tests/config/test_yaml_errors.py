@@ -22,6 +22,14 @@ MISTAKES = {
         "data:\n  seed: 1\nworker:\n  seed: 1\n  actor: {}\n  seed: 2\n",
         "line 6: `seed` is there already, in line 4: keep one of them",
     ),
+    "a key twice in braces": (
+        "data:\n  sources: {a: {weight: 1}, b: {}, a: {weight: 2}}\n",
+        "line 2: `a` is there twice: keep one of them",
+    ),
+    "a quoted key twice": (
+        "data:\n  'seed': 1\n  seed: 2\n",
+        "line 3: `seed` is there already, in line 2: keep one of them",
+    ),
     "an open list": ("data:\n  train_files: [a, b\n  seed: 1\n", "line 2: the [ in column 16 is not closed"),
     "an open mapping": ('{"data": {"seed": 1}', "line 1: the { in column 1 is not closed"),
     "an open quote": ('data:\n  train_files: "a\n  seed: 1\n', 'line 2: the " in column 16 is not closed'),

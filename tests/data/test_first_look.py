@@ -14,7 +14,7 @@ import pytest
 
 from tests.helpers.media import save_image
 from tests.helpers.training import ROOT
-from verl.config.data import DataConfig
+from verl.config.data import DataConfig, SourceConfig
 from verl.config.model import ModelConfig
 from verl.config.sft import SFTDataConfig
 from verl.data import plain_files
@@ -295,6 +295,11 @@ def test_too_few_rows_for_a_batch_are_told_if_all_of_them_were_seen(eyes, tmp_pa
     with pytest.raises(ValueError, match=r"`data.mini_rollout_batch_size` \(8\) must be at most .* got 6"):
         look(few, eyes, train_files=[str(few), str(few)], rollout_batch_size=16, mini_rollout_batch_size=8)
     assert look(few, eyes, train_files=str(few.parent), rollout_batch_size=4) == [], "a folder may have more"
+    with pytest.raises(ValueError, match=r"got 3: `data.train_files` has 3 rows"):
+        look(few, eyes, rollout_batch_size=4)
+    with pytest.raises(ValueError, match=r"got 6: `data.sources` has 6 rows"):
+        sources = {name: SourceConfig(train_files=str(few)) for name in ("a", "b")}
+        look_at_data(DataConfig(sources=sources, rollout_batch_size=8), None)
 
 
 def test_columns_of_categories_must_be_in_one_of_the_validation_files(tmp_path):

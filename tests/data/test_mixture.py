@@ -15,6 +15,8 @@ import torch
 from tests.data.test_loader import answers, make_config, readers_of, write
 from tests.helpers.nightly import by_day
 from verl.config.data import SourceConfig
+from verl.config.ppo import PPOConfig
+from verl.config.schema import ConfigError, load_config
 from verl.config.sft import SFTDataConfig
 from verl.data.first_look import look_at_data
 from verl.data.loader import make_loaders, make_sft_loaders
@@ -281,6 +283,7 @@ def test_a_source_without_a_usable_row_is_refused_by_name(model, tmp_path):
             dict(sources={"a": SourceConfig(train_files="a.jsonl", weight=0.0)}),
             "`data.sources.a.weight` must be above 0",
         ),
+        (dict(source_key=""), "`data.source_key` must name a column, got ''"),
         (
             dict(sources={"a": SourceConfig(train_files="a.jsonl")}, train_files="b.jsonl"),
             "`data.train_files` must be empty with `data.sources`: clear it, `data.train_files=`",
@@ -293,6 +296,12 @@ def test_a_mixture_that_makes_no_sense_is_refused(options, problem, model):
     found += [text for name, one in data.sources.items() for text in one.problems(f"data.sources.{name}")]
 
     assert any(text.startswith(problem) for text in found), found
+
+
+@pytest.mark.parametrize(("name", "shown"), [("1", "1"), ("'a b'", "'a b'")])
+def test_a_name_that_no_source_can_have_is_refused_with_the_rule(name, shown):
+    with pytest.raises(ConfigError, match=rf"a name is a letter, then letters, digits, -, _, got {shown}"):
+        load_config(PPOConfig, [f"data.sources={{{name}: {{train_files: a.jsonl}}}}"])
 
 
 def test_the_files_of_the_sources_may_be_named_twice_as_a_written_config_does(model, tmp_path):

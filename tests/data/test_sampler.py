@@ -5,6 +5,7 @@ import io
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -131,6 +132,28 @@ def test_rows_of_which_none_can_be_used_end_the_run_with_the_first_of_them(in_or
 
     with pytest.raises(ValueError, match=r"no other row that `data.sampler` draws can be used: 5 of 5 rows"):
         next(iter(loader))
+
+
+@pytest.mark.parametrize("drawn", [None, [], [0] * 5, [-1], [22], [0.0], ["0"], [torch.tensor(0)]], ids=repr)
+def test_a_draw_that_is_not_of_one_to_so_many_rows_ends_the_run_with_the_name_of_the_sampler(
+    drawn, in_order, model, tmp_path, monkeypatch
+):
+    loader = open_train(model, tmp_path, in_order)
+    batches = iter(loader)
+    next(batches)
+    monkeypatch.setattr(loader.sampler, "draw", lambda count: drawn)
+
+    with pytest.raises(
+        ValueError, match=r"^`data.sampler` \(in_order.py:InOrder\) must draw 1 to 4 indices below 22, got \["
+    ):
+        next(batches)
+
+
+def test_integers_of_numpy_are_indices(in_order, model, tmp_path, monkeypatch):
+    loader = open_train(model, tmp_path, in_order)
+    monkeypatch.setattr(loader.sampler, "draw", lambda count: np.arange(21, 21 - count, -1))
+
+    assert answers(itertools.islice(loader, 1)) == [[21, 20, 19, 18]]
 
 
 @pytest.mark.parametrize("stop_after", by_day([1, 2, 3, 5, 8], 3))

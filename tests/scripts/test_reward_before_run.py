@@ -3,6 +3,7 @@
 
 import logging
 import re
+from contextlib import nullcontext
 
 import pytest
 import ray
@@ -62,6 +63,18 @@ def test_the_scores_of_the_samples_are_one_line_of_the_log(reward, caplog, kind)
         "samples of the reward function: row 0, ground truth 1; row 0, empty 0; row 0, wrong"
     )
     assert num_calls() == 3
+
+
+@pytest.mark.parametrize(("score", "is_known"), [("accuracy", True), ("nope", False)])
+def test_a_sampler_of_a_score_that_the_function_does_not_return_is_refused(reward, score, is_known):
+    sampler = f"data.sampler={ROOT / 'examples/sampler/by_pass_rate.py'}:ByPassRate"
+    arguments, _ = reward(
+        "return {'overall': 1.0, 'accuracy': 0.0}", sampler, f"data.sampler_kwargs={{score: {score}}}"
+    )
+
+    problem = r"`data.sampler` cannot use .*`data.sampler_kwargs.score` \(nope\) .*\['accuracy', 'overall'\]"
+    with nullcontext() if is_known else pytest.raises(ValueError, match=problem):
+        check(arguments)
 
 
 @pytest.mark.parametrize(

@@ -318,6 +318,39 @@ BAD = {
         f"class bad(RowSampler):{STATELESS}    def draw(self, count): return [count]\n",
         "must draw 1 to 4 indices below 4, got [4]",
     ),
+    "a sampler that draws nothing": (
+        "sampler",
+        f"class bad(RowSampler):{STATELESS}    def draw(self, count): ...\n",
+        "must draw 1 to 4 indices below 4, got []",
+    ),
+    "a sampler that draws floats": (
+        "sampler",
+        f"class bad(RowSampler):{STATELESS}    def draw(self, count): return [0.0]\n",
+        "must draw 1 to 4 indices below 4, got [0.0]; an index is an integer from 0 on",
+    ),
+    "a sampler that draws all rows": (
+        "sampler",
+        f"class bad(RowSampler):{STATELESS}    def draw(self, count): return [0, 1, 2, 3]\n",
+        "must draw 1 to 2 indices below 4, got [0, 1, 2]",
+    ),
+    "a sampler that draws each row once": (
+        "sampler",
+        """
+        class bad(RowSampler):
+            next = 0
+
+            def draw(self, count):
+                self.next += count
+                return list(range(4))[self.next - count : self.next]
+
+            def state_dict(self):
+                return {"next": self.next}
+
+            def load_state_dict(self, state):
+                self.next = state["next"]
+        """,
+        "must draw 1 to 2 indices below 4, got []",
+    ),
     "a sampler whose resumed run draws other rows": (
         "sampler",
         f"""class bad(RowSampler):{STATELESS}

@@ -150,6 +150,8 @@ class RowsConfig:
             yield f"`{path}.media_url_hosts` and `{path}.media_url_dir` need `{path}.allow_media_urls=true`"
         if self.sampler_kwargs and self.sampler is None:
             yield f"`{path}.sampler_kwargs` needs `{path}.sampler`"
+        if not self.source_key:
+            yield f"`{path}.source_key` must name a column, got ''"
         for name in self.apply_chat_template_kwargs:
             if name in SET_BY_US:
                 key = f"{path}.apply_chat_template_kwargs.{name}"

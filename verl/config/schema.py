@@ -275,7 +275,7 @@ class _Builder:
     def _named(self, kind: type, name: Any, values: Any, path: str) -> Any:
         key = _join(path, str(name))
         if SECTION_NAME.fullmatch(str(name)) is None:
-            self._complain(key, f"`{path}`: a name must have letters, digits, - or _, got {show(name)}")
+            self._complain(key, f"`{path}`: a name is a letter, then letters, digits, -, _, got {show(name)}")
         self.options |= {entry.key: entry for entry in walk_options(kind, key, top=self.cls)}
         return self._section(kind, values, key)
 

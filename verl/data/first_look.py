@@ -11,7 +11,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
-from verl.config.data import FILES, DataConfig
+from verl.config.data import FILES, DataConfig, RowsConfig
 from verl.config.files.model_files import processor_files, read_json
 from verl.config.model import ModelConfig
 from verl.config.sft import SFTDataConfig
@@ -106,11 +106,12 @@ def prompts_of_batch(data: DataConfig) -> tuple[str, int]:
     return f"data.{name}", getattr(data, name)
 
 
-def too_few_rows(option: str, batch_size: int, usable: int, found: str) -> ValueError:
+def too_few_rows(option: str, batch_size: int, usable: int, found: str, data: RowsConfig) -> ValueError:
     """Return the error of a run whose rows do not fill a batch."""
+    files = "data.sources" if data.files_by_source("train_files") else "data.train_files"
     return ValueError(
         f"`{option}` ({batch_size}) must be at most the number of usable training rows, got {usable}:"
-        f" `data.train_files` has {found}"
+        f" `{files}` has {found}"
     )
 
 
@@ -118,7 +119,7 @@ def _check_number(seen: Sequence[FirstRows], data: DataConfig) -> None:
     if _are_whole(data.train_files, seen):
         number, (option, size) = sum(len(each.source.rows) for each in seen), prompts_of_batch(data)
         if number < size:
-            raise too_few_rows(option, size, number, f"{number} rows")
+            raise too_few_rows(option, size, number, f"{number} rows", data)
 
 
 def _are_whole(option: str | Sequence[str], seen: Sequence[FirstRows]) -> bool:

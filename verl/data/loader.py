@@ -23,7 +23,7 @@ from verl.data.bad_rows import BAD_ROW_REMEDY, REPORT_NAME, BadRow, BadRowReport
 from verl.data.dataset import Item, Overlong, RowDataset, dataset_class
 from verl.data.first_look import prompts_of_batch, too_few_rows
 from verl.data.messages import BadRowError
-from verl.data.order import RowSampler, Turns, order_of_rows
+from verl.data.order import RowSampler, Turns, draw, order_of_rows
 from verl.data.readers import Readers
 from verl.data.rl_dataset import RLHFDataset
 from verl.data.row_readers import RowReaders
@@ -275,7 +275,7 @@ class SampledLoader(PromptLoader[D]):
                 if num_read - len(items) > len(self.positions):
                     raise self.too_few("other row that `data.sampler` draws can be used")
                 with self._lock:
-                    drawn = list(self.sampler.draw(self.batch_size - len(items)))
+                    drawn = draw(self.sampler, self.batch_size - len(items), len(self.positions), self.name)
                 read = zip(drawn, self._readers.rows(drawn), strict=True)
                 items += [item | {SAMPLED_ROW: row} for row, item in read if self._is_usable(item)]
                 num_read += len(drawn)
@@ -370,7 +370,7 @@ def _open_loaders(
         rows = open_rows(data.train_files, option="data.train_files", **taught)
         if size_option is not None and len(rows) < size:
             unusable = f", {rows.num_overlong} too long, {len(rows.bad_rows)} bad"
-            raise too_few_rows(size_option, size, len(rows), f"{len(rows.rows)} rows{unusable}")
+            raise too_few_rows(size_option, size, len(rows), f"{len(rows.rows)} rows{unusable}", data)
         train = _open_training(rows, size, data, options)
     if data.val_files:
         rows = open_rows(data.val_files, option="data.val_files")

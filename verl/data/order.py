@@ -7,9 +7,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from itertools import islice
 from math import ceil
+from numbers import Integral
 from typing import Any
 
 import torch
+
+from verl.utils.registry import ProtocolError
 
 
 class Turns:
@@ -103,3 +106,12 @@ class RowSampler(ABC):
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+def draw(sampler: RowSampler, count: int, num_rows: int, name: str = "") -> list[int]:
+    """Return the next rows of a sampler; raise a ProtocolError, after its name if given, for others."""
+    drawn = [] if (found := sampler.draw(count)) is None else list(found)
+    if 1 <= len(drawn) <= count and all(isinstance(row, Integral) and 0 <= row < num_rows for row in drawn):
+        return drawn
+    rule = f"must draw 1 to {count} indices below {num_rows}, got {drawn[: count + 1]}"
+    raise ProtocolError((name and f"`data.sampler` ({name}) ") + f"{rule}; an index is an integer from 0 on")

@@ -112,7 +112,7 @@ def _count_steps(
     option, needed = batch if trainer.max_steps else step
     if dataset_size is not None and dataset_size < needed and not trainer.val_only:
         raise ValueError(
-            f"`data.train_files` must have at least `{option}` ({needed}) usable rows, has {dataset_size}"
+            f"the training data must have at least `{option}` ({needed}) usable rows, has {dataset_size}"
         )
     if trainer.max_steps is not None or dataset_size is None:
         return trainer.max_steps

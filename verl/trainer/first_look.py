@@ -120,6 +120,7 @@ def check_reward(data: DataConfig, worker: WorkerConfig, served: Servers) -> Non
     with closing(_open_pool(options, servers)) as pool, suppress(BadRowError):
         # Imported here because it needs torch; the process imports the file meanwhile.
         from verl.trainer.extensions.reward_rows import make_samples, open_rows  # noqa: PLC0415
+        from verl.trainer.extensions.rollouts import check_scores_seen  # noqa: PLC0415
 
         # The second row has the wrong answer.
         samples = make_samples(open_rows(data, worker), 2, worker)[: _num_samples(data)]
@@ -132,6 +133,7 @@ def check_reward(data: DataConfig, worker: WorkerConfig, served: Servers) -> Non
             logger.warning(
                 "a run handles such failures by on_failure=%s: %s", options.on_failure, reason(failed[0])
             )
+        check_scores_seen(data, {name for call in calls for scores in call.scores or () for name in scores})
 
 
 def score_samples(

@@ -18,6 +18,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 HEADING = "Traceback in the file (most recent call last):"
 
 
+class ProtocolError(ValueError):
+    """An extension returned something that a run cannot use; the message follows the extension's name."""
+
+
 def needs(*names: str) -> Callable[[F], F]:
     """Declare inputs that a function of a file needs and that a run computes only on request.
 

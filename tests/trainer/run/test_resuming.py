@@ -114,6 +114,42 @@ def test_changed_inputs_that_are_allowed_are_a_warning(folder, caplog):
     assert "resuming with changed inputs: `data.train_files` was" in caplog.text
 
 
+COUNTING = """
+from verl.data.order import RowSampler
+
+class Counting(RowSampler):
+    next = 0
+    def draw(self, count):
+        self.next += count
+        return [(self.next - left) % 32 for left in range(count, 0, -1)]
+    def state_dict(self): return {"next": self.next}
+    def load_state_dict(self, state): self.next = state["next"]
+"""
+
+
+def test_a_sampler_that_does_not_load_its_state_is_refused_before_workers_start(folder):
+    configs = []
+    for name, code in (("then", COUNTING), ("now", COUNTING.replace('"next"', '"row"'))):
+        (folder / name).mkdir()
+        (folder / name / "counting.py").write_text(code)
+        configs.append(config_for(folder, f"data.sampler={folder / name}/counting.py:Counting"))
+    step = folder / "run" / "global_step_3"
+    torch.save(loader_of(configs[0]).state_dict(), step / LOADER_FILE)
+    origin = origin_of(configs[0], planned_sft(configs[0]).models)
+    (step / STATE_FILE).write_text(json.dumps({"step": 3, ORIGIN: origin}))
+    (step / MANIFEST).unlink()
+    write_manifest(step, {"step": 3})
+
+    resume(configs[0])
+    with pytest.raises(ValueError) as refused, ExitStack() as stack:
+        build_sft_trainer(prepared(configs[1]), stack)  # workers need Ray, which is not there
+
+    assert str(refused.value).startswith(
+        f"`data.sampler` (counting.py:Counting) cannot load its state of {step}: KeyError('row'). Restore the"
+        " file to resume; or start a new run with `trainer.find_last_checkpoint=false`"
+    )
+
+
 def change_config(model):
     content = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(content | {"rope_theta": 1234.0}))

@@ -7,6 +7,7 @@ import yaml
 
 OPENED = re.compile(r"[\[{]")
 ENTRY = re.compile(r"\s*(?:- )?([\w.]+): +(\S.*)")  # `key: value`
+REPEATED = "found duplicate key "
 MAX_SHOWN = 80  # characters of a line in a message
 
 YamlProblem = tuple[int | None, str]  # a line, from 1, and what is wrong with it
@@ -21,8 +22,8 @@ def explain(error: yaml.YAMLError, text: str) -> YamlProblem:
     here = lines[min(mark.line, len(lines) - 1)]
     if "\t" in here[: len(here) - len(here.lstrip())]:
         return mark.line + 1, "it starts with a tab; YAML indents by spaces"
-    if problem.startswith("found duplicate key"):
-        return mark.line + 1, _repeated(lines, mark.line)
+    if problem.startswith(REPEATED):
+        return mark.line + 1, _repeated(lines, mark, problem.removeprefix(REPEATED))
     if "mapping values are not allowed" in problem:
         return _second_value(lines, mark)
     opened = error.context_mark if OPENED.search(problem) or "quoted" in (error.context or "") else None
@@ -76,13 +77,12 @@ def _second_value(lines: list[str], mark: yaml.Mark) -> YamlProblem:
     return mark.line + 1, text
 
 
-def _repeated(lines: list[str], line: int) -> str:
-    name = lines[line].strip().partition(":")[0]
-    indent = _indent(lines[line])
-    for number in range(line - 1, -1, -1):
+def _repeated(lines: list[str], mark: yaml.Mark, name: str) -> str:
+    indent = mark.column  # unless it is in braces: then no line begins there
+    for number in range(mark.line - 1, -1, -1):
         if lines[number].strip() and _indent(lines[number]) < indent:
             break  # another section
-        if _indent(lines[number]) == indent and lines[number].strip().partition(":")[0] == name:
+        if _indent(lines[number]) == indent and lines[number].strip().partition(":")[0].strip("\"'") == name:
             return f"`{name}` is there already, in line {number + 1}: keep one of them"
     return f"`{name}` is there twice: keep one of them"
 

@@ -12,11 +12,8 @@ from torch import Tensor
 from verl.config.files.paths import is_extension
 from verl.config.schema import list_options, value_at
 from verl.config.trainer import RunTree
+from verl.utils.registry import ProtocolError
 from verl.utils.user_file import digest_of
-
-
-class ProtocolError(ValueError):
-    """An extension returned something that a run cannot use; the message follows the extension's name."""
 
 
 def check_tensor(name: str, value: Any, shape: Sequence[int], dtype: torch.dtype | None = None) -> None:

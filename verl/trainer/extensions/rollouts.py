@@ -15,7 +15,8 @@ from verl.agents.tools.loading import load_tools
 from verl.batch_keys import BATCH_KEYS, BatchError
 from verl.data.bad_rows import BadRow
 from verl.data.dataset import RowDataset
-from verl.data.order import RowSampler
+from verl.data.loader import SAMPLERS
+from verl.data.order import RowSampler, draw
 from verl.data.readers import load_readers, media_options
 from verl.data.rl_dataset import RLHFDataset
 from verl.data.sft_dataset import SFTDataset
@@ -110,15 +111,9 @@ def check_sampler(kind: Any, _used: UsedExtension, config: Any) -> None:
     """Draw a few rows, and more from a stored state."""
     if not (isinstance(kind, type) and issubclass(kind, RowSampler)):
         raise ProtocolError(f"must be a class derived from RowSampler, got {described(kind)}")
-    data, size = config.data, 4
-    names = list(data.files_by_source("train_files")) or [""]
-    weights = {name: data.sources[name].weight if name else 1.0 for name in names}
-    sources = {name: range(size * place, size * (place + 1)) for place, name in enumerate(names)}
-    sampler, resumed = (kind(sources, weights, data.seed, **data.sampler_kwargs) for _ in range(2))
-    drawn = list(sampler.draw(size))
-    if not drawn or len(drawn) > size or not set(drawn) <= set(range(size * len(names))):
-        raise ProtocolError(f"must draw 1 to {size} indices below {size * len(names)}, got {drawn}")
-    for row in drawn:
+    sampler, resumed = _tiny_sampler(kind, config.data), _tiny_sampler(kind, config.data)
+    num_rows = 4 * (len(config.data.files_by_source("train_files")) or 1)
+    for row in draw(sampler, 4, num_rows):
         sampler.see(row, defaultdict(lambda: [0.0, 1.0], overall=[0.0, 1.0]))  # and any other name
     for name, value in sampler.metrics().items():
         if not isinstance(value, int | float):
@@ -127,9 +122,26 @@ def check_sampler(kind: Any, _used: UsedExtension, config: Any) -> None:
     torch.save(sampler.state_dict(), file)
     file.seek(0)
     resumed.load_state_dict(torch.load(file, weights_only=True))
-    further = list(sampler.draw(size)), list(resumed.draw(size))
+    further = [draw(each, 2, num_rows) for each in (sampler, resumed)]  # fewer: what a batch lacks
     if further[0] != further[1]:
         raise ProtocolError("must draw the same rows after `load_state_dict`, got {} and {}".format(*further))
+
+
+def check_scores_seen(data: Any, names: set[str]) -> None:
+    """Show the run's sampler, if it has one, scores of the names that the reward function returned."""
+    if data.sampler is None or not names:
+        return
+    try:
+        _tiny_sampler(SAMPLERS[data.sampler], data).see(0, {name: [0.0, 1.0] for name in names})
+    except Exception as error:  # whatever code of the user raises
+        raise ValueError(f"`data.sampler` cannot use the reward function's scores: {error!r}") from error
+
+
+def _tiny_sampler(kind: type[RowSampler], data: Any) -> RowSampler:
+    names = list(data.files_by_source("train_files")) or [""]
+    weights = {name: data.sources[name].weight if name else 1.0 for name in names}
+    sources = {name: range(4 * place, 4 * place + 4) for place, name in enumerate(names)}
+    return kind(sources, weights, data.seed, **data.sampler_kwargs)
 
 
 def _open_first_rows(kind: type[RowDataset], config: Any) -> RowDataset | None:

@@ -20,7 +20,7 @@ from verl.checkpoint.tracker import checkpoint_to_resume
 from verl.config.model import ModelConfig
 from verl.config.schema import list_options, plain, value_at
 from verl.config.trainer import RunTree
-from verl.data.loader import PromptLoader
+from verl.data.loader import PromptLoader, SampledLoader
 from verl.planning.planned_model import PlannedModel
 from verl.trainer.extensions.protocol import extension_digests
 from verl.trainer.run.checkpointing import LOADER_FILE
@@ -37,6 +37,7 @@ WITHOUT_EFFECT = {
 }  # fmt: skip
 UNSTABLE = ("_commit_hash", "_name_or_path", "transformers_version")  # entries of a model's config
 SAMPLED_TENSORS, SAMPLED_VALUES = 16, 16  # of a model's files: reading all would take minutes
+NEW_RUN = "start a new run with `trainer.find_last_checkpoint=false` or another `trainer.experiment_name`"
 
 logger = get_logger(__name__)
 
@@ -69,19 +70,24 @@ def check_resume(config: RunTree, origin: Mapping[str, Any], loader: PromptLoade
             logger.warning("a file of the run changed since the checkpoint %s: %s", folder, name)
     problems = list(_changed_models(then, origin))
     if loader is not None:
-        changes = loader.changes(torch.load(folder / LOADER_FILE, weights_only=True))
-        if changes:
+        where = torch.load(folder / LOADER_FILE, weights_only=True)
+        if changes := loader.changes(where):
             told = ", ".join(f"{name} {old} then, {new} now" for name, (old, new) in changes.items())
             before, now = (each["options"]["data.train_files"] for each in (then, origin))
             problems.append(f"`data.train_files` was {before} and is {now}, whose rows differ: {told}")
     if problems and not trainer.allow_changed_inputs:
         raise ValueError(
-            f"the inputs differ from those of the checkpoint {folder}: {'; '.join(problems)}."
-            " Restore them to resume; or start a new run with `trainer.find_last_checkpoint=false` or another"
-            " `trainer.experiment_name`; or resume with these with `trainer.allow_changed_inputs=true`"
+            f"the inputs differ from those of the checkpoint {folder}: {'; '.join(problems)}. Restore them to"
+            f" resume; or {NEW_RUN}; or resume with these with `trainer.allow_changed_inputs=true`"
         )
     for problem in problems:
         logger.warning("resuming with changed inputs: %s", problem)
+    if isinstance(loader, SampledLoader):
+        try:
+            loader.load_state_dict(where, allow_changes=True)
+        except Exception as error:  # whatever code of the user raises
+            problem = f"`data.sampler` ({loader.name}) cannot load its state of {folder}: {error!r}"
+            raise ValueError(f"{problem}. Restore the file to resume; or {NEW_RUN}") from error
     return folder
 
 
