@@ -8,8 +8,9 @@ A group whose responses are all right, or all wrong, has no advantage. So a row 
 p (1 - p), the variance of one response's score, where p is its pass rate: an exponential average of the mean
 scores of its visits, half of it the last one. A row that was never drawn is as likely as one with p = 1/2.
 
-Rows of at least `easy` or at most `hard` rest for `rest` batches. After that they are drawn again now and
-then, since the policy that failed or passed them was another one.
+Rows of at least `easy` or at most `hard` rest for `rest` draws. After that they are drawn again now and
+then, since the policy that failed or passed them was another one. A batch is one draw, or more: if rows are
+bad, or if a source has fewer rows than its share of a batch, whose rows are then in the batch repeatedly.
 """
 
 import math
@@ -34,7 +35,7 @@ class ByPassRate(RowSampler):
     Args:
         score: Value of the reward function that is a pass rate: between 0, wrong, and 1, right.
         easy, hard: Pass rates from which, and down to which, rows rest.
-        rest: Batches for which they do.
+        rest: Draws for which they do.
     """
 
     def __init__(
@@ -49,8 +50,12 @@ class ByPassRate(RowSampler):
         rest: int = 20,
     ) -> None:
         super().__init__(sources, weights, seed)
-        if not 0 <= hard < easy <= 1:
+        if empty := [name for name, rows in sources.items() if not rows]:
+            raise ValueError(f"no row of the sources {empty} can be used")
+        if not (isinstance(hard, int | float) and isinstance(easy, int | float) and 0 <= hard < easy <= 1):
             raise ValueError(f"`hard` ({hard}) must be below `easy` ({easy}), both between 0 and 1")
+        if not isinstance(rest, int) or rest < 0:
+            raise ValueError(f"`rest` ({rest}) must be an integer of at least 0")
         self.score, self.easy, self.hard, self.rest = score, easy, hard, rest
         size = max(rows.stop for rows in sources.values())
         self.rates = torch.full((size,), UNSEEN)
@@ -59,7 +64,10 @@ class ByPassRate(RowSampler):
         self.turns = Turns(weights)
 
     def draw(self, count: int) -> list[int]:
-        """Draw distinct rows; where fewer have a weight, the rows that rested longest follow."""
+        """Draw distinct rows; where fewer have a weight, the rows that rested longest follow.
+
+        A source that has too few rows for its turns gives some back, and the next draw begins with them.
+        """
         self.draws += 1
         numbers = torch.Generator().manual_seed(self.seed * 1_000_003 + self.draws)
         taken = [self.turns.take() for _ in range(count)]
@@ -68,6 +76,7 @@ class ByPassRate(RowSampler):
             own = slice(rows.start, rows.stop)
             weights = self.weights_of(self.rates[own], self.seen[own])  # (N,)
             wanted = min(taken.count(name), len(rows))
+            self.turns.counts[name] -= taken.count(name) - wanted
             likely = min(wanted, int(weights.count_nonzero()))
             found = torch.multinomial(weights, likely, generator=numbers) if likely else torch.empty(0).long()
             waiting = self.seen[own].masked_fill(weights > 0, torch.iinfo(torch.int64).max)
@@ -107,10 +116,13 @@ class ByPassRate(RowSampler):
         return {**counts, "pass_rate": known.mean().item() if len(known) else math.nan}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"rates": self.rates, "seen": self.seen, "draws": self.draws, "turns": dict(self.turns.counts)}
+        turns = {"weights": dict(self.weights), "turns": dict(self.turns.counts)}
+        return {"rates": self.rates, "seen": self.seen, "draws": self.draws, **turns}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if len(state["rates"]) != len(self.rates):  # of other rows, which a run has to allow
             return
         self.rates, self.seen, self.draws = state["rates"].clone(), state["seen"].clone(), state["draws"]
-        self.turns.counts.update(state["turns"])
+        self.turns = Turns(self.weights)
+        if state.get("weights", self.weights) == self.weights:  # else the shares are counted from here on
+            self.turns.counts.update(state["turns"])

@@ -9,6 +9,7 @@ filter draws more. The last stage has no end. Within a stage, each source has it
 a source goes through its rows in epochs, and continues where it stopped in the stage before.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -31,8 +32,8 @@ class Staged(RowSampler):
         stages: Sequence[Mapping[str, Any]],
     ) -> None:
         super().__init__(sources, weights, seed)
+        _check(stages, sources)
         self.stages = list(stages)
-        _check(self.stages, sources)
         self.drawn = dict.fromkeys(sources, 0)  # rows of each source
         self.stage = 0
         self.turns = Turns(self.stages[0]["weights"])
@@ -45,19 +46,24 @@ class Staged(RowSampler):
         return {"stage": self.stage + 1}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"drawn": dict(self.drawn), "stage": self.stage, "turns": dict(self.turns.counts)}
+        weights = dict(self.stages[self.stage]["weights"])
+        turns = dict(self.turns.counts)
+        return {"drawn": dict(self.drawn), "stage": self.stage, "weights": weights, "turns": turns}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue; where the stages of the run are others now, the one of that number begins again."""
+        """Continue; a stage of that number that has other weights in this run begins again."""
         self.drawn |= {name: count for name, count in state["drawn"].items() if name in self.drawn}
         self.stage = min(state["stage"], len(self.stages) - 1)
-        self.turns = Turns(self.stages[self.stage]["weights"])
-        if state["turns"].keys() == self.turns.counts.keys():
+        weights = self.stages[self.stage]["weights"]
+        self.turns = Turns(weights)
+        is_same = state.get("weights", weights) == weights  # older checkpoints have none
+        if is_same and state["turns"].keys() == self.turns.counts.keys():
             self.turns.counts.update(state["turns"])
         self._rows = self._iterators()
 
     def _draw_one(self) -> int:
-        if sum(self.turns.counts.values()) == self.stages[self.stage].get("prompts"):
+        # More than that were drawn if the stage became shorter when the run was resumed.
+        if sum(self.turns.counts.values()) >= self.stages[self.stage].get("prompts", math.inf):
             self.stage += 1
             self.turns = Turns(self.stages[self.stage]["weights"])
         name = self.turns.take()
@@ -75,13 +81,30 @@ class Staged(RowSampler):
 
 
 def _check(stages: Sequence[Mapping[str, Any]], sources: Mapping[str, range]) -> None:
-    if not stages:
-        raise ValueError("`stages` must have at least one")
+    if empty := [name for name, rows in sources.items() if not rows]:
+        raise ValueError(f"no row of the sources {empty} can be used")
+    if not stages or not isinstance(stages, list | tuple):
+        raise ValueError(f"`stages` is a list, and must have at least one, got {stages!r}")
     for number, stage in enumerate(stages, 1):
-        unknown = [name for name in stage["weights"] if name not in sources]
-        if unknown:
+        weights = stage.get("weights") if isinstance(stage, Mapping) else None
+        if not isinstance(weights, Mapping) or not stage.keys() <= {"weights", "prompts"}:
+            raise ValueError(
+                f"stage {number} must be a mapping with `weights`, a mapping too, and, unless it is the last,"
+                f" with `prompts`, got {stage!r}"
+            )
+        if unknown := [name for name in weights if name not in sources]:
             raise ValueError(f"stage {number} names {unknown}, the sources are {list(sources)}")
-        if not stage["weights"] or min(stage["weights"].values()) <= 0:
-            raise ValueError(f"the weights of stage {number} must be above 0: leave a source out instead")
-        if (stage.get("prompts", 0) < 1) != (number == len(stages)):
-            raise ValueError("each stage but the last must have `prompts`, at least 1, and the last one none")
+        if not weights or not all(_is_weight(weight) for weight in weights.values()):
+            raise ValueError(
+                f"the weights of stage {number} must be above 0: leave a source out instead, got {weights}"
+            )
+        prompts, is_last = stage.get("prompts"), number == len(stages)
+        if prompts is not None if is_last else not isinstance(prompts, int) or prompts < 1:
+            raise ValueError(
+                "each stage but the last must have `prompts`, an integer from 1, and the last one none:"
+                f" stage {number} has {prompts!r}"
+            )
+
+
+def _is_weight(value: Any) -> bool:
+    return isinstance(value, int | float) and 0 < value < math.inf

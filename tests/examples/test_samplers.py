@@ -111,6 +111,49 @@ def test_each_source_of_a_mixture_has_its_share_of_the_draws():
         assert abs(counts["easy"] - 5 * number / 3) < 1
 
 
+@pytest.mark.parametrize(
+    ("few", "weight", "size"), [(4, 3, 16), (2, 1, 16), (8, 3, 16), (1, 5, 7), (3, 2, 5)]
+)
+def test_a_source_of_few_rows_has_its_share_of_each_batch_though_no_draw_repeats_a_row(few, weight, size):
+    sources = {"few": range(few), "many": range(few, few + 50), "more": range(few + 50, few + 90)}
+    weights = {"few": weight, "many": 1, "more": 0.5}
+    sampler, counts = ByPassRate(sources, weights, 0), Counter()
+    for number in range(1, 40):
+        left = size
+        while left:  # as the loader fills a batch
+            rows = sampler.draw(left)
+            assert 0 < len(set(rows)) == len(rows) <= left
+            left -= len(rows)
+            counts.update(name for row in rows for name, own in sources.items() if row in own)
+        for name in sources:
+            assert abs(counts[name] - number * size * weights[name] / (weight + 1.5)) < 1
+
+
+def stored_pass_rates(weights, draws):
+    sampler = ByPassRate({"a": range(100), "b": range(100, 200)}, weights, 1)
+    for _ in range(draws):
+        sampler.draw(16)
+    return sampler.state_dict()
+
+
+def test_shares_with_other_weights_hold_from_the_resumption_on():
+    resumed = ByPassRate({"a": range(100), "b": range(100, 200)}, {"a": 1, "b": 3}, 1)
+    resumed.load_state_dict(stored_pass_rates({"a": 1, "b": 1}, 50))
+
+    for _ in range(3):
+        assert Counter(row < 100 for row in resumed.draw(16)) == {True: 4, False: 12}
+
+
+def test_a_checkpoint_from_before_weights_were_stored_is_continued():
+    state = stored_pass_rates({"a": 1, "b": 3}, 5)
+    del state["weights"]
+
+    resumed = ByPassRate({"a": range(100), "b": range(100, 200)}, {"a": 1, "b": 3}, 1)
+    resumed.load_state_dict(state)
+
+    assert resumed.turns.counts == {"a": 20, "b": 60}
+
+
 def test_the_metrics_of_a_sampler_count_the_rows_of_each_pool():
     sampler = by_pass_rate(size=5)
     for row, passed in enumerate((1.0, 0.0, 0.5, 0.05)):
@@ -124,7 +167,14 @@ def test_the_metrics_of_a_sampler_count_the_rows_of_each_pool():
 
 @pytest.mark.parametrize(
     ("options", "problem"),
-    [({"easy": 0.1}, r"`hard` \(0.1\) must be below `easy` \(0.1\)"), ({"hard": -1}, "between 0 and 1")],
+    [
+        ({"easy": 0.1}, r"`hard` \(0.1\) must be below `easy` \(0.1\)"),
+        ({"hard": -1}, "between 0 and 1"),
+        ({"easy": "most"}, r"`easy` \(most\), both between 0 and 1"),
+        ({"easy": float("nan")}, r"`easy` \(nan\), both between 0 and 1"),
+        ({"rest": -1}, r"`rest` \(-1\) must be an integer of at least 0"),
+        ({"rest": 1.5}, r"`rest` \(1.5\) must be an integer of at least 0"),
+    ],
 )
 def test_thresholds_that_make_no_sense_are_refused(options, problem):
     with pytest.raises(ValueError, match=problem):
@@ -170,6 +220,40 @@ def test_a_source_continues_in_the_next_stage_where_it_stopped():
     assert sorted(rows) == list(range(10))  # an epoch, across the border of the stages
 
 
+def resumed_in_stages(drawn, then, now):
+    before, resumed = Staged(ROWS, {}, 0, stages=then), Staged(ROWS, {}, 0, stages=now)
+    before.draw(drawn)
+    resumed.load_state_dict(before.state_dict())
+    return resumed
+
+
+def test_a_stage_that_was_made_shorter_than_what_was_drawn_is_over():
+    last = {"weights": {"hard": 1}}
+    then, now = ([{"prompts": prompts, "weights": {"easy": 1}}, last] for prompts in (100, 50))
+
+    assert min(resumed_in_stages(60, then, now).draw(20)) >= 10
+    assert max(resumed_in_stages(49, then, now).draw(1)) < 10
+    assert max(resumed_in_stages(60, then, [now[0] | {"prompts": 61}, last]).draw(1)) < 10
+
+
+def test_a_stage_of_other_weights_begins_again():
+    last = {"weights": {"hard": 1}}
+    then, now = ([{"prompts": 40, "weights": {"easy": 1, "hard": weight}}, last] for weight in (1, 3))
+    resumed = resumed_in_stages(30, then, now)
+
+    for _ in range(2):
+        assert Counter(row < 10 for row in resumed.draw(20)) == {True: 5, False: 15}
+    assert min(resumed.draw(9)) >= 10
+
+
+@pytest.mark.parametrize("sampler", [ByPassRate, Staged])
+def test_a_source_without_a_usable_row_is_named(sampler):
+    options = {"stages": [{"weights": {"easy": 1}}]} if sampler is Staged else {}
+
+    with pytest.raises(ValueError, match=r"no row of the sources \['none'\] can be used"):
+        sampler(ROWS | {"none": range(16, 16)}, {"easy": 1, "hard": 1, "none": 1}, 0, **options)
+
+
 @pytest.mark.parametrize(
     ("stages", "problem"),
     [
@@ -179,6 +263,15 @@ def test_a_source_continues_in_the_next_stage_where_it_stopped():
         ([{"weights": {}}], "the weights of stage 1 must be above 0"),
         ([{"weights": {"easy": 1}}, {"weights": {"hard": 1}}], "each stage but the last must have `prompts`"),
         ([{"prompts": 3, "weights": {"easy": 1}}], "and the last one none"),
+        ({"weights": {"easy": 1}}, r"`stages` is a list, .* got \{'weights'"),
+        ([{"weigths": {"easy": 1}}], "stage 1 must be a mapping with `weights`.* got {'weigths'"),
+        ([{"weights": {"easy": 1}, "steps": 3}], "stage 1 must be a mapping with `weights`.* 'steps': 3"),
+        ([{"weights": ["easy"]}], "stage 1 must be a mapping with `weights`, a mapping too"),
+        ([{"weights": {"easy": "1"}}], "the weights of stage 1 must be above 0.* got {'easy': '1'}"),
+        ([{"weights": {"easy": float("nan")}}], "the weights of stage 1 must be above 0"),
+        ([{"prompts": 10.5, "weights": {"easy": 1}}, {"weights": {"easy": 1}}], "integer from 1.*has 10.5"),
+        ([{"prompts": "10", "weights": {"easy": 1}}, {"weights": {"easy": 1}}], "integer from 1.*has '10'"),
+        ([{"prompts": 0, "weights": {"easy": 1}}], "and the last one none: stage 1 has 0"),
     ],
 )
 def test_stages_that_make_no_sense_are_refused(stages, problem):
