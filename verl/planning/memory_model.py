@@ -210,11 +210,11 @@ def gathered(shape: ModelShape, setup: ModelSetup) -> int:
     return setup.c * (min(copies, 2) * shape.root + copies * layer)
 
 
-def load_peak(shape: ModelShape, setup: ModelSetup) -> int:
-    """The first rank while it reads: its shard, a block of a weight and its part, experts being joined."""
+def reading(shape: ModelShape) -> int:
+    """The first rank while it reads a model: a block of a weight and its part, experts being joined."""
     # Pages of the files are not counted: the kernel evicts them first.
     joined = 2 * shape.largest_stored if shape.text.experts else 0  # of two parts, in one layer
-    return weights(shape, setup) + 2 * min(shape.largest_stored, SENT_BYTES) + joined
+    return 2 * min(shape.largest_stored, SENT_BYTES) + joined
 
 
 def logit_chunk(shape: ModelShape, setup: ModelSetup, batch: MicroBatch) -> int:

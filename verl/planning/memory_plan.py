@@ -85,7 +85,7 @@ class HeldModel:
 
 def plan_memory(run: PlannedRun, read_shape: ReadShape, machine: Machine) -> MemoryPlan:
     models = [held_model(model, run.trainer.world_size, machine.device, read_shape) for model in run.models]
-    phases = [_load(models, machine)]
+    phases = [_load(models)]
     if run.shared_engine is not None:
         policy, sends = models[0], run.serves_adapters(machine.device)
         sampling = run.shared_engine.sampling(policy.shape, policy.setup, machine, sends_adapters=sends)
@@ -169,16 +169,10 @@ def _snapshot(models: Sequence[HeldModel]) -> int:
     return sum(model.weights + model.state for model in models if model.is_trained)
 
 
-def _load(models: Sequence[HeldModel], machine: Machine) -> Phase:
-    # On CPU the models loaded before one are in the same memory.
-    peak, before = 0, 0
-    for model in models:
-        read = memory_model.load_peak(model.shape, model.setup)
-        peak = max(peak, before + read if machine.device == "cpu" else read - model.weights)
-        before += model.weights
-    extra = max(0, peak - before) if machine.device == "cpu" else peak
+def _load(models: Sequence[HeldModel]) -> Phase:
+    read = max(memory_model.reading(model.shape) for model in models)
     weights = sum(model.resting_weights for model in models)
-    return Phase("load", {"weights": weights}, node={"first rank reads": extra})
+    return Phase("load", {"weights": weights}, node={"first rank reads": read})
 
 
 def _phase(run: PlannedRun, models: Sequence[HeldModel], model: HeldModel, each: PlannedPass) -> Phase:

@@ -38,10 +38,10 @@ from verl.models.scalar_head import (
     make_scalar,
     start_score,
 )
-from verl.models.stored_weights import stored_value, weights_in_files
 from verl.models.tiled_mlp import tile_mlps
 from verl.models.trainable import select_trainable
 from verl.utils.rank_logger import get_logger
+from verl.workers.stored_weights import stored_value, weights_in_files
 
 logger = get_logger(__name__)
 
@@ -269,9 +269,8 @@ def _read_model(
 ) -> PreTrainedModel:
     """Open the files of a model: its parameters have the values that `stored_value` reads."""
     where = f"`{option}.model_path` ({model.model_path})"
-    begins_adapters = trainable and model.lora.is_used  # in the dtype of what they adapt
     try:
-        with weights_in_files(casts=begins_adapters):
+        with weights_in_files(casts=trainable and model.lora.is_used):  # adapters begin in their dtype
             source, report = auto_class(config).from_pretrained(
                 model.model_path,
                 config=config,
@@ -336,10 +335,7 @@ def _fill_shard(source: Tensor | None, param: nn.Parameter, device: torch.device
 
 
 def _from_rank0(value: Tensor | None, size: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    if value is None:
-        whole = torch.empty(size, dtype=dtype, device=device)
-    else:
-        whole = value.detach().to(device).to(dtype).contiguous()
+    whole = torch.empty(size, dtype=dtype, device=device) if value is None else value.to(device).to(dtype)
     dist.broadcast(whole, src=0)
     return whole
 

@@ -8,9 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 NUMBER = re.compile(r"\d+")
-NAMED = re.compile(
-    r"no (?:file or folder|file|folder) (.+?)(?: here)?(?:; | \(|$)"
-)  # in problems, see `missing`
+NAMED = re.compile(r"no (?:file or folder|file|folder) (.+?)(?: here)?(?:; | \(|$)")  # see `missing`
 MIN_SIMILARITY = 0.8
 MIN_HUB_SIMILARITY = 0.85  # if the name may also be one on a hub
 MAX_EXTRA = 2  # characters by which a misspelled name is longer or shorter

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.helpers.causal_families import FAMILIES, build_family
 from tests.helpers.nightly import by_day
-from verl.models.stored_weights import stored_value, weights_in_files
+from verl.workers.stored_weights import stored_value, weights_in_files
 
 MIB = 1 << 20
 

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights that stay in their files until they are read, one tensor after another.
+"""Weights left in their files until their values are needed.
 
-transformers maps safetensors files into memory. It copies what it casts to another dtype, and what it joins
-of several tensors: the experts of a mixture. Both wait here, so that reading a model takes no memory.
+transformers maps files into memory, but copies tensors that it casts, or joins to the experts of a layer.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,8 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import core_model_loading as loading
-
-JOINT = 3  # dimensions of the weights of all experts of a layer
 
 
 @contextmanager
@@ -36,11 +33,9 @@ def weights_in_files(*, casts: bool) -> Iterator[None]:
             return convert(self, layer_name, *args, **kwargs)
 
         shapes = result_for({key: [each.to("meta") for each in every] for key, every in tensors.items()})
-        if any(_only(each).ndim != JOINT for each in shapes.values()):
+        if any(_only(each).ndim != 3 for each in shapes.values()):  # no experts of a layer
             return result_for(tensors)
-        return {
-            key: _later(_only(each), partial(_part, result_for, tensors, key)) for key, each in shapes.items()
-        }
+        return {key: _later(_only(each), key, partial(result_for, tensors)) for key, each in shapes.items()}
 
     loading.spawn_materialize, loading.WeightConverter.convert = as_stored, convert_later
     try:
@@ -51,18 +46,13 @@ def weights_in_files(*, casts: bool) -> Iterator[None]:
 
 def stored_value(tensor: Tensor) -> Tensor:
     """Return the value of a parameter or buffer, of the dtype of its file."""
-    return getattr(tensor, "read", tensor.detach)()
+    return getattr(tensor, "read", tensor.detach)().contiguous()
 
 
-def _later(like: Tensor, read: Callable[[], Tensor]) -> nn.Parameter:
-    # of its shape and dtype, but without memory
-    param = nn.Parameter(torch.zeros((), dtype=like.dtype).expand(like.shape))
-    param.read = read  # pyright: ignore[reportAttributeAccessIssue]
+def _later(like: Tensor, key: str, read: Callable[[], dict[str, Any]]) -> nn.Parameter:
+    param = nn.Parameter(torch.zeros((), dtype=like.dtype).expand(like.shape))  # takes no memory
+    param.read = lambda: _only(read()[key])  # pyright: ignore[reportAttributeAccessIssue]
     return param
-
-
-def _part(result_for: Callable[[Any], dict[str, Any]], tensors: Any, key: str) -> Tensor:
-    return _only(result_for(tensors)[key])
 
 
 def _only(result: Any) -> Tensor:
