@@ -10,11 +10,14 @@ extra of the same name brings.
 
 import argparse
 import importlib.util
+import re
 import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a clone without installing
 
@@ -25,6 +28,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 MAGIC = b"GGUF"
+# Entries of a model card, and the file's fields that have them.
+FACTS = {"model_name": "general.name", "license": "general.license", "url": "general.base_model.0.repo_url"}
+HUB_NAME = re.compile(r"https://huggingface\.co/([^/]+/[^/]+)/?")
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -46,16 +52,23 @@ def input_problem(file: Path, folder: Path) -> str | None:
     return None
 
 
-def check_whole(file: Path) -> None:
-    """Raise a ValueError if the file ends before its last tensor; reads no weights."""
+def read_facts(file: Path) -> dict[str, Any]:
+    """Return the model's name, license and origin from a file, as a model card has them; reads no weights.
+
+    Raises:
+        ValueError: The file ends before its last tensor.
+    """
     import gguf  # noqa: PLC0415 - optional
 
     try:
-        gguf.GGUFReader(file)
+        fields = gguf.GGUFReader(file).fields
     except Exception as error:  # of many types: it reads past the end
         raise ValueError(
             f"transformers cannot read {file}: it is cut short or damaged, download it again ({error})"
         ) from error
+    facts = {name: fields[key].contents() for name, key in FACTS.items() if key in fields}
+    hub = HUB_NAME.fullmatch(str(facts.pop("url", "")))
+    return facts | ({"base_model": hub[1]} if hub else {})
 
 
 def convert(file: Path, folder: Path, dtype: str) -> None:
@@ -72,7 +85,7 @@ def convert(file: Path, folder: Path, dtype: str) -> None:
 
     from verl.utils.quiet import no_weight_bars  # noqa: PLC0415
 
-    check_whole(file)
+    facts = read_facts(file)
     print(f"reading {file}", flush=True)
     source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     try:
@@ -95,12 +108,14 @@ def convert(file: Path, folder: Path, dtype: str) -> None:
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     try:
-        write(model, tokenizer, folder)
+        write(model, tokenizer, {"model_name": file.stem} | facts, folder)
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{folder} cannot be written, is there room for it? {error}") from error
 
 
-def write(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
+def write(
+    model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", facts: dict[str, Any], folder: Path
+) -> None:
     from verl.utils.quiet import no_weight_bars  # noqa: PLC0415 - imports torch
     from verl.utils.weight_files import share_weights  # noqa: PLC0415
 
@@ -113,6 +128,8 @@ def write(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", folder
             model.save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
         share_weights(unfinished)
+        # the cards of what is trained from it take these from here
+        (unfinished / "README.md").write_text(f"---\n{yaml.safe_dump(facts)}---\n\n# {facts['model_name']}\n")
         unfinished.replace(folder)
     except BaseException:
         shutil.rmtree(unfinished)

@@ -7,6 +7,7 @@ import resource
 import gguf
 import pytest
 import torch
+from huggingface_hub import metadata_load
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -24,7 +25,9 @@ def write_gguf(model, file, without=()):
     tokens = sorted(vocabulary, key=vocabulary.__getitem__)
     tokens += [f"[PAD{number}]" for number in range(len(tokens), config["vocab_size"])]
     writer = gguf.GGUFWriter(file, "qwen2")
-    writer.add_name("tiny")
+    writer.add_name("Tiny Qwen: 2")
+    writer.add_license("apache-2.0")
+    writer.add_base_model_repo_url(0, "https://huggingface.co/owner/tiny")
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_embedding_length(config["hidden_size"])
@@ -74,6 +77,11 @@ def test_the_folder_computes_and_reads_what_the_file_s_model_does(model, tmp_pat
         torch.testing.assert_close(new(torch.tensor(ids[:1])).logits, old(torch.tensor(ids[:1])).logits)
     assert new.dtype == torch.float32 and not hasattr(new.config, "quantization_config")
     assert (folder / "model.safetensors").stat().st_mode == (folder / "config.json").stat().st_mode
+    assert metadata_load(folder / "README.md") == {
+        "model_name": "Tiny Qwen: 2",
+        "license": "apache-2.0",
+        "base_model": "owner/tiny",
+    }
 
 
 @pytest.mark.parametrize(
