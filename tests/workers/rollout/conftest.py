@@ -4,18 +4,33 @@
 import json
 import os
 import shutil
+import sys
 
 import pytest
+import torch
 
 from tests.helpers.distributed import free_port
 from tests.helpers.families import load_tiny, open_tiny
 
 
+def end_groups():
+    """Take down the process groups of vLLM and of this process."""
+    state = sys.modules.get("vllm.distributed.parallel_state")
+    if torch.distributed.is_initialized():
+        if state is None:
+            torch.distributed.destroy_process_group()
+        else:
+            state.cleanup_dist_env_and_memory()
+    elif state is not None:  # groups of a process group that has ended can only be forgotten
+        for name, value in list(vars(state).items()):
+            if isinstance(value, state.GroupCoordinator):
+                setattr(state, name, None)
+
+
 @pytest.fixture(scope="module")
 def single_process():
     """The environment of a process group of one, which vLLM makes and this takes down."""
-    import torch
-
+    end_groups()  # of an engine in another file that was not closed: they may lack those of a mixture
     variables = dict(
         RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()),
         GLOO_SOCKET_IFNAME="lo",
@@ -23,10 +38,7 @@ def single_process():
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     yield
-    if torch.distributed.is_initialized():
-        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
-
-        cleanup_dist_env_and_memory()
+    end_groups()
     for name, value in before.items():
         os.environ.pop(name)
         if value is not None:
