@@ -82,6 +82,12 @@ def takes_whole_config(function: Function) -> bool:
     return any(re.search(r"\bPPOConfig\b", ast.unparse(arg.annotation)) for arg in args if arg.annotation)
 
 
+def imported_by(module: str, room: str) -> dict[str, int]:
+    """Return how much importing `module` imports."""
+    paths = [modules()[name] for name in below(module)]
+    return {f"modules below {room}": len(paths), f"lines below {room}": sum(map(num_lines, paths))}
+
+
 def measure() -> dict[str, int]:
     """Return every number that `test_shape.py` holds."""
     files = [path for path in source_files() if path.name != "__init__.py"]
@@ -91,18 +97,16 @@ def measure() -> dict[str, int]:
         rooms[path.relative_to(PACKAGE).parts[0]] += lines
     names = Counter(path.name for path in files)
     return {
-        "lines": sum(num_lines(path) for path in source_files()),
-        "files": len(files),
         "percent of the largest room": round(100 * max(rooms.values()) / sum(rooms.values())),
         "files over 400 lines": sum(lines > 400 for lines in sizes.values()),
         "files under 60 lines": sum(lines < 60 for lines in sizes.values()),
         "files that share a name": sum(count for count in names.values() if count > 1),
         "longest function": max(length(function) for _, function in functions()),
         "functions that take PPOConfig": sum(takes_whole_config(function) for _, function in functions()),
-        "modules below the trainer": len(below("verl.trainer.ray_trainer")),
-        "modules below the actor": len(below("verl.workers.roles.actor")),
-        "modules below the data set": len(below("verl.data.rl_dataset")),
         "lines of README.md": num_lines(ROOT / "README.md"),
+        **imported_by("verl.trainer.ray_trainer", "the trainer"),
+        **imported_by("verl.workers.roles.actor", "the actor"),
+        **imported_by("verl.data.rl_dataset", "the data set"),
     }
 
 
