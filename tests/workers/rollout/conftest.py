@@ -45,6 +45,14 @@ def single_process():
             os.environ[name] = value
 
 
+@pytest.fixture
+def own_groups(single_process):
+    """The groups that an engine of a mixture makes: those of a dense engine before it lack the experts'."""
+    end_groups()
+    yield
+    end_groups()
+
+
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     """A random model for which every third token ends a turn."""
