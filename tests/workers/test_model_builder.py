@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sharded model is the model of the files, and trains like one process."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -187,6 +188,16 @@ def test_logits_and_weights_are_those_of_the_files(folders, two_ranks):
 
     for differences in (one_rank, *(seen["differences"] for seen in two_ranks)):
         assert differences == dict.fromkeys(folders, 0.0)
+
+
+def divided_difference(rank: int, world_size: int, folder: Path) -> float:
+    own = dict(plain_model(folder).named_parameters())
+    gathered = full_named_tensors(sharded_model(folder, replace(FP32, expert_parallel_size=2)))
+    return max((own[name] - tensor).abs().max().item() for name, tensor in gathered)
+
+
+def test_experts_that_are_divided_over_ranks_and_then_sharded_are_those_of_the_files(folders):
+    assert run_distributed(divided_difference, 4, folders["qwen3_moe"]) == [0.0] * 4
 
 
 def test_three_steps_on_two_ranks_equal_one_process_with_any_sharding(folders, two_ranks):
