@@ -54,7 +54,7 @@ class EngineSpeed:
     def sequences_at_once(self, lengths: ExpectedLengths) -> int:
         """Return how many sequences the engine samples at once, as far as its cache holds them."""
         options, tokens = self.engine.options, lengths.prompt / self.engine.options.n + lengths.responses.mean
-        sequence = self.engine.number * self.policy.text.cached(tokens, self.ranks)
+        sequence = self.policy.text.cached(self.engine.number, tokens, self.ranks)
         used = options.gpu_memory_utilization * self.cluster.gpu.memory_bytes
         in_cache = int((used - self.engine.weights(self.policy) - ACTIVATION_GIB * 2**30) / sequence)
         return max(1, min(in_cache, options.sequences_at_once(on_gpu=True)))
@@ -81,7 +81,7 @@ class EngineSpeed:
             reduces = 2 * text.layers * (REDUCE_SECONDS + moved)
         return {
             "weights": weights,
-            "cache": running * number * text.cached(context, ranks) / cluster.memory,
+            "cache": running * text.cached(number, context, ranks) / cluster.memory,
             "products": max(0.0, flops - weights),
             "reduces": reduces,
             "engine": STEP_SECONDS + SEQUENCE_SECONDS * running + sampler + layer * text.layers,
