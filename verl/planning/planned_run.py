@@ -6,6 +6,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from verl.config.distillation import DistillationConfig
 from verl.config.model import AUTO, ModelConfig, PolicyConfig, TrainedModelConfig
@@ -24,6 +25,7 @@ from verl.planning.step_needs import StepNeeds
 
 LOG_PROB_PHASES = {"actor": "old", "critic": "values", "prime": "process_rewards"}  # by trained role
 SFT_BATCH_TENSORS = 5  # of int64: ids, mask, positions, responses and response mask
+ACTIVATION_BYTES = 2 << 30  # of an engine, in addition to weights and cache
 QUANTIZED_BYTES = 1  # of a weight in fp8; its scales are one in thousands
 JOINED_WEIGHTS = 2  # gate and up, of which vLLM makes one
 TEACHER = "teacher"  # phase
@@ -56,6 +58,24 @@ class PlannedEngine:
         if self.is_quantized:
             size = self.number * policy.root + QUANTIZED_BYTES * (policy.params - policy.root)
         return size // self.options.tensor_parallel_size
+
+    def share(self, policy: ModelShape, machine: Machine) -> dict[str, Any]:
+        """Return the fields of a `Phase` by which vLLM's share of a GPU must hold what it cannot do without.
+
+        It refuses to start if no sequence of the model's length fits into the cache.
+        """
+        if not on_gpu(machine.device) or self.options.name != "vllm":
+            return {}
+        ranks, size = self.options.tensor_parallel_size, self.max_model_len
+        needed = {
+            "engine's weights": self.weights(policy),
+            "its activations": ACTIVATION_BYTES,
+            "cache of a sequence": int(policy.text.cached(self.number, size, ranks)),
+        }
+        return {
+            "engine": needed,
+            "engine_share": int(self.options.gpu_memory_utilization * machine.device_bytes),
+        }
 
     def cpu_cache(self, policy: ModelShape) -> int:
         """Keys and values on CPU: vLLM's cache, or those of the prompts that `hf` runs together."""

@@ -9,7 +9,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from verl.planning.memory_model import ModelShape
-from verl.planning.planned_run import PlannedEngine
+from verl.planning.planned_run import ACTIVATION_BYTES, PlannedEngine
 from verl.planning.speed.cluster import Cluster
 from verl.planning.speed.operations import layer_weights
 from verl.planning.speed.workload import MEDIA_SHARE, MEDIA_TOKENS, ExpectedLengths
@@ -22,7 +22,6 @@ SEQUENCE_SECONDS = 12e-6  # of scheduling, sampling and log-probs for each runni
 REDUCE_SECONDS = 20e-6  # of starting an all-reduce between the ranks of an engine
 IMAGE_SECONDS = 0.02  # of a processor on one core for an image
 SAMPLER_BYTES = 24  # for each logit: float32 copies, log-softmax, noise
-ACTIVATION_GIB = 2.0  # of the engine, in addition to weights and cache
 SEGMENTS = 48
 
 
@@ -56,7 +55,7 @@ class EngineSpeed:
         options, tokens = self.engine.options, lengths.prompt / self.engine.options.n + lengths.responses.mean
         sequence = self.policy.text.cached(self.engine.number, tokens, self.ranks)
         used = options.gpu_memory_utilization * self.cluster.gpu.memory_bytes
-        in_cache = int((used - self.engine.weights(self.policy) - ACTIVATION_GIB * 2**30) / sequence)
+        in_cache = int((used - self.engine.weights(self.policy) - ACTIVATION_BYTES) / sequence)
         return max(1, min(in_cache, options.sequences_at_once(on_gpu=True)))
 
     def step_seconds(self, running: float, context: float) -> dict[str, float]:
