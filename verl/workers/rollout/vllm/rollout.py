@@ -40,6 +40,7 @@ from verl.workers.rollout.vllm.engine_requests import (
     scale_logits,
     vllm_prompt,
 )
+from verl.workers.rollout.vllm.expert_sync import JointExperts
 from verl.workers.rollout.vllm.family_patches import apply_family_patches
 from verl.workers.rollout.vllm.llm_arguments import engine_arguments
 from verl.workers.rollout.vllm.slot_routes import ReturnedRoutes, SlotRoutes
@@ -90,6 +91,7 @@ class VLLMRollout(RolloutEngine):
         check_sampling(self.engine.vllm_config)
         self.model = self.llm.apply_model(lambda model: model)[0]
         scale_logits(self.model, lambda: self._temperature)
+        self.experts = JointExperts(self.model, self.hf_config, setup.trust_remote_code)
         self.runner = self.engine.model_executor.driver_worker.worker.model_runner
         self.level = sleep_mode.KEPT
         if is_gpu(self.device):
@@ -116,7 +118,12 @@ class VLLMRollout(RolloutEngine):
     def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         with self._new_weights(), weight_sync.reloading(self.model):
             loaded = weight_sync.load_into(
-                self.model, named_tensors, self.hf_config, self.dtype, frozen=self.tower
+                self.model,
+                named_tensors,
+                self.hf_config,
+                self.dtype,
+                frozen=self.tower,
+                experts=self.experts,
             )
             self.tower |= {name for name in loaded if is_part(name, self.frozen_parts)}
 
