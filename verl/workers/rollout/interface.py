@@ -218,9 +218,8 @@ class RolloutEngine(ABC):
     def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Replace the weights by full tensors under their hub names, one at a time.
 
-        Every rank consumes all tensors, since producing one gathers it from all shards. No request is
-        unfinished: one set of weights samples a request. Engines in `TAKES_STACKS` get joint weights of
-        experts as slices, see `HubNames.convert`.
+        Every rank consumes all tensors: producing one gathers it from all shards. No request is unfinished.
+        Engines in `TAKES_STACKS` get joint weights of experts as slices, see `HubNames.convert`.
         """
 
     @abstractmethod
