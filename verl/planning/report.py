@@ -259,8 +259,7 @@ def _remedies(config: Any, planner: Planner[Any], phase: Phase) -> Iterator[Chan
         for server in run.servers:
             share = f"{server.option}.gpu_memory_utilization"
             yield from _lower_shares(share, server.options.gpu_memory_utilization)
-    yield {f"worker.{role}.offload.offload_optimizer": True for role in run.roles(trained_only=True)}
-    yield {f"worker.{role}.offload.offload_params": True for role in run.roles()}
+    yield from _offloads(run)
     if phase.updated_role is not None:
         section = f"worker.{phase.updated_role}"
         yield {f"{section}.fsdp.torch_dtype": "bf16", f"{section}.optim.strategy": "adamw_bf16"}
@@ -269,15 +268,24 @@ def _remedies(config: Any, planner: Planner[Any], phase: Phase) -> Iterator[Chan
 
 
 def _engine_remedies(config: Any, planner: Planner[Any]) -> Iterator[Changes]:
-    """Yield larger shares of a GPU for the rollout engine, then engines of more of a node's GPUs as well."""
+    """Yield larger shares of a GPU for the rollout engine, engines of more GPUs, and both with offloading."""
     run, now, ranks = planner.describe(config), value_at(config, ENGINE_SHARE), value_at(config, ENGINE_RANKS)
     larger = [{ENGINE_SHARE: share} for step in range(1, 19) if (share := round(0.05 * step, 2)) > now]
-    yield from larger
+    changes = list(larger)
     heads, problems = shape_of(run.models[0], planner.read_shape).text.heads, problems_of(config)
     for size in range(ranks + 1, run.trainer.n_gpus_per_node + 1):
         divided = {ENGINE_RANKS: size}
         if heads % size == 0 and problems_of(with_options(config, divided)) <= problems:
-            yield from (divided | share for share in ({}, *larger))
+            changes += [divided | share for share in ({}, *larger)]
+    optimizers, weights = _offloads(run)
+    for offloaded in ({}, optimizers, optimizers | weights):
+        yield from (change | offloaded for change in changes)
+
+
+def _offloads(run: PlannedRun) -> tuple[Changes, Changes]:
+    """Return the options that keep all optimizers in host memory, and all weights."""
+    optimizers = {f"worker.{role}.offload.offload_optimizer": True for role in run.roles(trained_only=True)}
+    return optimizers, {f"worker.{role}.offload.offload_params": True for role in run.roles()}
 
 
 def _lower_shares(option: str, now: float) -> Iterator[Changes]:
