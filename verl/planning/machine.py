@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A memory plan as data: the machine, the phases of a run, and what each phase holds at its peak."""
 
+import os
+import shutil
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 
 from verl.distributed.backends import USUAL_GPU
 from verl.distributed.gpus import list_gpus
@@ -21,6 +24,7 @@ class Machine:
     device_bytes: int  # of one GPU; 0 on CPU
     host_bytes: int  # of a node, for all its processes
     name: str  # for reports
+    no_compiler: str = ""  # what it lacks to compile for its GPUs
 
     @property
     def usable_device(self) -> int:
@@ -88,4 +92,13 @@ def find_machine(device: str, memory_gb: float | None = None) -> Machine:
         raise ValueError(
             f"`trainer.device` ({kind}): no GPU here reports its memory, add `--device-memory-gb=80`"
         )
-    return Machine(kind, free, host, f"free on this machine's {gpus[0].name}")
+    return Machine(kind, free, host, f"free on this machine's {gpus[0].name}", missing_compiler())
+
+
+def missing_compiler() -> str:
+    """Say what this machine lacks to compile for a GPU; empty if nothing."""
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    if not any(map(shutil.which, filter(None, (os.environ.get("CC"), "gcc", "clang", "cc")))):
+        return "there is no C compiler"
+    return ""
