@@ -20,7 +20,7 @@ from tests.workers.rollout.reference import (
 )
 from verl.data.media.loader import DecodedMedia
 from verl.models.families.registry import load_config
-from verl.planning.model_sizes import layer_caches
+from verl.planning.layer_caches import layer_caches
 from verl.workers.rollout.interface import RolloutRequest, SamplingOptions
 
 
@@ -72,7 +72,9 @@ def assert_cache_is_planned(engine: Any, folder: Path) -> None:
             size = spec.unpadded_page_size_bytes // spec.dtype.itemsize
             found[window or math.inf, False] += size // spec.block_size
     caches = layer_caches(load_config(folder).get_text_config())
-    assert found == {(each.window, not each.numbers): each.numbers or each.state for each in caches}
+    assert found == {
+        (each.window, not each.numbers): each.numbers or each.state + each.float32_state for each in caches
+    }
 
 
 def rounding_ratio(

@@ -176,7 +176,7 @@ def planned_phases(case: Case, world_size: int = 1, device: str = "cpu") -> dict
     return {
         phase.name: sum(
             size
-            for name, size in (*phase.device.items(), *(phase.node.items() if device == "cpu" else ()))
+            for name, size in (*phase.device.items(), *(phase.first_rank.items() if device == "cpu" else ()))
             if name in OF_THE_MODEL
         )
         for phase in plan.phases

@@ -213,13 +213,14 @@ def test_a_vision_tower_saves_activations_of_its_patches():
 
 def test_a_layers_cache_depends_on_its_kind_and_ranks_divide_heads_but_no_latent():
     full, window, latent = LayerCache(32, heads=2), LayerCache(32, heads=2, window=5), LayerCache(24)
-    linear = LayerCache(0, heads=4, state=100)
+    linear = LayerCache(0, heads=4, state=100, float32_state=50)
     stack = replace(STACK, caches=(full, window, latent, linear))
 
-    assert stack.cached(3) == 3 * (32 + 32 + 24) + 100
-    assert stack.cached(9) == 9 * 32 + 5 * 32 + 9 * 24 + 100
-    assert stack.cached(9, ranks=2) == (9 * 32 + 5 * 32) / 2 + 9 * 24 + 100 / 2
-    assert stack.cached(9, ranks=4) == (9 * 32 + 5 * 32) / 2 + 9 * 24 + 100 / 4  # heads are repeated
+    state = 2 * 100 + 4 * 50
+    assert stack.cached(2, 3) == 2 * 3 * (32 + 32 + 24) + state
+    assert stack.cached(2, 9) == 2 * (9 * 32 + 5 * 32 + 9 * 24) + state
+    assert stack.cached(2, 9, ranks=2) == (9 * 32 + 5 * 32) + 2 * 9 * 24 + state / 2
+    assert stack.cached(2, 9, ranks=4) == (9 * 32 + 5 * 32) + 2 * 9 * 24 + state / 4  # heads are repeated
     assert STACK.keys_and_values == 2 * 2 * 1 * 2
 
 

@@ -18,7 +18,7 @@ from verl.planning.memory_model import Stack
 from verl.planning.memory_plan import Planner
 from verl.planning.planned_model import PlannedPass
 from verl.planning.planned_run import planned_ppo
-from verl.planning.report import misfit_text, remedy, with_largest_sizes
+from verl.planning.report import ENGINE_SHARE, misfit_text, remedy, with_largest_sizes
 
 UPDATE = "worker.actor.micro_batch_size_per_device_for_update"
 EXPERIENCE = "worker.actor.micro_batch_size_per_device_for_experience"
@@ -214,6 +214,57 @@ def test_an_engine_that_leaves_no_room_gets_a_smaller_share():
 
     assert phase.name == "gen"
     assert 0.7 < share < 0.9
+
+
+def engine_misfit(changes, gib):
+    config, plan = make_config(changes), planner(replace(GPU, device_bytes=gib * GIB))
+    (phase,) = (phase for phase in plan(config).misfits() if phase.name == "gen")
+    return phase, misfit_text(config, phase, plan(config), plan)
+
+
+def test_an_engine_must_hold_its_weights_and_one_sequence_in_its_share():
+    # 2 GiB of weights in bf16, 2 of activations, and 2048 tokens of 2 bytes x 16 layers x 2 x 8 heads of 128.
+    changes = {"worker.rollout.gpu_memory_utilization": 0.2, "worker.rollout.max_model_len": 2048}
+
+    phase, text = engine_misfit(changes, 16)
+
+    assert phase.engine == {
+        "engine's weights": 2 * GIB,
+        "its activations": 2 * GIB,
+        "cache of a sequence": GIB // 8,
+    }
+    assert phase.engine_share == int(0.2 * 16 * GIB)
+    assert text == (
+        "gen: the rollout engine needs 4.1 GiB of a GPU (engine's weights 2.0, its activations 2.0, cache of"
+        " a sequence 0.1), `worker.rollout.gpu_memory_utilization` (0.2) gives it 3.2:"
+        " set worker.rollout.gpu_memory_utilization=0.3"
+    )
+    assert not phases_of(make_config(changes), NODE)["gen"].engine  # on CPU the cache has its own size
+
+
+@pytest.mark.parametrize(
+    ("gib", "others"),
+    # 0.5 gives 4.0 of 8 GiB; 4.125, the context and the optimizer are more than the usable 7.2.
+    [(12, ""), (8, f" {ENGINE_SHARE}=0.55 worker.actor.offload.offload_optimizer=true")],
+)
+def test_an_engine_that_no_share_holds_is_divided_over_more_gpus_and_then_others_make_room(gib, others):
+    _, text = engine_misfit({"worker.rollout.dtype": "fp32"}, gib)
+
+    assert "needs 6.2 GiB" in text  # 4 of weights, 2 of activations and 0.25 of cache
+    assert text.endswith(f": set worker.rollout.tensor_parallel_size=2{others}")
+
+
+def test_engines_on_gpus_of_their_own_must_hold_the_weights_too():
+    own = {
+        "worker.hybrid_engine": False,
+        "trainer.n_gpus_for_rollout": 4,
+        "worker.rollout.gpu_memory_utilization": 0.05,
+    }
+
+    phase, text = engine_misfit(own, 80)
+
+    assert phase.device == phase.engine
+    assert text.endswith("gives it 4.0: set worker.rollout.gpu_memory_utilization=0.1")
 
 
 def test_auto_is_the_largest_divisor_whose_phases_fit():

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig
 
 from tests.helpers.checkpoints import stored_tensors
 from tests.helpers.nightly import by_day
@@ -14,8 +13,7 @@ from verl.config.model import FSDPConfig, LoraConfig, ModelConfig
 from verl.models.families.registry import load_config
 from verl.models.hub_names import auto_class
 from verl.models.tiny import TINY_MODELS, save_tiny_model
-from verl.planning.memory_model import LayerCache
-from verl.planning.model_sizes import layer_caches, read_shape
+from verl.planning.model_sizes import read_shape
 
 
 def shape_of(folder, *, is_trained=True, head="causal", dtype=None, **model):
@@ -107,32 +105,3 @@ def test_a_value_model_has_a_scalar_head(tmp_path):
 
     assert shape_of(folder, head="scalar").vocab == 1
     assert shape_of(folder).vocab == shape_of(folder).head // 128 > 1
-
-
-@pytest.mark.parametrize(
-    ("kind", "expected"),
-    [
-        ("qwen2", [LayerCache(32 * 2 * 32 * 128, 32)]),
-        ("gemma3_text", [LayerCache(22 * 2 * 4 * 256, 4, 4096), LayerCache(4 * 2 * 4 * 256, 4)]),
-        # Wider heads in full layers.
-        ("gemma4_text", [LayerCache(25 * 2 * 4 * 256, 4, 512), LayerCache(5 * 2 * 4 * 512, 4)]),
-        ("gpt_oss", [LayerCache(18 * 2 * 8 * 64, 8, 128), LayerCache(18 * 2 * 8 * 64, 8)]),
-        ("llama4_text", [LayerCache(36 * 2 * 8 * 128, 8, 8192), LayerCache(12 * 2 * 8 * 128, 8)]),
-        ("deepseek_v3", [LayerCache(61 * (512 + 64))]),  # 28 times less than keys and values of 128 heads
-        (
-            "qwen3_next",
-            [
-                LayerCache(0, 16, state=36 * (32 * 128 * 128 + 3 * (2 * 16 * 128 + 32 * 128))),
-                LayerCache(12 * 2 * 2 * 256, 2),
-            ],
-        ),
-    ],
-)
-def test_each_kind_of_layer_keeps_what_its_family_publishes(kind, expected):
-    assert list(layer_caches(AutoConfig.for_model(kind))) == expected
-
-
-def test_layers_that_read_the_cache_of_others_keep_none():
-    text = AutoConfig.for_model("gemma4_text", num_kv_shared_layers=20)
-
-    assert sum(cache.numbers for cache in layer_caches(text)) == 9 * 2 * 4 * 256 + 2 * 4 * 512

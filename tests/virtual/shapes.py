@@ -65,6 +65,13 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {  # type of model, and its conf
     "72b": ("qwen2", _dense(8192, 29568, 80, 64, 8)),
     "30b-a3b": ("qwen3_moe", _experts(768, 2048, 6144, 48, 32, 4)),
     "235b-a22b": ("qwen3_moe", _experts(1536, 4096, 12288, 94, 64, 4)),
+    # The config of its type has the sizes of DeepSeek-V3.
+    "671b": ("deepseek_v3", dict(num_hidden_layers=61, hidden_size=7168, n_routed_experts=256)),
+    "qwen3.5-27b": ("qwen3_5_text", _dense(
+        5120, 17408, 64, 24, 4, head_dim=256, vocab_size=248320, linear_num_value_heads=48,
+        mamba_ssm_dtype="float32",
+    )),
+    "gpt-oss-120b": ("gpt_oss", dict(num_hidden_layers=36, num_local_experts=128)),
     "vl-7b": ("qwen2_5_vl", _with_images(_dense(3584, 18944, 28, 28, 4))),
     "vl-72b": ("qwen2_5_vl", _with_images(_dense(8192, 29568, 80, 64, 8))),
     "longvila-7b": ("vila", _with_frames(_dense(3584, 18944, 28, 28, 4, max_position_embeddings=1 << 20))),

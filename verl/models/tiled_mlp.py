@@ -56,7 +56,7 @@ def _tiled(original: type[nn.Module]) -> type[nn.Module]:
         run = functools.partial(original.forward, self)
         trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
         kept = _Kept.apply(tokens, torch.empty(0, requires_grad=True))
-        return _Tiles.apply(tokens, kept.grad_fn, run, *trained).view_as(hidden)
+        return _Tiles.apply(tokens, [kept], run, *trained).view_as(hidden)
 
     return type(
         original.__name__, (_InTiles, original), {"forward": forward, "__module__": original.__module__}
@@ -78,13 +78,14 @@ class _Tiles(Function):
     """Runs tiles without autograd; the backward pass runs each with it, and sums gradients in float32."""
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, kept: Any, run: Any, *trained: Tensor) -> Tensor:
-        ctx.kept, ctx.run, ctx.trained = kept, run, trained
+    def forward(ctx: Any, tokens: Tensor, kept: list[Tensor], run: Any, *trained: Tensor) -> Tensor:
+        [ctx.kept] = kept  # not an input; torch 2.11 frees what it saved as soon as the tensor is gone
+        ctx.run, ctx.trained = run, trained
         return torch.cat([run(tile) for tile in tokens.split(TILE)])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        [tokens], trained, [gradient] = ctx.kept.saved_tensors, ctx.trained, gradients
+        [tokens], trained, [gradient] = ctx.kept.grad_fn.saved_tensors, ctx.trained, gradients
         incoming = torch.empty_like(tokens)
         sums = [torch.zeros_like(parameter, dtype=torch.float32) for parameter in trained]
         for into, tile, outgoing in zip(

@@ -45,10 +45,17 @@ class Phase:
     node: Parts = field(default_factory=dict)  # host memory that a node needs once
     size_option: str | None = None  # the micro batch size that the phase depends on
     updated_role: str | None = None  # the model that the phase updates
+    first_rank: Parts = field(default_factory=dict)  # further host memory of the first rank
+    engine: Parts = field(default_factory=dict)  # what a rollout engine needs of its share of a GPU
+    engine_share: int = 0  # bytes of a GPU
 
     @property
     def device_bytes(self) -> int:
         return sum(self.device.values())
+
+    @property
+    def engine_fits(self) -> bool:
+        return sum(self.engine.values()) <= self.engine_share
 
 
 @dataclass(frozen=True)
@@ -62,12 +69,12 @@ class MemoryPlan:
 
     def node_bytes(self, phase: Phase) -> int:
         process = sum(phase.host.values()) + (phase.device_bytes if self.machine.device == "cpu" else 0)
-        return self.processes * process + sum(phase.node.values())
+        return self.processes * process + sum(phase.first_rank.values()) + sum(phase.node.values())
 
     def fits(self, phase: Phase) -> bool:
         machine = self.machine
         fits_device = machine.device == "cpu" or phase.device_bytes <= machine.usable_device
-        return fits_device and self.node_bytes(phase) <= machine.usable_host
+        return fits_device and phase.engine_fits and self.node_bytes(phase) <= machine.usable_host
 
     def misfits(self) -> list[Phase]:
         return [phase for phase in self.phases if not self.fits(phase)]

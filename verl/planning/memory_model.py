@@ -27,6 +27,7 @@ class LayerCache:
     heads: int = 1  # that an engine's ranks divide among them; each rank keeps a latent whole
     window: float = math.inf  # the last tokens that are kept
     state: int = 0  # of a sequence of any length
+    float32_state: int = 0  # the same, in float32 whatever the engine's type is
 
 
 @dataclass(frozen=True)
@@ -52,10 +53,11 @@ class Stack:
         """Numbers of a token in all layers, if each keeps them."""
         return 2 * self.layers * self.kv_heads * self.head_dim
 
-    def cached(self, tokens: float, ranks: int = 1) -> float:
-        """Numbers that one of an engine's ranks keeps of a sequence."""
+    def cached(self, c: int, tokens: float, ranks: int = 1) -> float:
+        """Bytes that one of an engine's ranks keeps of a sequence."""
         return sum(
-            (cache.numbers * min(tokens, cache.window) + cache.state) / min(ranks, cache.heads)
+            (c * (cache.numbers * min(tokens, cache.window) + cache.state) + 4 * cache.float32_state)
+            / min(ranks, cache.heads)
             for cache in self.caches
         )
 

@@ -89,7 +89,8 @@ def plan_memory(run: PlannedRun, read_shape: ReadShape, machine: Machine) -> Mem
     if run.shared_engine is not None:
         policy, sends = models[0], run.serves_adapters(machine.device)
         sampling = run.shared_engine.sampling(policy.shape, policy.setup, machine, sends_adapters=sends)
-        phases.append(Phase("gen", {"models": _resting(models)} | sampling))
+        engine = run.shared_engine.share(policy.shape, machine)
+        phases.append(Phase("gen", {"models": _resting(models)} | sampling, **engine))
     phases += [_phase(run, models, model, each) for model in models for each in model.planned.passes]
     phases.append(Phase("save_checkpoint", {"models": _resting(models)}, {"copy": _snapshot(models)}))
     device, host, node = _common(run, models, machine)
@@ -116,6 +117,8 @@ def plan_memory(run: PlannedRun, read_shape: ReadShape, machine: Machine) -> Mem
         phase.host.update(host)
         phase.node.update(node)
     phases += _servers_of_own(shapes, machine)
+    if run.engine is not None and run.engine.own and (engine := run.engine.share(models[0].shape, machine)):
+        phases.append(Phase("gen", dict(engine["engine"]), **engine))
     trained = [f"{model.planned.role}: {model.shape.trained_text}" for model in models if model.is_trained]
     served = [f"{server.option}: {shape.params:,} parameters are served" for server, shape in shapes.items()]
     return MemoryPlan(tuple(phases), machine, run.trainer.n_gpus_per_node, (*trained, *served))
@@ -179,7 +182,7 @@ def _snapshot(models: Sequence[HeldModel]) -> int:
 def _load(models: Sequence[HeldModel]) -> Phase:
     read = max(memory_model.reading(model.shape) for model in models)
     weights = sum(model.resting_weights for model in models)
-    return Phase("load", {"weights": weights}, node={"first rank reads": read})
+    return Phase("load", {"weights": weights}, first_rank={"first rank reads": read})
 
 
 def _phase(run: PlannedRun, models: Sequence[HeldModel], model: HeldModel, each: PlannedPass) -> Phase:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sizes of the models that a worker will hold, from their configs alone; no weights are read."""
 
-import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
@@ -16,7 +15,7 @@ from verl.distributed.fsdp import fsdp_blocks
 from verl.models.families.interface import DEFAULT_PATCHES, is_part
 from verl.models.families.registry import family_of
 from verl.models.hub_names import meta_model
-from verl.models.layer_configs import LayerHeads, experts_per_token, layer_heads
+from verl.models.layer_configs import experts_per_token, layer_heads
 from verl.models.lora import (
     adapted_expert_weights,
     adapted_layers,
@@ -35,7 +34,8 @@ from verl.models.scalar_head import make_scalar
 from verl.models.tiled_mlp import has_tiles, tile_mlps
 from verl.models.trainable import select_trainable
 from verl.optim.build import parameter_groups
-from verl.planning.memory_model import LayerCache, ModelShape, Stack
+from verl.planning.layer_caches import layer_caches
+from verl.planning.memory_model import ModelShape, Stack
 from verl.planning.planned_model import PlannedModel
 from verl.planning.stored_shape import tower_stack
 from verl.workers.model_builder import adapter_config, load_model_config, weights_dtype
@@ -208,32 +208,3 @@ def _text_stack(config: Any, blocks: list[nn.Module]) -> Stack:
         choices=experts_per_token(config),
         caches=layer_caches(config),
     )
-
-
-def layer_caches(text: Any) -> tuple[LayerCache, ...]:
-    """Return the caches of the layers of a language model's config, by kind.
-
-    Kinds that are not known, such as state spaces, count as full attention, which keeps more.
-    """
-    default = "sliding_attention" if getattr(text, "sliding_window", None) else "full_attention"
-    kinds = getattr(text, "layer_types", None) or [default] * text.num_hidden_layers
-    own = text.num_hidden_layers - (getattr(text, "num_kv_shared_layers", None) or 0)  # others read these
-    layers = list(zip(kinds, layer_heads(text), strict=True))[:own]
-    counts = Counter(_layer_cache(text, kind, heads) for kind, heads in layers)
-    return tuple(
-        replace(cache, numbers=number * cache.numbers, state=number * cache.state)
-        for cache, number in counts.items()
-    )
-
-
-def _layer_cache(text: Any, kind: str, heads: LayerHeads) -> LayerCache:
-    if kind == "linear_attention" and getattr(text, "linear_num_value_heads", None):
-        keys = text.linear_num_key_heads * text.linear_key_head_dim
-        values = text.linear_num_value_heads * text.linear_value_head_dim
-        convolved = (text.linear_conv_kernel_dim - 1) * (2 * keys + values)
-        return LayerCache(0, text.linear_num_key_heads, state=values * text.linear_key_head_dim + convolved)
-    if getattr(text, "kv_lora_rank", None):  # of all heads, and the rotated part of the keys
-        return LayerCache(text.kv_lora_rank + text.qk_rope_head_dim)
-    windows = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
-    window = getattr(text, windows[kind]) if kind in windows else math.inf
-    return LayerCache(2 * heads.keys * heads.dim, heads.keys, window)

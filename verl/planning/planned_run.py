@@ -6,6 +6,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from verl.config.distillation import DistillationConfig
 from verl.config.model import AUTO, ModelConfig, PolicyConfig, TrainedModelConfig
@@ -24,7 +25,9 @@ from verl.planning.step_needs import StepNeeds
 
 LOG_PROB_PHASES = {"actor": "old", "critic": "values", "prime": "process_rewards"}  # by trained role
 SFT_BATCH_TENSORS = 5  # of int64: ids, mask, positions, responses and response mask
+ACTIVATION_BYTES = 2 << 30  # of an engine, in addition to weights and cache
 QUANTIZED_BYTES = 1  # of a weight in fp8; its scales are one in thousands
+SLICE_BYTES = 1 << 30  # of experts that are gathered for vLLM, see `distributed/weights/gathering.py`
 JOINED_WEIGHTS = 2  # gate and up, of which vLLM makes one
 TEACHER = "teacher"  # phase
 
@@ -57,6 +60,24 @@ class PlannedEngine:
             size = self.number * policy.root + QUANTIZED_BYTES * (policy.params - policy.root)
         return size // self.options.tensor_parallel_size
 
+    def share(self, policy: ModelShape, machine: Machine) -> dict[str, Any]:
+        """Return the fields of a `Phase` by which vLLM's share of a GPU must hold what it cannot do without.
+
+        It refuses to start if no sequence of the model's length fits into the cache.
+        """
+        if not on_gpu(machine.device) or self.options.name != "vllm":
+            return {}
+        ranks, size = self.options.tensor_parallel_size, self.max_model_len
+        needed = {
+            "engine's weights": self.weights(policy),
+            "its activations": ACTIVATION_BYTES,
+            "cache of a sequence": int(policy.text.cached(self.number, size, ranks)),
+        }
+        return {
+            "engine": needed,
+            "engine_share": int(self.options.gpu_memory_utilization * machine.device_bytes),
+        }
+
     def cpu_cache(self, policy: ModelShape) -> int:
         """Keys and values on CPU: vLLM's cache, or those of the prompts that `hf` runs together."""
         token = self.number * policy.text.keys_and_values
@@ -70,13 +91,8 @@ class PlannedEngine:
     ) -> Parts:
         """Memory in addition to the models while it samples and while it receives their weights."""
         largest = policy.trained if sends_adapters else policy.largest_stored * policy.params // policy.stored
-        # Its shard in the engine's type, what all ranks sent, and the whole weight that is made of it.
-        copies = 1 if setup.ranks == 1 else 2 + 1 / setup.ranks
-        if policy.experts and setup.ranks > 1:  # the last weight that the engine was given is half as large
-            copies += 0.5
-        if setup.expert_ranks > 1:  # the part of one rank's experts comes first
-            copies += 1 / setup.expert_ranks
-        parts = {"a gathered weight": int(copies * self.number * largest)}
+        in_slices = self._takes_stacks(policy) and not sends_adapters
+        parts = {"a gathered weight": self._gathered(policy, setup, self.number * largest, in_slices)}
         if self.is_quantized:  # what waits until all of a layer is there, and the layer until it is quantized
             layer = policy.experts // policy.text.layers or JOINED_WEIGHTS * largest
             parts["a layer to quantize"] = self.number * (layer + layer // self.options.tensor_parallel_size)
@@ -87,6 +103,25 @@ class PlannedEngine:
         elif self.options.name == "hf":
             parts["weights in exchange"] = self.weights(policy)
         return parts
+
+    def _takes_stacks(self, policy: ModelShape) -> bool:
+        """Return whether experts are gathered in slices: adapters on them are folded into whole ones."""
+        is_plain = not policy.has_expert_biases and not policy.text.adapted_experts
+        return self.options.name == "vllm" and policy.experts > 0 and is_plain
+
+    def _gathered(self, policy: ModelShape, setup: ModelSetup, largest: int, in_slices: bool) -> int:
+        """Memory to gather a weight of `largest` bytes, or experts of as many in slices."""
+        # Its shard in the engine's type, what all ranks sent, and the whole weight that is made of it.
+        copies = 1 if setup.ranks == 1 else 2 + 1 / setup.ranks
+        if in_slices and largest > SLICE_BYTES:
+            # This slice, the one before, and a part of one rank's experts.
+            part = min(SLICE_BYTES, largest // setup.expert_ranks) if setup.expert_ranks > 1 else 0
+            return max(2 * SLICE_BYTES + part, int(copies * self.number * policy.head))
+        if policy.experts and setup.ranks > 1 and not in_slices:
+            copies += 0.5  # the last weight that the engine was given is half as large
+        if setup.expert_ranks > 1:  # the part of one rank's experts comes first
+            copies += 1 / setup.expert_ranks
+        return int(copies * largest)
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,7 +12,7 @@ from verl.config.trainer import RunTree
 from verl.distributed.backends import on_gpu
 from verl.planning.auto_switches import Choice, Chosen, choose, open_switches, with_options
 from verl.planning.machine import GIB, Machine, MemoryPlan, Phase, find_machine
-from verl.planning.memory_plan import REWARD, Planner, expert_sizes, read_pictures
+from verl.planning.memory_plan import REWARD, Planner, expert_sizes, read_pictures, shape_of
 from verl.planning.planned_run import PlannedRun
 from verl.planning.step_plan import PlanLine
 from verl.planning.stored_shape import stored_shape
@@ -28,6 +28,7 @@ Changes = dict[str, Any]  # options by their keys
 
 read_shape = deferred("verl.planning.model_sizes", "read_shape")  # imports torch
 ENGINE_SHARE = "worker.rollout.gpu_memory_utilization"
+ENGINE_RANKS = "worker.rollout.tensor_parallel_size"
 MIN_SHOWN = GIB // 20  # smaller parts of a phase are left out of its line
 
 
@@ -146,7 +147,8 @@ def memory_text(config: C, planner: Planner[C]) -> str:
 
 
 def _phase_line(phase: Phase, plan: MemoryPlan) -> PlanLine:
-    parts = sorted([*phase.device.items(), *phase.host.items()], key=lambda part: -part[1])
+    held = (phase.device, phase.host, phase.first_rank)
+    parts = sorted((part for parts in held for part in parts.items()), key=lambda part: -part[1])
     shown = ", ".join(f"{name} {_gib(size)}" for name, size in parts if size >= MIN_SHOWN)
     device = phase.device_bytes
     if plan.machine.device == "cpu":
@@ -203,6 +205,8 @@ def with_largest_sizes(config: C, planner: Planner[C]) -> C:
 def misfit_text(config: C, phase: Phase, plan: MemoryPlan, planner: Planner[C]) -> str:
     """Say what a phase takes, what is usable, and which options with which values make it fit."""
     machine = plan.machine
+    if not phase.engine_fits:
+        return _engine_text(config, phase, planner)
     if on_gpu(machine.device) and phase.device_bytes > machine.usable_device:
         taken, usable, place = phase.device_bytes, machine.usable_device, "a GPU"
     else:
@@ -212,6 +216,17 @@ def misfit_text(config: C, phase: Phase, plan: MemoryPlan, planner: Planner[C]) 
         f"set {text_of(changes)}" if changes else "use more devices (`trainer.nnodes`) or a smaller model"
     )
     return f"{phase.name} takes {_gib(taken)} GiB of {place}, {_gib(usable)} are usable: {advice}"
+
+
+def _engine_text(config: Any, phase: Phase, planner: Planner[Any]) -> str:
+    """Say that an engine does not fit into its share of a GPU, and which options with which values help."""
+    parts = ", ".join(f"{name} {_gib(size)}" for name, size in phase.engine.items())
+    changes, total = remedy(config, phase, planner), sum(phase.engine.values())
+    advice = f"set {text_of(changes)}" if changes else "use GPUs with more memory or a smaller model"
+    return (
+        f"{phase.name}: the rollout engine needs {_gib(total)} GiB of a GPU ({parts}), `{ENGINE_SHARE}`"
+        f" ({value_at(config, ENGINE_SHARE):g}) gives it {_gib(phase.engine_share)}: {advice}"
+    )
 
 
 def text_of(changes: Changes) -> str:
@@ -242,19 +257,41 @@ def _remedies(config: Any, planner: Planner[Any], phase: Phase) -> Iterator[Chan
         yield {f"worker.{phase.updated_role}.model.enable_gradient_checkpointing": True}
     if phase.size_option is not None:  # further ranks save little and are behind slower links
         yield from expert_sizes(run, planner.read_shape, at_most=run.trainer.n_gpus_per_node)
-    if phase.name == "gen":
+    if not phase.engine_fits:
+        yield from _engine_remedies(config, planner)
+    elif phase.name == "gen":
         yield from _lower_shares(ENGINE_SHARE, value_at(config, ENGINE_SHARE))
     if phase.name == REWARD:
         for server in run.servers:
             share = f"{server.option}.gpu_memory_utilization"
             yield from _lower_shares(share, server.options.gpu_memory_utilization)
-    yield {f"worker.{role}.offload.offload_optimizer": True for role in run.roles(trained_only=True)}
-    yield {f"worker.{role}.offload.offload_params": True for role in run.roles()}
+    yield from _offloads(run)
     if phase.updated_role is not None:
         section = f"worker.{phase.updated_role}"
         yield {f"{section}.fsdp.torch_dtype": "bf16", f"{section}.optim.strategy": "adamw_bf16"}
     if run.trainer.async_save:
         yield {"trainer.async_save": False}
+
+
+def _engine_remedies(config: Any, planner: Planner[Any]) -> Iterator[Changes]:
+    """Yield larger shares of a GPU for the rollout engine, engines of more GPUs, and both with offloading."""
+    run, now, ranks = planner.describe(config), value_at(config, ENGINE_SHARE), value_at(config, ENGINE_RANKS)
+    larger = [{ENGINE_SHARE: share} for step in range(1, 19) if (share := round(0.05 * step, 2)) > now]
+    changes = list(larger)
+    heads, problems = shape_of(run.models[0], planner.read_shape).text.heads, problems_of(config)
+    for size in range(ranks + 1, run.trainer.n_gpus_per_node + 1):
+        divided = {ENGINE_RANKS: size}
+        if heads % size == 0 and problems_of(with_options(config, divided)) <= problems:
+            changes += [divided | share for share in ({}, *larger)]
+    optimizers, weights = _offloads(run)
+    for offloaded in ({}, optimizers, optimizers | weights):
+        yield from (change | offloaded for change in changes)
+
+
+def _offloads(run: PlannedRun) -> tuple[Changes, Changes]:
+    """Return the options that keep all optimizers in host memory, and all weights."""
+    optimizers = {f"worker.{role}.offload.offload_optimizer": True for role in run.roles(trained_only=True)}
+    return optimizers, {f"worker.{role}.offload.offload_params": True for role in run.roles()}
 
 
 def _lower_shares(option: str, now: float) -> Iterator[Changes]:

@@ -6,7 +6,7 @@ broadcasts tensor by tensor, so host memory holds the experts of one layer at mo
 """
 
 import difflib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy
-from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from verl.config.model import FSDPConfig, ModelConfig
@@ -321,17 +321,14 @@ def _agree_on_bias(model: PreTrainedModel, source: PreTrainedModel | None) -> No
 def _fill_shard(source: Tensor | None, param: nn.Parameter, device: torch.device) -> None:
     """Send a weight from rank 0 in blocks of rows, of which each rank keeps its part."""
     assert isinstance(param, DTensor), "made by fully_shard"
-    mesh, local, value = param.device_mesh, param.to_local(), None if source is None else stored_value(source)
-    of_rows = [place if place.is_shard(0) else Replicate() for place in param.placements]
-    in_rows = [Replicate() if place.is_shard(0) else place for place in param.placements]
-    own = _own_part(torch.arange(len(param), device=device), mesh, of_rows)
+    local, value = param.to_local(), None if source is None else stored_value(source)
+    own = _own_rows(param, device)
     rows = max(1, BLOCK_BYTES * len(param) // param.nbytes)
     for start in range(0, len(param), rows):
         size = torch.Size([min(rows, len(param) - start), *param.shape[1:]])
         block = _from_rank0(None if value is None else value[start : start + rows], size, param.dtype, device)
         [kept] = torch.where((own >= start) & (own < start + rows))
-        part = _own_part(block[own[kept] - start], mesh, in_rows)
-        local.index_copy_(0, kept.to(local.device), part.to(local.device))
+        local.index_copy_(0, kept.to(local.device), block[own[kept] - start].to(local.device))
 
 
 def _from_rank0(value: Tensor | None, size: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -340,9 +337,11 @@ def _from_rank0(value: Tensor | None, size: torch.Size, dtype: torch.dtype, devi
     return whole
 
 
-def _own_part(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
+def _own_rows(param: DTensor, device: torch.device) -> Tensor:
+    """(rows of this rank,) int64: their indices; shards of divided experts are not contiguous."""
+    every = torch.arange(len(param), device=device)
     # without a source rank nothing is sent: each rank takes its own shard
-    return distribute_tensor(whole, mesh, placements, src_data_rank=None).to_local()
+    return distribute_tensor(every, param.device_mesh, param.placements, src_data_rank=None).to_local()
 
 
 def _check_nothing_is_empty(model: PreTrainedModel) -> None:

@@ -135,10 +135,17 @@ def _pass_time(
     forward = operations.forward(shape, work, is_compiled=setup.is_compiled)
     done = operations.update(shape, setup, work) if update else forward
     parts = pass_parts(run, model, done, work, cluster, is_update=update)
-    parts["reading images"] = IMAGE_SECONDS * work.images if each.phase in ("old", "update_actor") else 0.0
-    if update and any(other.phase == "old" for other in run.passes):
-        parts["reading images"] = 0.0  # kept from the first pass over these rows
+    parts["reading images"] = IMAGE_SECONDS * work.images * _unread_share(run, each, cluster)
     return PhaseTime(each.phase, parts)
+
+
+def _unread_share(run: PlannedRun, each: PlannedPass, cluster: Cluster) -> float:
+    """Return the share of a pass's images whose inputs are not in the node's cache yet."""
+    is_known = each.is_update and any(other.phase == "old" for other in run.passes)
+    if each.phase not in ("old", "update_actor") or is_known:
+        return 0.0
+    # engines of these processes have left the images of the prompts that this node sampled
+    return 1.0 if run.engine is None or run.engine.own else 1 - 1 / cluster.nodes
 
 
 def pass_parts(

@@ -133,7 +133,7 @@ def test_an_engine_with_folded_weights_has_the_same_log_probs(tmp_path, single_p
 
 
 @pytest.mark.nightly("verl/models")
-def test_adapters_of_experts_reach_the_engine_folded(tmp_path, single_process):
+def test_adapters_of_experts_reach_the_engine_folded(tmp_path, own_groups):
     path = save_tiny_model(tmp_path / "model", "qwen3_moe")
     config = AdapterConfig(4, 6, "q_proj", target_parameters=("experts.gate_up_proj", "experts.down_proj"))
     model = adapted(path, config)
