@@ -21,7 +21,7 @@ from verl.planning.auto_switches import (
     uncompiled,
     with_options,
 )
-from verl.planning.machine import GIB, missing_compiler
+from verl.planning.machine import GIB, UnknownMemoryError, missing_compiler
 from verl.planning.memory_plan import Planner
 from verl.planning.planned_run import planned_ppo
 from verl.planning.speed.cluster import parse_cluster
@@ -186,6 +186,20 @@ def test_the_choices_are_logged_and_hold_in_the_config_that_a_checkpoint_records
     assert f"chosen for the device: {COMPILE}=true" in caplog.text
     assert value_at(resolved, RECOMPUTE) is False
     assert open_switches(resolved, planned_ppo(resolved)) == {}
+
+
+def test_without_a_figure_of_memory_switches_are_cautious_and_sizes_an_error(config, caplog, monkeypatch):
+    def find(device):
+        raise UnknownMemoryError("no GPU here reports its memory")
+
+    monkeypatch.setattr(logging.getLogger("verl.planning.report"), "propagate", True)
+    with caplog.at_level(logging.INFO):
+        resolved = report.resolve_auto(config, planned_ppo, "npu", find)
+    found = [value_at(resolved, key) for key in (PARAMS, STATE, COMPILE, RECOMPUTE)]
+    assert found == [True, True, False, True]
+    assert "no npu reports its memory, so nothing is chosen for it" in caplog.text
+    with pytest.raises(UnknownMemoryError):
+        report.resolve_auto(with_options(config, {UPDATE: "auto"}), planned_ppo, "npu", find)
 
 
 def test_a_choice_is_shown_with_the_seconds_that_it_saves(config):

@@ -16,6 +16,10 @@ RESERVE = 0.1  # share of memory left free: allocators hold freed pieces that ar
 Parts = dict[str, int]  # bytes by name
 
 
+class UnknownMemoryError(ValueError):
+    """No GPU reports its memory: drivers other than NVIDIA's are not asked."""
+
+
 @dataclass(frozen=True)
 class Machine:
     """Memory of each node."""
@@ -84,7 +88,7 @@ def find_machine(device: str, memory_gb: float | None = None) -> Machine:
     """Describe this machine, or one with `memory_gb` GiB on each GPU (on CPU: on each node).
 
     Raises:
-        ValueError: The run needs a GPU, none reports its memory, and no memory is given.
+        UnknownMemoryError: The run needs a GPU, none reports its memory, and no memory is given.
     """
     gpus, host = list_gpus() if device != "cpu" else [], available_bytes()
     if device == "cpu" or (device == "auto" and not gpus):
@@ -96,7 +100,7 @@ def find_machine(device: str, memory_gb: float | None = None) -> Machine:
         return Machine(kind, int(memory_gb * GIB), host, f"a GPU with {memory_gb:g} GiB")
     free = min((gpu.memory_mib - gpu.used_mib for gpu in gpus), default=0) << 20
     if not free:
-        raise ValueError(
+        raise UnknownMemoryError(
             f"`trainer.device` ({kind}): no GPU here reports its memory, add `--device-memory-gb=80`"
         )
     return Machine(kind, free, host, f"free on this machine's {gpus[0].name}", missing_compiler())

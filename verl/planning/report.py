@@ -11,7 +11,7 @@ from verl.config.schema import ConfigError, check_config, value_at
 from verl.config.trainer import RunTree
 from verl.distributed.backends import on_gpu
 from verl.planning.auto_switches import Choice, Chosen, choose, open_switches, with_options
-from verl.planning.machine import GIB, Machine, MemoryPlan, Phase, find_machine
+from verl.planning.machine import GIB, Machine, MemoryPlan, Phase, UnknownMemoryError, find_machine
 from verl.planning.memory_plan import REWARD, Planner, expert_sizes, read_pictures, shape_of
 from verl.planning.planned_run import PlannedRun
 from verl.planning.step_plan import PlanLine
@@ -44,7 +44,8 @@ def resolve_auto(
     `recorded` returns the options of the checkpoint that the run resumes from, whose choices it repeats.
 
     Raises:
-        ValueError: Not even one sequence fits; the error names the options that would help.
+        ValueError: A size is `auto`, and not even one sequence fits, for which the error names the options
+            that would help; or no GPU reports its memory.
     """
     run = describe(config)
     sizes, switches = run.auto_options(), open_switches(config, run)
@@ -52,7 +53,14 @@ def resolve_auto(
         config, switches = with_options(config, switches), {}
     if not sizes and not switches:
         return config
-    machine, before = find(device), recorded() if switches else {}
+    try:
+        machine = find(device)
+    except UnknownMemoryError:
+        if sizes:
+            raise
+        logger.info("no %s reports its memory, so nothing is chosen for it: %s", device, text_of(switches))
+        return with_options(config, switches)
+    before = recorded() if switches else {}
     chosen = _resolved(config, make_planner(describe, machine), before)
     for key in sizes:
         size = value_at(chosen.config, key)

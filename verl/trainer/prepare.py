@@ -180,9 +180,9 @@ def check_all_fit(config: RunTree, capacities: Sequence[int]) -> None:
 
 def find_machine_of_run(device: str) -> Machine:
     """Describe this machine, or for CUDA without a GPU here the first of the cluster with GPUs."""
-    if device == "cpu" or list_gpus():
-        return find_machine(device)
     nodes = [node for node in alive_nodes() if node["Resources"].get("GPU", 0)]
+    if device == "cpu" or list_gpus() or not nodes:
+        return find_machine(device)
     return ray.get(run_on_node(nodes[0]["NodeID"], find_machine, device))
 
 
