@@ -162,6 +162,7 @@ class PlannedRun:
     pictures: PlannedPictures | None = None  # of a diffusion run, which has no other models
     batch_tokens: int = 0  # of a step's rows, as long as they may be
     compares_teachers: bool = False  # they run in the update, with the policy
+    attention_kernel: str = "auto"  # the option
 
     @property
     def shared_engine(self) -> PlannedEngine | None:
@@ -243,6 +244,7 @@ def planned_ppo(config: PPOConfig) -> PlannedRun:
         pictures,
         batch_tokens=sequences * length,
         compares_teachers=distillation.compares_in_update,
+        attention_kernel=actor.attention_kernel,
     )
 
 
@@ -284,6 +286,7 @@ def planned_sft(config: SFTConfig) -> PlannedRun:
         rows=rows,
         ring=actor.ring_size,
         compares_teachers=config.distillation.compares_in_update,
+        attention_kernel=actor.attention_kernel,
     )
 
 

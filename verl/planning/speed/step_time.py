@@ -93,8 +93,8 @@ class Predictor(Generic[C]):
 
     def __call__(self, config: C) -> StepTime:
         """Predict a run whose micro batch sizes are numbers."""
-        plan, cluster = self.plan, self.cluster
-        run, lengths = plan.describe(config), self.lengths(config)
+        plan, run, lengths = self.plan, self.plan.describe(config), self.lengths(config)
+        cluster = replace(self.cluster, has_flash3=run.attention_kernel == "flash")
         if run.pictures is not None:
             return predict_pictures(run, plan.read_pictures, cluster)
         models = [held_model(each, cluster.world_size, USUAL_GPU, plan.read_shape) for each in run.models]
@@ -131,7 +131,9 @@ def _pass_time(
     run: PlannedRun, model: HeldModel, each: PlannedPass, work: PassWork, cluster: Cluster
 ) -> PhaseTime:
     shape, update = model.shape, each.is_update
-    done = operations.update(shape, model.setup, work) if update else operations.forward(shape, work)
+    setup = model.setup
+    forward = operations.forward(shape, work, is_compiled=setup.is_compiled)
+    done = operations.update(shape, setup, work) if update else forward
     parts = pass_parts(run, model, done, work, cluster, is_update=update)
     parts["reading images"] = IMAGE_SECONDS * work.images * _unread_share(run, each, cluster)
     return PhaseTime(each.phase, parts)
