@@ -31,7 +31,7 @@ FAMILIES = {
     "qwen2_5_vl": ("qwen2_5_vl", {}),
     "qwen3_vl": ("qwen3_vl", {}),
     "gemma3": ("gemma3", {}),
-    "qwen3_moe": ("qwen3_moe", {}),
+    "qwen3_moe": ("qwen3_moe", {"num_experts": 6}),  # halves that two ranks share unevenly
 }
 FP32 = FSDPConfig(mp_param_dtype="fp32", torch_dtype="fp32")
 
@@ -190,14 +190,18 @@ def test_logits_and_weights_are_those_of_the_files(folders, two_ranks):
         assert differences == dict.fromkeys(folders, 0.0)
 
 
-def divided_difference(rank: int, world_size: int, folder: Path) -> float:
-    own = dict(plain_model(folder).named_parameters())
-    gathered = full_named_tensors(sharded_model(folder, replace(FP32, expert_parallel_size=2)))
-    return max((own[name] - tensor).abs().max().item() for name, tensor in gathered)
+def divided_differences(rank: int, world_size: int, folder: Path) -> list[float]:
+    model_builder.BLOCK_BYTES = 512
+    own, found = dict(plain_model(folder).named_parameters()), []
+    for fsdp_size in (-1, 2):  # two ranks shard each half of the experts; both halves have two copies
+        model = sharded_model(folder, replace(FP32, fsdp_size=fsdp_size, expert_parallel_size=2))
+        gathered = full_named_tensors(model)
+        found.append(max((own[name] - tensor).abs().max().item() for name, tensor in gathered))
+    return found
 
 
-def test_experts_that_are_divided_over_ranks_and_then_sharded_are_those_of_the_files(folders):
-    assert run_distributed(divided_difference, 4, folders["qwen3_moe"]) == [0.0] * 4
+def test_divided_experts_that_are_sharded_or_copied_are_those_of_the_files(folders):
+    assert run_distributed(divided_differences, 4, folders["qwen3_moe"]) == [[0.0, 0.0]] * 4
 
 
 def test_three_steps_on_two_ranks_equal_one_process_with_any_sharding(folders, two_ranks):
