@@ -23,6 +23,7 @@ AT_NIGHT = {
     "curriculum": "--seeds 0 --steps 1 --model {model}",
     "data_scale": "--rows 1000",
     "embeddings": "--steps 1",
+    "expert_sync": "--layers 1 --experts 8 --hidden 32 --intermediate 32 --rounds 1",
     "families": "--kind qwen2_5_vl --engine hf --steps 1 --accuracy 0",
     "hostile_texts": "--texts 10 --tokens 512 --limit-ms 1e6",
     "hour": "tokens --tokens 1024 --frames 8",

@@ -15,8 +15,9 @@ from tests.helpers.optimizers import IN_BF16, STRATEGIES, has_torchao, update, w
 from verl.checkpoint.merger import merge_checkpoint
 from verl.checkpoint.sharded import load_shards, save_huggingface_files
 from verl.config.model import FSDPConfig, ModelConfig, OptimConfig
-from verl.distributed.fsdp import full_named_tensors, make_mesh, sharded_parameters
+from verl.distributed.fsdp import make_mesh, sharded_parameters
 from verl.distributed.offload import Offloader
+from verl.distributed.weights.gathering import full_named_tensors
 from verl.models.tiny import save_tiny_model
 from verl.optim.build import build_optimizer
 from verl.optim.schedules import build_scheduler

@@ -64,7 +64,10 @@ def test_a_run_that_makes_pictures_loads(folder):
         ),
         ("worker.rollout.noise_level=0", "`worker.rollout.noise_level` must be above 0"),
         ("worker.rollout.tensor_parallel_size=2", "`worker.rollout.tensor_parallel_size` must be 1"),
-        ("algorithm.adv_estimator=gae", "`algorithm.adv_estimator` must be one without a model of its own"),
+        (
+            "algorithm.adv_estimator=gae",
+            "`algorithm.adv_estimator` must be one without a model, like grpo",
+        ),
         ("worker.actor.ulysses_size=2", "`worker.actor.ulysses_size` must be 1 for pictures"),
         ("worker.actor.entropy_coef=0.1", "`worker.actor.entropy_coef` must be 0"),
         ("algorithm.disable_kl=false", "`algorithm.disable_kl` must be true without adapters"),
@@ -73,12 +76,20 @@ def test_a_run_that_makes_pictures_loads(folder):
             "worker.actor.model.freeze_vision_tower=true",
             "`worker.actor.model.freeze_vision_tower` must be False with `trainer.diffusion=true`, got True",
         ),
+        (
+            "worker.actor.model.compile_blocks=true",
+            "`worker.actor.model.compile_blocks` must be False",
+        ),
         ("trainer.diffusion=false", "is a diffusion model: set `trainer.diffusion=true`"),
     ],
 )
 def test_what_does_not_fit_is_named(folder, option, message):
     with pytest.raises(ConfigError, match=message):
         load(folder, option)
+
+
+def test_blocks_may_be_named_as_not_compiled(folder):
+    assert load(folder, "worker.actor.model.compile_blocks=false").worker.actor.model.compile_blocks is False
 
 
 def test_the_kl_is_that_of_steps_in_the_loss(folder):

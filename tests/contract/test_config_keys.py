@@ -16,7 +16,7 @@ MODEL = {
     "model_path": None,
     "tokenizer_path": None,
     "override_config": {},
-    "enable_gradient_checkpointing": True,
+    "enable_gradient_checkpointing": "auto",  # EasyR1's is true; the loss does not depend on it
     "trust_remote_code": False,  # EasyR1's own default is true; its example file says false
     "freeze_vision_tower": False,
     "lora.rank": 0,
@@ -214,9 +214,10 @@ EASYR1_EXAMPLE = {
     "worker.actor.micro_batch_size_per_device_for_update": 1,
     "worker.actor.micro_batch_size_per_device_for_experience": 2,
     "worker.actor.model.lora.exclude_modules": ".*visual.*",
-    "worker.actor.offload.offload_params": True,
-    "worker.actor.offload.offload_optimizer": True,
-    "worker.ref.fsdp.enable_cpu_offload": True,
+    # EasyR1's file says true, and for the reference `fsdp.enable_cpu_offload`; losses do not depend on it.
+    "worker.actor.offload.offload_params": "auto",
+    "worker.actor.offload.offload_optimizer": "auto",
+    "worker.ref.offload.offload_params": "auto",
     "worker.rollout.n": 5,
     "worker.rollout.val_override_config": {"temperature": 0.6, "top_p": 0.95, "n": 1},
 }

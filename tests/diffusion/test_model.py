@@ -16,7 +16,8 @@ from tests.helpers.distributed import run_distributed
 from verl.checkpoint.storage import ShardReader
 from verl.config.model import LoraConfig
 from verl.diffusion.families.registry import family_of
-from verl.distributed.fsdp import full_named_tensors, local_part, sharded_parameters
+from verl.distributed.fsdp import local_part, sharded_parameters
+from verl.distributed.weights.gathering import full_named_tensors
 
 pytestmark = pytest.mark.heavy
 LEARNED = 2  # updates before a checkpoint

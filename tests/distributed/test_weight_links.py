@@ -89,7 +89,8 @@ def read_by_both_kinds_of_engines(rank, world_size, folder):
     import torch.distributed as dist
 
     from verl.config.model import FSDPConfig, LoraConfig, ModelConfig
-    from verl.distributed.fsdp import full_named_tensors, make_mesh
+    from verl.distributed.fsdp import make_mesh
+    from verl.distributed.weights.gathering import full_named_tensors
     from verl.models.lora_weights import is_adapter
     from verl.workers.model_builder import build_model
 

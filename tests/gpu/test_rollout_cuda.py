@@ -28,7 +28,8 @@ def sync_sleep_wake(folder, device):
 
     from verl.config.model import FSDPConfig, ModelConfig
     from verl.config.rollout import RolloutConfig
-    from verl.distributed.fsdp import full_named_tensors, make_mesh
+    from verl.distributed.fsdp import make_mesh
+    from verl.distributed.weights.gathering import full_named_tensors
     from verl.models.hub_names import HubNames
     from verl.workers.model_builder import build_model
     from verl.workers.rollout.engines import build_rollout_engine

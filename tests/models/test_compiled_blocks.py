@@ -11,7 +11,8 @@ from tests.helpers.distributed import run_distributed
 from tests.helpers.families import load_tiny
 from tests.helpers.family_training import load_model
 from verl.config.model import FSDPConfig, ModelConfig
-from verl.distributed.fsdp import fsdp_blocks, full_named_tensors, make_mesh
+from verl.distributed.fsdp import fsdp_blocks, make_mesh
+from verl.distributed.weights.gathering import full_named_tensors
 from verl.models import monkey_patch
 from verl.models.attention.layouts import PackedLayout
 from verl.models.hub_names import auto_class

@@ -5,7 +5,7 @@ from transformers import AutoConfig
 
 from tests.helpers.checkpoints import stored_tensors
 from tests.helpers.nightly import by_day
-from verl.distributed.fsdp import full_named_tensors
+from verl.distributed.weights.gathering import full_named_tensors
 from verl.models.families.registry import family_of, load_config
 from verl.models.hub_names import HubNames, auto_class
 from verl.models.scalar_head import is_scalar, make_scalar
@@ -97,3 +97,18 @@ def test_scalar_models_are_recognized_by_their_config(tmp_path):
 
     make_scalar(config, has_bias=False)
     assert config.architectures == ["Qwen2_5_VLForSequenceClassification"]
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "qwen3_vl_moe"])
+@pytest.mark.parametrize("slice_bytes", [1 << 30, 2 * 128 * 128 * 4, 1])
+def test_slices_that_stayed_joint_separate_into_the_tensors_on_the_hub(tmp_path, kind, slice_bytes):
+    config = AutoConfig.from_pretrained(save_tiny_model(tmp_path, kind))
+    model, names = auto_class(config).from_pretrained(tmp_path), HubNames(config)
+    expected = dict(names.convert(full_named_tensors(model)))
+
+    joint = dict(names.convert(full_named_tensors(model, stacks=names.stacks, slice_bytes=slice_bytes)))
+    separated = dict(names.separate(joint.items()))
+
+    assert any(name.endswith(".0.mlp.experts.gate_up_proj[0:1]") for name in joint) == (slice_bytes == 1)
+    assert separated.keys() == expected.keys()
+    assert all(torch.equal(separated[name], expected[name]) for name in expected)

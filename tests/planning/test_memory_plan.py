@@ -12,12 +12,13 @@ from verl.config.reward_servers import RewardServerConfig
 from verl.config.rollout import RolloutConfig
 from verl.config.schema import ConfigError, load_config, value_at
 from verl.config.worker import ActorConfig, WorkerConfig
+from verl.planning.auto_switches import with_options
 from verl.planning.machine import GIB, find_machine
 from verl.planning.memory_model import Stack
 from verl.planning.memory_plan import Planner
 from verl.planning.planned_model import PlannedPass
 from verl.planning.planned_run import planned_ppo
-from verl.planning.report import misfit_text, remedy, with_largest_sizes, with_options
+from verl.planning.report import ENGINE_SHARE, misfit_text, remedy, with_largest_sizes
 
 UPDATE = "worker.actor.micro_batch_size_per_device_for_update"
 EXPERIENCE = "worker.actor.micro_batch_size_per_device_for_experience"
@@ -228,8 +229,10 @@ def test_an_engine_must_hold_its_weights_and_one_sequence_in_its_share():
     phase, text = engine_misfit(changes, 16)
 
     assert phase.engine == {
-        "engine's weights": 2 * GIB, "its activations": 2 * GIB, "cache of a sequence": GIB // 8,
-    }  # fmt: skip
+        "engine's weights": 2 * GIB,
+        "its activations": 2 * GIB,
+        "cache of a sequence": GIB // 8,
+    }
     assert phase.engine_share == int(0.2 * 16 * GIB)
     assert text == (
         "gen: the rollout engine needs 4.1 GiB of a GPU (engine's weights 2.0, its activations 2.0, cache of"
@@ -239,17 +242,16 @@ def test_an_engine_must_hold_its_weights_and_one_sequence_in_its_share():
     assert not phases_of(make_config(changes), NODE)["gen"].engine  # on CPU the cache has its own size
 
 
-def test_an_engine_that_no_share_holds_is_divided_over_more_gpus():
-    changes = {"worker.actor.offload.offload_optimizer": True, "worker.actor.offload.offload_params": True}
+@pytest.mark.parametrize(
+    ("gib", "others"),
+    # 0.5 gives 4.0 of 8 GiB; 4.125, the context and the optimizer are more than the usable 7.2.
+    [(12, ""), (8, f" {ENGINE_SHARE}=0.55 worker.actor.offload.offload_optimizer=true")],
+)
+def test_an_engine_that_no_share_holds_is_divided_over_more_gpus_and_then_others_make_room(gib, others):
+    _, text = engine_misfit({"worker.rollout.dtype": "fp32"}, gib)
 
-    _, text = engine_misfit(changes | {"worker.rollout.dtype": "fp32"}, 8)
-
-    # 4 GiB of weights, 2 of activations and 0.25 of cache, with 1 GiB of context more than the usable 7.2.
-    assert "needs 6.2 GiB" in text
-    # 4.125 GiB of 8, and the context; 0.5 gives 4.0.
-    assert text.endswith(
-        "set worker.rollout.tensor_parallel_size=2 worker.rollout.gpu_memory_utilization=0.55"
-    )
+    assert "needs 6.2 GiB" in text  # 4 of weights, 2 of activations and 0.25 of cache
+    assert text.endswith(f": set worker.rollout.tensor_parallel_size=2{others}")
 
 
 def test_engines_on_gpus_of_their_own_must_hold_the_weights_too():

@@ -10,10 +10,11 @@ from verl.config.model import ModelConfig
 from verl.config.schema import value_at
 from verl.config.sft import SFTActorConfig, SFTConfig, SFTDataConfig, SFTRunConfig, SFTWorkerConfig
 from verl.models.tiny import save_tiny_model
+from verl.planning.auto_switches import with_options
 from verl.planning.machine import GIB
 from verl.planning.memory_plan import Planner
 from verl.planning.planned_run import planned_sft
-from verl.planning.report import remedy, resolve_auto_sizes, with_largest_sizes, with_options
+from verl.planning.report import remedy, resolve_auto, with_largest_sizes
 from verl.planning.step_plan import make_sft_plan
 from verl.trainer.sft import main
 
@@ -161,7 +162,7 @@ def test_a_dry_run_reports_trained_parameters_phases_and_the_value_of_auto(model
 def test_workers_get_numbers_and_the_given_config_stays(model):
     config = make_config({UPDATE: "auto", "worker.actor.model.model_path": str(model), "data.max_length": 64})
 
-    found = resolve_auto_sizes(config, planned_sft, "cpu")
+    found = resolve_auto(config, planned_sft, "cpu")
 
     assert value_at(found, UPDATE) == 16  # 64 rows on 4 ranks
     assert value_at(config, UPDATE) == "auto"

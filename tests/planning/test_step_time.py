@@ -20,11 +20,12 @@ from verl.config.sft import SFTConfig
 from verl.models.flops import FlopsCounter, PackedWork
 from verl.models.hub_names import meta_model
 from verl.models.tiny import save_tiny_model
+from verl.planning.auto_switches import with_options
 from verl.planning.memory_plan import Planner
 from verl.planning.model_sizes import read_shape
 from verl.planning.planned_run import planned_ppo, planned_sft
-from verl.planning.report import problems_of, with_options
-from verl.planning.speed import operations
+from verl.planning.report import problems_of
+from verl.planning.speed import operations, rollout_time
 from verl.planning.speed.cluster import parse_cluster
 from verl.planning.speed.modes import compare_modes, drawn_lengths
 from verl.planning.speed.report import MIN_GAIN, advise
@@ -40,6 +41,10 @@ def predictor(cluster=NODE, response=None):
 
 def predictor_of(describe, read_shape, cluster=NODE, response=None):
     return Predictor(Planner(describe, read_shape, cluster.machine), cluster, mean_response=response)
+
+
+def read_seeing_shape(*args, **kwargs):
+    return replace(read_fixed_shape(*args, **kwargs), tower=TOWER)
 
 
 def on_gpus(changes=None):
@@ -85,10 +90,7 @@ def test_a_step_has_the_phases_of_the_memory_plan_and_the_rest():
 
 
 def test_a_frozen_tower_encodes_each_prompt_once_and_the_passes_encode_none():
-    def read(*args, **kwargs):
-        return replace(read_fixed_shape(*args, **kwargs), tower=TOWER)
-
-    predict = predictor_of(planned_ppo, read)
+    predict = predictor_of(planned_ppo, read_seeing_shape)
     trained = predict(on_gpus())
     frozen = predict(on_gpus({"worker.actor.model.freeze_vision_tower": True}))
 
@@ -99,11 +101,44 @@ def test_a_frozen_tower_encodes_each_prompt_once_and_the_passes_encode_none():
     assert frozen.phase("update_actor").seconds < trained.phase("update_actor").seconds
 
 
-def test_fine_tuning_with_a_frozen_tower_encodes_its_media_too():
-    def read(*args, **kwargs):
-        return replace(read_fixed_shape(*args, **kwargs), tower=TOWER)
+def test_the_first_pass_reads_images_that_no_engine_in_the_processes_of_its_node_has_read():
+    apart = {"worker.hybrid_engine": False, "trainer.n_gpus_for_rollout": 4}
 
-    predict = predictor_of(planned_sft, read)
+    def reading(cluster, changes=None, phase="old"):
+        config = on_gpus(changes)
+        predict = predictor_of(planned_ppo, read_seeing_shape, parse_cluster(cluster))
+        return predict(config).phase(phase).parts["reading images"]
+
+    assert reading("4xH100", apart) > 0
+    assert reading("4xH100") == reading("4xH100", phase="update_actor") == 0
+    assert reading("4x4xH100") == pytest.approx(reading("4x4xH100", apart) * 3 / 4)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "max_num_seqs", "hidden"), [(1e-3, 1024, "all"), (10, 1024, "prompts"), (10, 16, "more")]
+)
+def test_an_engine_waits_for_images_of_its_first_step_and_for_what_its_work_does_not_hide(
+    monkeypatch, seconds, max_num_seqs, hidden
+):
+    # An engine gets 8 prompts of 256 tokens, and reads 512 tokens in a step: a quarter of 8 * 192 / 256
+    # images is read in the first, each in a quarter of the time of one thread.
+    first, later = seconds * 6 / 4 / 4, seconds * 6 / 4 * 3 / 4
+    limits = {"max_num_batched_tokens": 512, "max_num_seqs": max_num_seqs}
+    config = on_gpus({f"worker.rollout.{name}": value for name, value in limits.items()})
+
+    def parts(image_seconds):
+        monkeypatch.setattr(rollout_time, "IMAGE_SECONDS", image_seconds)
+        return predictor_of(planned_ppo, read_seeing_shape)(config).phase("gen").parts
+
+    without, waited = parts(0.0), parts(seconds)["engine"] - parts(0.0)["engine"]
+    sampling = sum(without.values()) - without["prompts"]
+    # with 16 of 32 sequences at once, half of the sampling is over before the last prompt begins
+    hides = {"all": later, "prompts": without["prompts"], "more": without["prompts"] + sampling / 2}
+    assert waited == pytest.approx(first + later - hides[hidden])
+
+
+def test_fine_tuning_with_a_frozen_tower_encodes_its_media_too():
+    predict = predictor_of(planned_sft, read_seeing_shape)
     trained = with_options(SFTConfig(), {"trainer.device": "cuda", "trainer.n_gpus_per_node": 4})
     frozen = with_options(trained, {"worker.actor.model.freeze_vision_tower": True})
 

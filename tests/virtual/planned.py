@@ -57,6 +57,7 @@ CASES = (
     Case("3b", 8, {"reference": True}),
     Case("7b", 8),
     Case("7b", 64, {"checkpointing": False}),
+    Case("7b", 8, {"checkpointing": 0.5}),
     Case("7b", 2, {"lora_rank": 16, "dtype": "bf16"}),
     Case("14b", 16, {"fsdp_size": 8}),
     Case("7b", 16, {"fsdp_size": 8, "optimizer": "adamw_bf16", "dtype": "bf16"}),
@@ -65,6 +66,7 @@ CASES = (
     Case("30b-a3b", 16, {"expert_parallel": 4}),
     Case("30b-a3b", 32, {"expert_parallel": 8, "fsdp_size": 16}),
     Case("vl-7b", 8, {"images": (1,)}),
+    Case("vl-7b", 8, {"images": (1,), "checkpointing": 0.25}),
     Case("longvila-7b", 8, video(1024)),
 )
 

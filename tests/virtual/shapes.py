@@ -125,7 +125,7 @@ class Setup:
     freeze_tower: bool = False
     rows_at_once: int = 2  # micro batch size, in rows
     dynamic: bool = True  # micro batches are filled with tokens
-    checkpointing: bool = True
+    checkpointing: float = True  # share of the blocks
     share_prompt: bool = True
     always_shards: bool = True  # under sequence parallelism, short sequences too
     updates: int = 2  # the first one makes the moments

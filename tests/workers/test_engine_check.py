@@ -241,9 +241,9 @@ def test_the_first_sync_compares_and_syncs_again_and_later_ones_only_sync(
         tower=None,
         engine_tower=None,
         loaded=nullcontext,
-        engine_tensors=lambda dtype, with_tower: hub_tensors(model),
+        engine_tensors=lambda dtype, with_tower, stacks: hub_tensors(model),
     )
-    worker.hub_names = SimpleNamespace(convert=lambda tensors: tensors)
+    worker.hub_names = SimpleNamespace(convert=lambda tensors: tensors, stacks={})
     worker.device = torch.device("cpu")
     host: Any = EngineHost.__new__(EngineHost)
     host.engine, host.media, host.tokenizer = counting, media, tiny.processor.tokenizer

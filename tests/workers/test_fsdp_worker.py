@@ -2,6 +2,7 @@
 """Weights that a worker syncs into its rollout engine."""
 
 from contextlib import nullcontext
+from copy import copy
 from types import SimpleNamespace
 
 import pytest
@@ -25,12 +26,12 @@ def policy(tmp_path_factory):
     return policy
 
 
-def worker_with(policy, *, keeps_weights):
+def worker_with(policy, *, keeps_weights, engine="vllm"):
     """A worker before its first sync, and the names of the tensors that each sync passes."""
     synced = []
     worker = FSDPWorker.__new__(FSDPWorker)
     worker.policy, worker.hub_names = policy, HubNames(policy.model.config)
-    worker.config = SimpleNamespace(rollout=SimpleNamespace(dtype="bf16"))
+    worker.config = SimpleNamespace(rollout=SimpleNamespace(name=engine, dtype="bf16"))
     worker.tower_is_synced = False
     worker.engine = SimpleNamespace(
         keeps_weights=keeps_weights,
@@ -72,3 +73,19 @@ def test_a_trained_tower_is_always_synced(policy):
     names = [name for name, _ in trained.engine_tensors(torch.float32, with_tower=False)]
 
     assert any(name.startswith("model.visual.") for name in names)
+
+
+@pytest.mark.parametrize("engine, stays_joint", [("vllm", True), ("hf", False)])
+def test_experts_are_sent_as_stacks_to_engines_that_read_them(policy, tmp_path, engine, stays_joint):
+    mixture = copy(policy)
+    mixture.model, mixture.tower = load_model(save_tiny_model(tmp_path, "qwen3_moe")), None
+    mixture.engine_tower = None
+    worker, synced = worker_with(mixture, keeps_weights=True, engine=engine)
+
+    worker.sync_weights(0)
+
+    joint, single = (
+        "model.layers.0.mlp.experts.down_proj[0:4]",
+        "model.layers.0.mlp.experts.3.down_proj.weight",
+    )
+    assert (joint in synced[0]) is stays_joint and (single in synced[0]) is not stays_joint

@@ -13,8 +13,9 @@ from transformers import AutoConfig
 
 from tests.helpers.distributed import run_distributed
 from verl.config.model import FSDPConfig, ModelConfig, OptimConfig
-from verl.distributed.fsdp import clip_grad_norm, full_named_tensors, make_mesh, sharded_parameters
+from verl.distributed.fsdp import clip_grad_norm, make_mesh, sharded_parameters
 from verl.distributed.offload import Offloader
+from verl.distributed.weights.gathering import full_named_tensors
 from verl.models.hub_names import auto_class
 from verl.models.monkey_patch import plain_attention
 from verl.models.tiny import save_tiny_model

@@ -20,8 +20,9 @@ DTYPES = {
     "bf16": "bf16", "fp16": "fp16", "fp32": "fp32",
 }  # fmt: skip
 TINY = 1e-6  # smallest value of an option that must be positive
-AUTO = "auto"  # largest micro batch whose planned memory fits; the trainer replaces it by a number
+AUTO = "auto"  # what the plan of memory chooses; the trainer replaces it by the choice
 MicroBatchSize = int | Literal["auto"]
+Switch = bool | Literal["auto"]
 
 
 def dtype_option(default: str | None, help: str) -> Any:
@@ -81,10 +82,11 @@ class ModelConfig:
         None, "Folder or hub name of the tokenizer and processor; null is `model_path`.", resolve=model_source
     )
     override_config: dict[str, Any] = option(dict, "Fields of the model config to override.")
-    enable_gradient_checkpointing: bool = option(True, "Recompute activations in backward to save memory.")
-    compile_blocks: bool = option(
-        False,
-        "Compile the blocks of the language model (torch.compile): a slower start, faster steps on GPUs.",
+    enable_gradient_checkpointing: bool | float | Literal["auto"] = option(
+        AUTO, "Recompute activations of all or some blocks; `auto`: of few.", minimum=0.0, maximum=1.0
+    )
+    compile_blocks: Switch = option(
+        AUTO, "Compile the language model's blocks, for faster steps; `auto`: on GPUs, types that are tested."
     )
     trust_remote_code: bool = option(False, "Allow Python code that comes with the model; off for security.")
     freeze_vision_tower: bool = option(False, "Do not train the vision tower and its projector.")
@@ -97,11 +99,8 @@ class ModelConfig:
     )
     lora: LoraConfig = option(LoraConfig, "Low-rank adapters.")
     family: str | None = option(
-        None,
-        "Model family of a file, `FILE.py:NAME`, for a type of model that is not built in.",
-        extension="model family",
+        None, "Model family of a file, `FILE.py:NAME`, for another type of model.", extension="model family"
     )
-
     router_aux_loss_coef: float = option(
         0.0, "Weight of the loss that balances experts over the tokens of an update.", minimum=0.0
     )
@@ -116,13 +115,17 @@ class ModelConfig:
         """True for a diffusion model, with the other parts of its pipeline."""
         return pipeline_folder(self.model_path) is not None
 
+    @property
+    def recomputed(self) -> float:
+        """Share of the blocks whose activations are recomputed: all, where nothing chose for `auto`."""
+        return 1.0 if (share := self.enable_gradient_checkpointing) == AUTO else float(share)
+
     def runs_tiles(self, *, is_trained: bool) -> bool:
-        """Return whether MLPs run in tiles: not where their states are kept, nor in compiled blocks."""
-        return not self.compile_blocks and (not is_trained or self.enable_gradient_checkpointing)
+        """Return whether MLPs run in tiles: not where states are kept, nor in blocks known to be compiled."""
+        return self.compile_blocks is not True and (not is_trained or self.recomputed == 1)
 
     def problems(self, path: str) -> Iterator[str]:
-        problem = folder_problem(self.model_path, path) if self.model_path else None
-        if problem is not None:
+        if self.model_path and (problem := folder_problem(self.model_path, path)):
             yield f"`{path}.model_path` {problem}"
 
 
@@ -189,9 +192,7 @@ class FSDPConfig:
         -1, "Ranks per copy of the weights; -1 is all, fewer is hybrid sharding.", minimum=1, also=(-1,)
     )
     expert_parallel_size: int = option(
-        1,
-        "Ranks that the experts of a layer are divided over; must divide the ranks per copy and the experts.",
-        minimum=1,
+        1, "Ranks that share a layer's experts; must divide the ranks per copy and the experts.", minimum=1
     )
     mp_param_dtype: str = dtype_option("bf16", "Data type of weights and activations in computation.")
     mp_reduce_dtype: str = dtype_option("fp32", "Data type of the gradient reduction.")
@@ -202,8 +203,7 @@ class FSDPConfig:
         return self.fsdp_size if 0 < self.fsdp_size < world_size else world_size
 
     def reduces_once(self, world_size: int) -> bool:
-        """Return whether copies of the weights sum gradients in the last micro batch only."""
-        # Until then they stay on the device, in the data type of the reduction.
+        """Return whether gradients, summed on the device, cross copies in the last micro batch only."""
         can_wait = self.mp_reduce_dtype == "fp32" and not self.enable_cpu_offload
         return can_wait and self.shards(world_size) < world_size
 
@@ -212,8 +212,8 @@ class FSDPConfig:
 class OffloadConfig:
     """Offloading between uses."""
 
-    offload_params: bool = option(False, "Move weights to CPU memory between uses to save GPU memory.")
-    offload_optimizer: bool = option(False, "Move the optimizer state to CPU memory between updates.")
+    offload_params: Switch = option(False, "Move weights to CPU memory between uses; `auto`: if needed.")
+    offload_optimizer: Switch = option(False, "Move the optimizer state to CPU memory between updates.")
 
 
 @dataclass(frozen=True)

@@ -202,8 +202,8 @@ class RefConfig:
     diffusion: bool = option(False, "The model generates images or videos.")
     guidance_scale: float = option(4.5, "Classifier-free guidance scale of diffusion.")
     scheduler: str = option("", "Noise schedule of diffusion.")
-    fsdp: FSDPConfig = option(FSDPConfig, "Sharding and number types.", example={"enable_cpu_offload": True})
-    offload: OffloadConfig = option(OffloadConfig, "Offloading between uses.")
+    fsdp: FSDPConfig = option(FSDPConfig, "Sharding and number types.")
+    offload: OffloadConfig = option(OffloadConfig, "Offloading.", example={"offload_params": "auto"})
 
 
 @dataclass(frozen=True)
@@ -262,7 +262,7 @@ class WorkerConfig:
             "global_batch_size": 128,
             "micro_batch_size_per_device_for_update": 1,
             "micro_batch_size_per_device_for_experience": 2,
-            "offload": {"offload_params": True, "offload_optimizer": True},
+            "offload": {"offload_params": "auto", "offload_optimizer": "auto"},
         },
     )
     critic: CriticConfig = option(

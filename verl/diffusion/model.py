@@ -69,7 +69,7 @@ class DiffusionModel(TrainedModel):
         if sp is not None and sp.size > 1:
             assert family.layers is not None, "the config was checked"
             VideoUlysses(self.model, family.layers, sp)
-        if options.enable_gradient_checkpointing:
+        if recomputes(options, self.option):
             self.model.enable_gradient_checkpointing()
         self._shard(fsdp, world_size)
         self._prepare_training(device, fsdp, config.offload, config.optim, training_steps)
@@ -116,6 +116,16 @@ class DiffusionModel(TrainedModel):
     def _adapter_files(self) -> PipelineAdapter | None:
         files = super()._adapter_files()
         return None if files is None else PipelineAdapter(files)
+
+
+def recomputes(options: ModelConfig, option: str) -> bool:
+    """Return whether all blocks of a transformer are recomputed; raises where only some would be."""
+    if options.recomputed not in (0, 1):
+        raise ValueError(
+            f"`{option}.enable_gradient_checkpointing` ({options.recomputed}) must be true or false for a"
+            " diffusion model"
+        )
+    return options.recomputed == 1
 
 
 def adapter_of(family: DiffusionFamily, options: ModelConfig, option: str) -> AdapterConfig | None:

@@ -121,28 +121,8 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     return {name: buffer for name, buffer in model.named_buffers() if name in names}
 
 
-def full_named_tensors(
-    model: nn.Module, dtype: torch.dtype | None = None, select: Callable[[str], bool] = lambda _: True
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and the full tensor of each weight and buffer, gathered one at a time.
-
-    Every rank must iterate to the end, since each tensor is a collective. Names are those of `state_dict()`,
-    a tied weight appears once. Floating-point weights are cast to `dtype` before they are gathered; buffers
-    are not, as mixed precision leaves them alone.
-    """
-    buffers = persistent_buffers(model)
-    for name, tensor in (sharded_parameters(model) | buffers).items():
-        if select(name):
-            yield name, _gather(tensor.detach(), None if name in buffers else dtype)
-
-
-def _gather(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    if dtype is not None and tensor.is_floating_point():
-        tensor = tensor.to(dtype)
-    return _whole(tensor) if isinstance(tensor, DTensor) else tensor
-
-
-def _whole(tensor: DTensor) -> Tensor:
+def gather_whole(tensor: DTensor) -> Tensor:
+    """Gather a tensor on the device of its mesh; collective."""
     moved = tensor.to(tensor.device_mesh.device_type)  # for offloaded shards
     return moved.full_tensor()  # pyright: ignore[reportAttributeAccessIssue] - `to` of a DTensor gives one
 
@@ -259,7 +239,7 @@ def _by_mesh(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
 
 def _norm(grads: list[Tensor]) -> float:
     total = get_total_norm(grads)
-    return (_whole(total) if isinstance(total, DTensor) else total).item()
+    return (gather_whole(total) if isinstance(total, DTensor) else total).item()
 
 
 def keep_float32(model: nn.Module, parts: Collection[str]) -> None:

@@ -9,6 +9,7 @@ tensors with transformers' own conversion rules, so a new model needs no code he
 import copy
 import re
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
+from verl.distributed.weights.gathering import ExpertSlice
 from verl.models.auto import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM
 from verl.models.families.registry import family_of, transposed_experts
 from verl.models.scalar_head import ScalarModels, is_scalar
@@ -25,6 +27,9 @@ from verl.models.scalar_head import ScalarModels, is_scalar
 OF_ENCODERS = {"vision_config": AutoModelForImageTextToText, "audio_config": AutoModelForMultimodalLM}
 PREFIX_CHANGE = "PrefixChange"  # of transformers 5.17 and later
 LAYER_OF = re.compile(r"^(.*\.\d+)\.")  # a name up to its last number: the layer
+EXPERT = re.compile(r"\.experts\.(\d+)\.")  # on the hub
+# What transformers' interface of experts sets for joint weights in the layout of `HubNames.stacks`.
+PLAIN_EXPERTS = {"has_gate": True, "is_concatenated": True, "is_transposed": False, "has_bias": False}
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
@@ -75,6 +80,9 @@ class HubNames:
         every, own = self._model.named_parameters(remove_duplicate=False), self._model.named_parameters()
         self.tied = dict(every).keys() - dict(own).keys()
         self._groups = _find_groups(self._model, tensors, self.hub_shapes)
+        # Joint weights that may stay joint: their names in memory and, after the modules there, on the hub.
+        # (experts, 2 * intermediate, hidden), gate before up, and (experts, hidden, intermediate).
+        self.stacks = dict(self._find_stacks())
 
     def of(self, name: str) -> tuple[str, ...]:
         """Return the hub names that a tensor is converted to, alone or with the rest of its group."""
@@ -87,11 +95,17 @@ class HubNames:
     def convert(self, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield every tensor under its hub name as soon as its group is complete.
 
+        Slices of `stacks` (see `ExpertSlice`) stay joint, in their layout; `separate` converts them.
+
         Raises:
             ValueError: A name is unknown, or a group is incomplete; tied tensors may be omitted.
         """
         waiting: dict[str, dict[str, Tensor]] = {}
         for name, tensor in named_tensors:
+            part = ExpertSlice.of(name)
+            if part is not None and part.weight in self.stacks:
+                yield str(part._replace(weight=self.stacks[part.weight])), tensor
+                continue
             if name not in self._groups:
                 raise ValueError(
                     f"{type(self._model).__name__} has no tensor {name!r}: is this the right config?"
@@ -109,6 +123,46 @@ class HubNames:
                 "tensors are missing that convert together with"
                 f" {sorted(name for part in waiting.values() for name in part)}"
             )
+
+    def separate(self, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Convert the slices of experts that `convert` left joint to names and shapes on the hub.
+
+        If the hub has them joint as well, a tensor is yielded when its last slice has come.
+        """
+        in_memory = {joint: name for name, joint in self.stacks.items()}
+        waiting: dict[str, list[Tensor]] = {}
+        for name, tensor in named_tensors:
+            part = ExpertSlice.of(name)
+            if part is None:
+                yield name, tensor
+                continue
+            own = in_memory[part.weight]
+            if len(self.of(own)) == 1:
+                waiting.setdefault(own, []).append(tensor)
+                if part.stop == self.memory_shapes[own][0]:
+                    yield from _to_hub(self._model, {own: torch.cat(waiting.pop(own))}).items()
+                continue
+            for hub_name, expert in _to_hub(self._model, {own: tensor}).items():
+                yield EXPERT.sub(partial(_moved, part.start), hub_name), expert
+
+    def _find_stacks(self) -> Iterator[tuple[str, str]]:
+        for path, module in self._model.named_modules():
+            if any(getattr(module, name, None) != value for name, value in PLAIN_EXPERTS.items()):
+                continue
+            for weight, _ in module.named_parameters(recurse=False):
+                group = self._groups[f"{path}.{weight}"]
+                if len(group.members) == 1:
+                    yield group.members[0], f"{_experts_of(group.hub_names[0])}.{weight}"
+
+
+def _experts_of(hub_name: str) -> str:
+    """Return the module of experts on the hub, of one expert's tensor or of a joint one."""
+    single = EXPERT.search(hub_name)
+    return hub_name[: single.start(1) - 1] if single else hub_name.rpartition(".")[0]
+
+
+def _moved(start: int, expert: re.Match[str]) -> str:
+    return f".experts.{start + int(expert[1])}."
 
 
 def correct_conversions(model: PreTrainedModel) -> None:

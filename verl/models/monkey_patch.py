@@ -4,12 +4,14 @@
 import contextlib
 import copy
 import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from verl.distributed.fsdp import fsdp_blocks
 from verl.distributed.token_sharding import SPRows
@@ -69,6 +71,26 @@ def compile_blocks(model: PreTrainedModel, backend: str = "inductor") -> None:
         )
     for block in blocks:
         block.forward = torch.compile(block.forward, backend=backend, dynamic=True)
+
+
+def recompute_blocks(model: PreTrainedModel, share: float) -> None:
+    """Recompute activations of a share of the blocks of each part, the first ones, in the backward pass.
+
+    It reaches these when it has freed what the last ones keep, so that no more is held at once.
+    """
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    parts: dict[str, list[Any]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            parts.setdefault(name.rpartition(".")[0], []).append(module)
+    if share < 1 and not parts:
+        raise ValueError(
+            f"`enable_gradient_checkpointing` must be true or false for {type(model).__name__}, got {share}:"
+            " it does not recompute by blocks"
+        )
+    for blocks in parts.values():
+        for block in blocks[math.ceil(share * len(blocks)) :]:
+            block.gradient_checkpointing = False
 
 
 def defer_head(model: PreTrainedModel) -> None:

@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A memory plan as data: the machine, the phases of a run, and what each phase holds at its peak."""
 
+import os
+import shutil
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 
 from verl.distributed.backends import USUAL_GPU
 from verl.distributed.gpus import list_gpus
@@ -13,6 +16,10 @@ RESERVE = 0.1  # share of memory left free: allocators hold freed pieces that ar
 Parts = dict[str, int]  # bytes by name
 
 
+class UnknownMemoryError(ValueError):
+    """No GPU reports its memory: drivers other than NVIDIA's are not asked."""
+
+
 @dataclass(frozen=True)
 class Machine:
     """Memory of each node."""
@@ -21,6 +28,7 @@ class Machine:
     device_bytes: int  # of one GPU; 0 on CPU
     host_bytes: int  # of a node, for all its processes
     name: str  # for reports
+    no_compiler: str = ""  # what it lacks to compile for its GPUs
 
     @property
     def usable_device(self) -> int:
@@ -80,7 +88,7 @@ def find_machine(device: str, memory_gb: float | None = None) -> Machine:
     """Describe this machine, or one with `memory_gb` GiB on each GPU (on CPU: on each node).
 
     Raises:
-        ValueError: The run needs a GPU, none reports its memory, and no memory is given.
+        UnknownMemoryError: The run needs a GPU, none reports its memory, and no memory is given.
     """
     gpus, host = list_gpus() if device != "cpu" else [], available_bytes()
     if device == "cpu" or (device == "auto" and not gpus):
@@ -92,7 +100,16 @@ def find_machine(device: str, memory_gb: float | None = None) -> Machine:
         return Machine(kind, int(memory_gb * GIB), host, f"a GPU with {memory_gb:g} GiB")
     free = min((gpu.memory_mib - gpu.used_mib for gpu in gpus), default=0) << 20
     if not free:
-        raise ValueError(
+        raise UnknownMemoryError(
             f"`trainer.device` ({kind}): no GPU here reports its memory, add `--device-memory-gb=80`"
         )
-    return Machine(kind, free, host, f"free on this machine's {gpus[0].name}")
+    return Machine(kind, free, host, f"free on this machine's {gpus[0].name}", missing_compiler())
+
+
+def missing_compiler() -> str:
+    """Say what this machine lacks to compile for a GPU; empty if nothing."""
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    if not any(map(shutil.which, filter(None, (os.environ.get("CC"), "gcc", "clang", "cc")))):
+        return "there is no C compiler"
+    return ""

@@ -72,6 +72,15 @@ class Stack:
             norms += (NORM_BYTES + c) * (attention + self.kv_heads * self.head_dim)
         return norms + 4 * c * attention + 4 * c * self.intermediate
 
+    def recomputed(self, share: float) -> int:
+        """Layers whose activations are recomputed."""
+        return math.ceil(share * self.layers)
+
+    def kept(self, c: int, share: float) -> int:
+        """Bytes of a token that all layers save: of a recomputed one its input."""
+        again = self.recomputed(share)
+        return again * c * self.hidden + (self.layers - again) * self.saved(c)
+
     def transient(self, c: int, tokens: int) -> int:
         """Bytes in a layer that saves nothing: its states and the widest operation."""
         attention = self.heads * self.head_dim
@@ -157,10 +166,11 @@ class ModelSetup:
     ranks: int  # that share one copy of the weights
     c: int  # bytes of a number in forward and backward
     r: int = 4  # bytes of a gradient while it is summed over ranks
-    checkpointing: bool = True  # activations are recomputed
+    checkpointing: float = True  # share of the blocks whose activations are recomputed, the first ones
     keeps_gathered: bool = False  # layers stay gathered from forward to backward
     optimizer: str = "adamw"
     expert_ranks: int = 1  # that the experts of a layer are divided over
+    is_compiled: bool = False  # blocks of the text: their elementwise operations are fused
     reduces_once: bool = False  # copies of the weights sum their gradients once in an optimizer step
 
     @property
@@ -229,14 +239,11 @@ def logit_chunk(shape: ModelShape, setup: ModelSetup, batch: MicroBatch) -> int:
 
 def saved_activations(shape: ModelShape, setup: ModelSetup, batch: MicroBatch) -> int:
     """Activations saved for the backward pass when the forward pass ends, without the head's."""
-    c = setup.c
-    per_token = c * shape.text.hidden if setup.checkpointing else shape.text.saved(c)
-    total = shape.text.layers * per_token * batch.tokens
-    if not setup.checkpointing:
-        total += shape.text.layers * c * shape.text.adapted_experts
+    c, share = setup.c, setup.checkpointing
+    total = shape.text.kept(c, share) * batch.tokens
+    total += (shape.text.layers - shape.text.recomputed(share)) * c * shape.text.adapted_experts
     if shape.tower is not None:
-        per_patch = c * shape.tower.hidden if setup.checkpointing else shape.tower.saved(c)
-        total += shape.tower.layers * per_patch * batch.patches
+        total += shape.tower.kept(c, share) * batch.patches
     total += c * shape.router_logits * batch.tokens
     last_norm = (NORM_BYTES + 2 * c) * shape.text.hidden * batch.tokens
     return total + last_norm + c * shape.text.hidden * batch.responses
@@ -298,10 +305,12 @@ def _head_backward(shape: ModelShape, setup: ModelSetup, batch: MicroBatch) -> i
 def _layer_backward(shape: ModelShape, setup: ModelSetup, batch: MicroBatch) -> int:
     """Backward pass of the last layer, with FSDP's buffers and the head's gradient."""
     text, c, ranks = shape.text, setup.c, setup.ranks
-    tokens = text.backward(c, batch.tokens, recomputes=setup.checkpointing)
-    tokens += c * text.adapted_experts * (2 if setup.checkpointing else 1)  # the sum and its gradient
+    # Some recomputed: the last layer is not, and once one is, what the last one saved is freed.
+    recomputes = setup.checkpointing == 1
+    tokens = text.backward(c, batch.tokens, recomputes=recomputes)
+    tokens += c * text.adapted_experts * (2 if recomputes else 1)  # the sum and its gradient
     if shape.tower is not None:
-        tokens = max(tokens, shape.tower.backward(c, batch.patches, recomputes=setup.checkpointing))
+        tokens = max(tokens, shape.tower.backward(c, batch.patches, recomputes=recomputes))
     if setup.expert_ranks > 1:
         return c * shape.trained_head + _divided_layer_backward(shape, setup, batch, tokens)
     fetched = 1 if ranks == 1 else 2  # this layer's weights, and the next one's while they arrive
@@ -323,7 +332,9 @@ def _divided_layer_backward(shape: ModelShape, setup: ModelSetup, batch: MicroBa
     experts = text.held(setup.expert_ranks) - (text.params - text.experts)
     rest, share = text.params - text.experts, shape.trained / shape.params
     trained = int(experts * shape.trained_experts / max(shape.experts, 1))
-    running = tokens + text.arrived(c, batch.tokens, setup.expert_ranks) * (2 if setup.checkpointing else 1)
+    running = tokens + text.arrived(c, batch.tokens, setup.expert_ranks) * (
+        2 if setup.checkpointing == 1 else 1
+    )
     running += c * (experts + 2 * rest) + c * trained + int(setup.r * share * rest)
     sent = int((c + setup.r * (1 + 1 / setup.expert_shards)) * trained) + c * rest
     return max(running, sent)

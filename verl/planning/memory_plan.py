@@ -131,7 +131,13 @@ def context_bytes(device: str) -> int:
 
 def shape_of(model: PlannedModel, read_shape: ReadShape) -> ModelShape:
     trained = model.optim is not None
-    return read_shape(model.model, model.fsdp, option=model.option, is_trained=trained, head=model.head)
+    # Of all switches of its blocks they change this alone, and reading takes seconds.
+    read = replace(model.model, compile_blocks=False, enable_gradient_checkpointing=True)
+    shape = read_shape(read, model.fsdp, option=model.option, is_trained=trained, head=model.head)
+    if model.model.runs_tiles(is_trained=trained):
+        return shape
+    tower = shape.tower and replace(shape.tower, is_tiled=False)
+    return replace(shape, text=replace(shape.text, is_tiled=False), tower=tower)
 
 
 def held_model(model: PlannedModel, world_size: int, device: str, read_shape: ReadShape) -> HeldModel:
@@ -147,7 +153,8 @@ def held_model(model: PlannedModel, world_size: int, device: str, read_shape: Re
         ranks=fsdp.shards(world_size),
         c=NUMBER_BYTES[fsdp.mp_param_dtype],
         r=NUMBER_BYTES[fsdp.mp_reduce_dtype],
-        checkpointing=model.model.enable_gradient_checkpointing,
+        checkpointing=model.model.recomputed,
+        is_compiled=model.model.compile_blocks is True,
         keeps_gathered=not fsdp.enable_full_shard,
         optimizer="adamw" if model.optim is None else model.optim.strategy,
         expert_ranks=fsdp.expert_parallel_size,

@@ -27,6 +27,7 @@ LOG_PROB_PHASES = {"actor": "old", "critic": "values", "prime": "process_rewards
 SFT_BATCH_TENSORS = 5  # of int64: ids, mask, positions, responses and response mask
 ACTIVATION_BYTES = 2 << 30  # of an engine, in addition to weights and cache
 QUANTIZED_BYTES = 1  # of a weight in fp8; its scales are one in thousands
+SLICE_BYTES = 1 << 30  # of experts that are gathered for vLLM, see `distributed/weights/gathering.py`
 JOINED_WEIGHTS = 2  # gate and up, of which vLLM makes one
 TEACHER = "teacher"  # phase
 
@@ -90,13 +91,8 @@ class PlannedEngine:
     ) -> Parts:
         """Memory in addition to the models while it samples and while it receives their weights."""
         largest = policy.trained if sends_adapters else policy.largest_stored * policy.params // policy.stored
-        # Its shard in the engine's type, what all ranks sent, and the whole weight that is made of it.
-        copies = 1 if setup.ranks == 1 else 2 + 1 / setup.ranks
-        if policy.experts and setup.ranks > 1:  # the last weight that the engine was given is half as large
-            copies += 0.5
-        if setup.expert_ranks > 1:  # the part of one rank's experts comes first
-            copies += 1 / setup.expert_ranks
-        parts = {"a gathered weight": int(copies * self.number * largest)}
+        in_slices = self._takes_stacks(policy) and not sends_adapters
+        parts = {"a gathered weight": self._gathered(policy, setup, self.number * largest, in_slices)}
         if self.is_quantized:  # what waits until all of a layer is there, and the layer until it is quantized
             layer = policy.experts // policy.text.layers or JOINED_WEIGHTS * largest
             parts["a layer to quantize"] = self.number * (layer + layer // self.options.tensor_parallel_size)
@@ -107,6 +103,25 @@ class PlannedEngine:
         elif self.options.name == "hf":
             parts["weights in exchange"] = self.weights(policy)
         return parts
+
+    def _takes_stacks(self, policy: ModelShape) -> bool:
+        """Return whether experts are gathered in slices: adapters on them are folded into whole ones."""
+        is_plain = not policy.has_expert_biases and not policy.text.adapted_experts
+        return self.options.name == "vllm" and policy.experts > 0 and is_plain
+
+    def _gathered(self, policy: ModelShape, setup: ModelSetup, largest: int, in_slices: bool) -> int:
+        """Memory to gather a weight of `largest` bytes, or experts of as many in slices."""
+        # Its shard in the engine's type, what all ranks sent, and the whole weight that is made of it.
+        copies = 1 if setup.ranks == 1 else 2 + 1 / setup.ranks
+        if in_slices and largest > SLICE_BYTES:
+            # This slice, the one before, and a part of one rank's experts.
+            part = min(SLICE_BYTES, largest // setup.expert_ranks) if setup.expert_ranks > 1 else 0
+            return max(2 * SLICE_BYTES + part, int(copies * self.number * policy.head))
+        if policy.experts and setup.ranks > 1 and not in_slices:
+            copies += 0.5  # the last weight that the engine was given is half as large
+        if setup.expert_ranks > 1:  # the part of one rank's experts comes first
+            copies += 1 / setup.expert_ranks
+        return int(copies * largest)
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,6 +162,7 @@ class PlannedRun:
     pictures: PlannedPictures | None = None  # of a diffusion run, which has no other models
     batch_tokens: int = 0  # of a step's rows, as long as they may be
     compares_teachers: bool = False  # they run in the update, with the policy
+    attention_kernel: str = "auto"  # the option
 
     @property
     def shared_engine(self) -> PlannedEngine | None:
@@ -228,6 +244,7 @@ def planned_ppo(config: PPOConfig) -> PlannedRun:
         pictures,
         batch_tokens=sequences * length,
         compares_teachers=distillation.compares_in_update,
+        attention_kernel=actor.attention_kernel,
     )
 
 
@@ -269,6 +286,7 @@ def planned_sft(config: SFTConfig) -> PlannedRun:
         rows=rows,
         ring=actor.ring_size,
         compares_teachers=config.distillation.compares_in_update,
+        attention_kernel=actor.attention_kernel,
     )
 
 

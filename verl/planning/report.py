@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory report of `--dry-run`, options that make a run fit, and the micro batch sizes of `auto`."""
+"""Memory report of `--dry-run`, options that make a run fit, and the values of `auto`."""
 
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from verl.config.files.model_files import local_folder
@@ -11,7 +10,8 @@ from verl.config.files.paths import MODEL_CONFIGS
 from verl.config.schema import ConfigError, check_config, value_at
 from verl.config.trainer import RunTree
 from verl.distributed.backends import on_gpu
-from verl.planning.machine import GIB, Machine, MemoryPlan, Phase, find_machine
+from verl.planning.auto_switches import Choice, Chosen, choose, open_switches, with_options
+from verl.planning.machine import GIB, Machine, MemoryPlan, Phase, UnknownMemoryError, find_machine
 from verl.planning.memory_plan import REWARD, Planner, expert_sizes, read_pictures, shape_of
 from verl.planning.planned_run import PlannedRun
 from verl.planning.step_plan import PlanLine
@@ -32,22 +32,48 @@ ENGINE_RANKS = "worker.rollout.tensor_parallel_size"
 MIN_SHOWN = GIB // 20  # smaller parts of a phase are left out of its line
 
 
-def resolve_auto_sizes(
-    config: C, describe: Describe[C], device: str, find: Callable[[str], Machine] = find_machine
+def resolve_auto(
+    config: C,
+    describe: Describe[C],
+    device: str,
+    find: Callable[[str], Machine] = find_machine,
+    recorded: Callable[[], Mapping[str, Any]] = dict,
 ) -> C:
-    """Replace each micro batch size that is `auto` by the largest that fits the machine that `find` returns.
+    """Replace `auto` by what fits the machine that `find` returns: micro batch sizes, then switches.
+
+    `recorded` returns the options of the checkpoint that the run resumes from, whose choices it repeats.
 
     Raises:
-        ValueError: Not even one sequence fits; the error names the options that would help.
+        ValueError: A size is `auto`, and not even one sequence fits, for which the error names the options
+            that would help; or no GPU reports its memory.
     """
-    options = describe(config).auto_options()
-    if not options:
+    run = describe(config)
+    sizes, switches = run.auto_options(), open_switches(config, run)
+    if not on_gpu(device):
+        config, switches = with_options(config, switches), {}
+    if not sizes and not switches:
         return config
-    machine = find(device)
-    resolved = with_largest_sizes(config, make_planner(describe, machine))
-    for key in options:
-        logger.info("micro batch size that fits: %s=%d memory=%r", key, value_at(resolved, key), machine.name)
-    return resolved
+    try:
+        machine = find(device)
+    except UnknownMemoryError:
+        if sizes:
+            raise
+        logger.info("no %s reports its memory, so nothing is chosen for it: %s", device, text_of(switches))
+        return with_options(config, switches)
+    before = recorded() if switches else {}
+    chosen = _resolved(config, make_planner(describe, machine), before)
+    for key in sizes:
+        size = value_at(chosen.config, key)
+        logger.info("micro batch size that fits: %s=%d memory=%r", key, size, machine.name)
+    for key, choice in chosen.choices.items():
+        logger.info("chosen for the device: %s=%s memory=%r", key, choice, machine.name)
+    return chosen.config
+
+
+def _resolved(config: C, planner: Planner[C], recorded: Mapping[str, Any]) -> Chosen[C]:
+    switches = open_switches(config, planner.describe(config))
+    sized = with_largest_sizes(with_options(config, switches), planner)
+    return choose(sized, switches, planner, recorded)
 
 
 def make_planner(describe: Describe[C], machine: Machine) -> Planner[C]:
@@ -82,6 +108,7 @@ class DryRun(Generic[C]):
     memory: str
     planner: Planner[C] | None = None  # None where a model or the machine is unknown
     problem: str | None = None  # that would end the run
+    choices: Mapping[str, Choice] = field(default_factory=dict)  # of switches that were `auto`
 
 
 def dry_run_memory(
@@ -100,11 +127,13 @@ def dry_run_memory(
         return DryRun(config, text)
     try:
         plan = make_planner(describe, machine or find_machine(config.trainer.device, memory_gb))
-        resolved = with_largest_sizes(config, plan)
+        chosen = _resolved(config, plan, recorded={})
     except ValueError as error:
         return DryRun(config, "", problem=str(error))
-    sizes = [f"  auto: {key}={value_at(resolved, key)}\n" for key in run.auto_options()]
-    return DryRun(resolved, memory_text(resolved, plan) + "".join(sizes), plan)
+    resolved = chosen.config
+    lines = [f"  auto: {key}={value_at(resolved, key)}\n" for key in run.auto_options()]
+    lines += [f"  auto: {key}={choice}\n" for key, choice in chosen.choices.items()]
+    return DryRun(resolved, memory_text(resolved, plan) + "".join(lines), plan, choices=chosen.choices)
 
 
 def memory_text(config: C, planner: Planner[C]) -> str:
@@ -148,21 +177,6 @@ def _missing_configs(run: PlannedRun) -> Iterator[tuple[str, str]]:
         has_config = folder is not None and any((folder / name).is_file() for name in MODEL_CONFIGS)
         if path is not None and not has_config:
             yield option, path
-
-
-def with_options(config: C, changes: Mapping[str, Any]) -> C:
-    """Return a copy of a config with some options replaced."""
-    for key, value in changes.items():
-        config = _with_option(config, key, value)
-    return config
-
-
-def _with_option(section: Any, key: str, value: Any) -> Any:
-    name, _, rest = key.partition(".")
-    if isinstance(section, dict):  # of sections that the user named
-        return section | {name: _with_option(section[name], rest, value)}
-    inner = _with_option(getattr(section, name), rest, value) if rest else value
-    return dataclasses.replace(section, **{name: inner})
 
 
 def problems_of(config: RunTree) -> set[str]:
@@ -259,8 +273,7 @@ def _remedies(config: Any, planner: Planner[Any], phase: Phase) -> Iterator[Chan
         for server in run.servers:
             share = f"{server.option}.gpu_memory_utilization"
             yield from _lower_shares(share, server.options.gpu_memory_utilization)
-    yield {f"worker.{role}.offload.offload_optimizer": True for role in run.roles(trained_only=True)}
-    yield {f"worker.{role}.offload.offload_params": True for role in run.roles()}
+    yield from _offloads(run)
     if phase.updated_role is not None:
         section = f"worker.{phase.updated_role}"
         yield {f"{section}.fsdp.torch_dtype": "bf16", f"{section}.optim.strategy": "adamw_bf16"}
@@ -269,15 +282,24 @@ def _remedies(config: Any, planner: Planner[Any], phase: Phase) -> Iterator[Chan
 
 
 def _engine_remedies(config: Any, planner: Planner[Any]) -> Iterator[Changes]:
-    """Yield larger shares of a GPU for the rollout engine, then engines of more of a node's GPUs as well."""
+    """Yield larger shares of a GPU for the rollout engine, engines of more GPUs, and both with offloading."""
     run, now, ranks = planner.describe(config), value_at(config, ENGINE_SHARE), value_at(config, ENGINE_RANKS)
     larger = [{ENGINE_SHARE: share} for step in range(1, 19) if (share := round(0.05 * step, 2)) > now]
-    yield from larger
+    changes = list(larger)
     heads, problems = shape_of(run.models[0], planner.read_shape).text.heads, problems_of(config)
     for size in range(ranks + 1, run.trainer.n_gpus_per_node + 1):
         divided = {ENGINE_RANKS: size}
         if heads % size == 0 and problems_of(with_options(config, divided)) <= problems:
-            yield from (divided | share for share in ({}, *larger))
+            changes += [divided | share for share in ({}, *larger)]
+    optimizers, weights = _offloads(run)
+    for offloaded in ({}, optimizers, optimizers | weights):
+        yield from (change | offloaded for change in changes)
+
+
+def _offloads(run: PlannedRun) -> tuple[Changes, Changes]:
+    """Return the options that keep all optimizers in host memory, and all weights."""
+    optimizers = {f"worker.{role}.offload.offload_optimizer": True for role in run.roles(trained_only=True)}
+    return optimizers, {f"worker.{role}.offload.offload_params": True for role in run.roles()}
 
 
 def _lower_shares(option: str, now: float) -> Iterator[Changes]:

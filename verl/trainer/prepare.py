@@ -13,15 +13,19 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import Generic, NamedTuple, TypeVar
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import ray
 
-from verl.config.trainer import RunTree
+from verl.checkpoint.manifest import ORIGIN, STATE_FILE
+from verl.checkpoint.tracker import find_last_checkpoint
+from verl.config.files.model_files import read_json
+from verl.config.trainer import RunConfig, RunTree
 from verl.distributed.gpus import list_gpus
 from verl.logger.console.start_up import phase
 from verl.planning.machine import Machine, find_machine
-from verl.planning.report import Describe, problems_of, resolve_auto_sizes
+from verl.planning.report import Describe, problems_of, resolve_auto
 from verl.single_controller.ray.cluster import connect
 from verl.single_controller.ray.processes import WorkerProcesses
 from verl.single_controller.ray.resource_pool import (
@@ -104,7 +108,8 @@ def prepare_run(
             check()
     processes = processes or start_processes(pool, warm_up, stack)
     # Last: with `trainer.elastic` there may be fewer devices than requested, and sizes depend on them.
-    config = resolve_auto_sizes(config, describe, device, find_machine_of_run)
+    before = partial(recorded_options, config.trainer)
+    config = resolve_auto(config, describe, device, find_machine_of_run, before)
     return PreparedRun(config, pool, processes)
 
 
@@ -175,10 +180,22 @@ def check_all_fit(config: RunTree, capacities: Sequence[int]) -> None:
 
 def find_machine_of_run(device: str) -> Machine:
     """Describe this machine, or for CUDA without a GPU here the first of the cluster with GPUs."""
-    if device == "cpu" or list_gpus():
-        return find_machine(device)
     nodes = [node for node in alive_nodes() if node["Resources"].get("GPU", 0)]
+    if device == "cpu" or list_gpus() or not nodes:
+        return find_machine(device)
     return ray.get(run_on_node(nodes[0]["NodeID"], find_machine, device))
+
+
+def recorded_options(trainer: RunConfig) -> dict[str, Any]:
+    """Return the options of the checkpoint that a run resumes from; none for a run that starts.
+
+    Files that are missing there are named when the run resumes.
+    """
+    folder = Path(trainer.load_checkpoint_path) if trainer.load_checkpoint_path else None
+    if folder is None and trainer.find_last_checkpoint:
+        folder = find_last_checkpoint(trainer.checkpoint_folder)
+    state = read_json(folder / STATE_FILE) if folder else None
+    return ((state or {}).get(ORIGIN) or {}).get("options", {})
 
 
 def largest_run(config: C, capacities: Sequence[int]) -> C | None:

@@ -34,6 +34,7 @@ from verl.workers.rollout.interface import (
     RolloutRequest,
     SamplingOptions,
 )
+from verl.workers.rollout.processed_media import PendingMedia, ProcessedMedia
 from verl.workers.run_options import RunOptions
 
 NOT_FOUND = (
@@ -68,6 +69,7 @@ class EngineHost:
         self.config, self.options, self.place = config, options, place
         self.tokenizer, self.media, self.model_config, self.tower = tokenizer, media, model_config, tower
         # no one has compared the engine for a model without a file of its family
+        self.processed = None if media is None else ProcessedMedia(media)
         self.must_be_compared = media is not None and not is_named(model_config)
         with refusing_engine(config.rollout.name, self.must_be_compared):
             self.engine = build_rollout_engine(config.rollout, self._setup(adapter))
@@ -129,7 +131,7 @@ class EngineHost:
         assert self.media is not None, "the loader rejects media for a model without a processor"
         return self.media.expand(list(ids), self.media.measure(media))
 
-    def _media_of(self, media: MediaData) -> DecodedMedia | EmbeddedMedia | None:
+    def _media_of(self, media: MediaData) -> PendingMedia | EmbeddedMedia | None:
         # features of a frozen tower, or pixels
         if not media:
             return None
@@ -143,8 +145,12 @@ class EngineHost:
                 return EmbeddedMedia(known["image"], known["video"], known["audio"])
             if self.engine.embeds_prompts:
                 raise RuntimeError(NOT_FOUND)
-        assert self.media is not None, "the loader rejects media for a model without a processor"
-        return self.media.decode(media)
+        assert self.processed is not None, "the loader rejects media for a model without a processor"
+        return self.processed.begin(media)
+
+    def _media_of_turn(self, media: MediaData) -> DecodedMedia | EmbeddedMedia | None:
+        given = self._media_of(media)
+        return given.result() if isinstance(given, PendingMedia) else given
 
     def _check_embedding(self) -> None:
         kind = self.model_config.model_type
@@ -183,8 +189,8 @@ class EngineHost:
             )
         leader = None
         if pool is not None:
-            leader = AgentLeader(pool, endpoint_of(rules, on_call=pool.hold), rules, self._media_of)
-        return AgentDriver(self.continued, leader, self._media_of)
+            leader = AgentLeader(pool, endpoint_of(rules, on_call=pool.hold), rules, self._media_of_turn)
+        return AgentDriver(self.continued, leader, self._media_of_turn)
 
     @property
     def _longest(self) -> int:
@@ -205,6 +211,7 @@ class EngineHost:
             takes_embeddings=self.tower is not None,
             adapter=adapter,
             records_routes=self._records_routes(),
+            media=self.processed,
         )
 
     def _records_routes(self) -> bool:

@@ -27,7 +27,7 @@ from verl.models.hub_names import HubNames, auto_class, meta_model
 from verl.models.lora import set_adapter
 from verl.models.lora_weights import AdapterConfig, read_adapter, read_adapter_config
 from verl.models.mixture.experts import check_divisible, divide_over_ranks, expert_option
-from verl.models.monkey_patch import compile_blocks
+from verl.models.monkey_patch import compile_blocks, recompute_blocks
 from verl.models.registry import prepare_model
 from verl.models.scalar_head import (
     SCORE_BIAS,
@@ -86,11 +86,11 @@ def build_model(
         select_trainable(empty, model, option, adapter)
         if adapter is not None:
             _on_rank0(lambda: _adapt_source(source, model, adapter, option))
-        if model.enable_gradient_checkpointing:
-            empty.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if model.recomputed:
+            recompute_blocks(empty, model.recomputed)
     else:
         empty.requires_grad_(False)
-    if model.compile_blocks:
+    if model.compile_blocks is True:
         compile_blocks(empty)
     if model.runs_tiles(is_trained=trainable):
         tile_mlps(empty)

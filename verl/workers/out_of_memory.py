@@ -80,8 +80,9 @@ def _raised_share(worker: Any) -> Iterator[str]:
 
 
 def _switched_on(option: str, worker: Any) -> Iterator[str]:
-    if not _value(option, worker):
-        yield f"set `{option}` to true (now false)"
+    value = _value(option, worker)
+    if value is not True:
+        yield f"set `{option}` to true (now {str(value).lower()})"
 
 
 def _value(option: str, worker: Any) -> Any:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model of a worker process: its shard, optimizer and forward pass, on the device while it is used."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,8 +15,9 @@ from transformers import PreTrainedModel
 from verl.config.model import FSDPConfig, ModelConfig, OffloadConfig, OptimConfig
 from verl.data.media.loader import MediaLoader
 from verl.data.media.references import MediaData
-from verl.distributed.fsdp import full_named_tensors, make_mesh, torch_dtype
+from verl.distributed.fsdp import make_mesh, torch_dtype
 from verl.distributed.sequence_parallel import SequenceParallel
+from verl.distributed.weights.gathering import full_named_tensors
 from verl.models.families.interface import MediaFamily, Sense, is_part
 from verl.models.families.registry import family_of, whole_config
 from verl.models.flops import FlopsCounter
@@ -114,11 +115,14 @@ class ShardedModel(TrainedModel):
         assert self.adapter is not None, f"{self.role} has no adapters"
         return self._forward(BaseForward)
 
-    def engine_tensors(self, dtype: torch.dtype, *, with_tower: bool = True) -> Iterator[tuple[str, Tensor]]:
+    def engine_tensors(
+        self, dtype: torch.dtype, *, with_tower: bool = True, stacks: Collection[str] = ()
+    ) -> Iterator[tuple[str, Tensor]]:
         """Yield name and full tensor of each weight; every rank iterates to the end.
 
         Weights are cast to `dtype` before they are gathered, unless adapters are folded in. Those of a frozen
-        vision tower are left out on request.
+        vision tower are left out on request. Joint weights `stacks` come as slices of their experts, unless
+        they have adapters.
         """
         left_out = () if with_tower or self.tower is None else family_of(self.model.config).encoder
 
@@ -126,9 +130,11 @@ class ShardedModel(TrainedModel):
             return not is_part(name, left_out)
 
         if self.adapter is None:
-            return full_named_tensors(self.model, dtype, is_wanted)
-        tensors = full_named_tensors(self.model, select=is_wanted)
-        return fold(tensors, self.adapter, adapted_parameters(self.model))
+            return full_named_tensors(self.model, dtype, is_wanted, stacks)
+        adapted = adapted_parameters(self.model)
+        plain = set(stacks) - {each.name for each in adapted}
+        tensors = full_named_tensors(self.model, select=is_wanted, stacks=plain)
+        return fold(tensors, self.adapter, adapted)
 
     def holding(self, rows: Iterable[MediaData]) -> AbstractContextManager[None]:
         """Keep a frozen tower's features of the rows' media inside the block; every rank enters."""

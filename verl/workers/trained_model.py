@@ -13,8 +13,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from verl.checkpoint.sharded import Snapshot, load_shards, take_snapshot
 from verl.config.model import FSDPConfig, OffloadConfig, OptimConfig
 from verl.distributed.device import is_gpu
-from verl.distributed.fsdp import full_named_tensors
 from verl.distributed.offload import Offloader
+from verl.distributed.weights.gathering import full_named_tensors
 from verl.models.lora import adapted_layers, adapted_parameters
 from verl.models.lora_weights import AdapterConfig, AdapterFiles, is_adapter
 from verl.optim.build import build_optimizer

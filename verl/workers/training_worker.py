@@ -16,6 +16,7 @@ from verl.config.worker import WorkerConfig
 from verl.data.readers import load_tokenizer, read_tokenizer
 from verl.distributed.device import memory_metrics, reset_peak_memory
 from verl.distributed.fsdp import torch_dtype
+from verl.distributed.weights.gathering import in_pieces
 from verl.models.hub_names import HubNames
 from verl.protocol import DataProto
 from verl.single_controller.dispatch import Dispatch, register
@@ -26,6 +27,7 @@ from verl.workers.roles.critic import DataParallelPPOCritic
 from verl.workers.roles.prime import DataParallelPrimeModel, check_prime_tokenizer
 from verl.workers.roles.reward_model import OPTION, RewardModelScorer
 from verl.workers.roles.updater import Training, compute_log_probs
+from verl.workers.rollout.engines import TAKES_STACKS
 from verl.workers.rollout.interface import EngineAdapter
 from verl.workers.rollout.vllm.lora_sync import engine_adapter
 from verl.workers.run_options import RunOptions
@@ -134,8 +136,10 @@ class TrainingWorker(ModelWorker):
 
     def _hub_tensors(self, *, with_tower: bool = True) -> Iterator[tuple[str, Tensor]]:
         """Yield the policy's weights as the engine's loaders read them; every rank iterates to the end."""
-        dtype = torch_dtype(self.config.rollout.dtype)
-        return self.hub_names.convert(self.policy.engine_tensors(dtype, with_tower=with_tower))
+        rollout, names = self.config.rollout, self.hub_names
+        stacks = names.stacks if rollout.name in TAKES_STACKS else ()
+        dtype = torch_dtype(rollout.dtype)
+        return names.convert(self.policy.engine_tensors(dtype, with_tower=with_tower, stacks=stacks))
 
     @register(Dispatch.ALL, phase="init_engine")
     def engine_adapter(self) -> EngineAdapter | None:
@@ -153,7 +157,7 @@ class TrainingWorker(ModelWorker):
             self.publisher = make_publisher(self.config.rollout, self.rank, self.world_size, self.device)
         with self.policy.loaded():
             tensors = self.policy.adapter_tensors().items() if self.publishes_adapter else self._hub_tensors()
-            return self.publisher.publish(version, tensors)
+            return self.publisher.publish(version, in_pieces(tensors, self.publisher.bucket_bytes))
 
     def close(self) -> None:
         super().close()

@@ -143,6 +143,17 @@ def test_a_process_keeps_a_bounded_number_of_bytes_open(tmp_path):
         cache.get_or_make(key_of(6), refuse)
 
 
+def test_an_entry_that_two_threads_made_at_once_has_its_bytes_once():
+    cache = MediaCache(None, local_bytes=3500)
+    made_first = cache.get_or_make
+    cache.get_or_make(key_of(0), lambda: made_first(key_of(0), lambda: entry(0)))
+    for number in (1, 2):
+        cache.get_or_make(key_of(number), lambda number=number: entry(number))
+
+    for number in (0, 1, 2):
+        cache.get_or_make(key_of(number), refuse)
+
+
 def test_an_error_while_making_an_entry_leaves_nothing_behind(tmp_path):
     cache = MediaCache("r", owner=True, root=tmp_path)
 

@@ -20,7 +20,7 @@ from tests.helpers.families import (
     random_row,
 )
 from tests.helpers.family_training import assert_small, training_errors
-from verl.distributed.fsdp import full_named_tensors
+from verl.distributed.weights.gathering import full_named_tensors
 from verl.models.families.gemma import join_newlines
 from verl.models.hub_names import HubNames
 from verl.models.tiny import TINY_MODELS, save_tiny_model

@@ -4,6 +4,7 @@
 import json
 import shutil
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.helpers.fine_tuning import arguments_for, write_conversations
 from verl.checkpoint.manifest import MANIFEST, write_manifest
-from verl.checkpoint.tracker import CheckpointTracker
+from verl.checkpoint.tracker import CheckpointTracker, find_last_checkpoint
 from verl.config.model import ModelConfig
 from verl.config.schema import load_config
 from verl.config.sft import SFTConfig
@@ -21,7 +22,7 @@ from verl.data.readers import load_readers, media_options
 from verl.models.tiny import save_tiny_model
 from verl.planning.planned_run import planned_sft
 from verl.single_controller.ray.resource_pool import ResourcePool
-from verl.trainer.prepare import PreparedRun
+from verl.trainer.prepare import PreparedRun, recorded_options
 from verl.trainer.run.checkpointing import LOADER_FILE, ORIGIN, STATE_FILE
 from verl.trainer.run.exit_status import BAD_INPUT
 from verl.trainer.run.resuming import check_resume, model_digests, origin_of
@@ -80,6 +81,18 @@ CHANGES = {
     "a question replaced": lambda lines: [lines[0].replace('"content": "', '"content": "So ', 1), *lines[1:]],
     "one less": lambda lines: lines[:-1],
 }
+
+
+def test_a_run_that_resumes_is_given_the_options_that_the_checkpoint_recorded(folder):
+    key, newest = "worker.actor.model.compile_blocks", config_for(folder).trainer
+    step = find_last_checkpoint(newest.checkpoint_folder)
+
+    assert recorded_options(newest)[key] == "auto"
+    assert recorded_options(replace(newest, find_last_checkpoint=False)) == {}
+    named = replace(newest, find_last_checkpoint=False, load_checkpoint_path=str(step))
+    assert recorded_options(named) == recorded_options(newest)
+    (step / STATE_FILE).unlink()
+    assert recorded_options(named) == {}  # the missing file is named later
 
 
 @pytest.mark.parametrize("change", CHANGES)

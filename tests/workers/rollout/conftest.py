@@ -5,9 +5,12 @@ import json
 import os
 import shutil
 import sys
+from collections import Counter
 
 import pytest
 import torch
+from transformers.image_processing_utils import BaseImageProcessor
+from transformers.video_processing_utils import VideoProcessorMixin
 
 from tests.helpers.distributed import free_port
 from tests.helpers.families import load_tiny, open_tiny
@@ -63,3 +66,17 @@ def tiny(tmp_path_factory):
     ends = [*settings["eos_token_id"], *range(30, 300, 3)]
     file.write_text(json.dumps(settings | {"eos_token_id": ends}))
     return open_tiny(folder)
+
+
+@pytest.fixture
+def counts(monkeypatch):
+    """Count the images and videos that processors of transformers process."""
+    found = Counter()
+    for name, base in (("images", BaseImageProcessor), ("videos", VideoProcessorMixin)):
+
+        def counting(self, *args, name=name, theirs=base.__call__, **kwargs):
+            found[name] += len(args[0] if args else kwargs[name])
+            return theirs(self, *args, **kwargs)
+
+        monkeypatch.setattr(base, "__call__", counting)
+    return found

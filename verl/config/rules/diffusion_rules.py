@@ -26,8 +26,8 @@ OTHER_SIGMAS = (
 )  # fmt: skip
 # Options of the model that select parts of transformers models, or change these.
 TEXT_ONLY = (
-    "override_config", "compile_blocks", "freeze_vision_tower", "freeze_audio_tower", "family",
-    "router_aux_loss_coef", "freeze_router",
+    "override_config", "freeze_vision_tower", "freeze_audio_tower", "family", "router_aux_loss_coef",
+    "freeze_router",
 )  # fmt: skip
 REQUIRED: dict[str, Any] = {  # of the section `worker`: features of text runs are off
     "hybrid_engine": True,
@@ -106,12 +106,12 @@ def _absent(worker: WorkerConfig, algorithm: AlgorithmConfig, trainer: TrainerCo
     required = REQUIRED | {f"actor.model.{name}": getattr(plain, name) for name in TEXT_ONLY}
     found = [(f"worker.{key}", rule, value_at(worker, key)) for key, rule in required.items()]
     found.append(("trainer.async_training.mode", "off", trainer.async_training.mode))
+    found.append(("worker.actor.model.compile_blocks", False, actor.model.compile_blocks is True))
     wrong = [(key, str(rule), value) for key, rule, value in found if value != rule]
     if actor.observers:
         wrong.append(("worker.actor.observers", "[]", actor.observers))
     if algorithm.use_critic or algorithm.use_prime:
-        rule = "one without a model of its own, such as grpo"
-        wrong.append(("algorithm.adv_estimator", rule, algorithm.adv_estimator))
+        wrong.append(("algorithm.adv_estimator", "one without a model, like grpo", algorithm.adv_estimator))
     if actor.ulysses_size != 1 and not _may_divide_tokens(Path(actor.model.model_path or "")):
         wrong.append(("worker.actor.ulysses_size", "1 for pictures", actor.ulysses_size))
     for key, rule, value in wrong:

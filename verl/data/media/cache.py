@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import tempfile
+import threading
 import time
 import zlib
 from collections import OrderedDict
@@ -145,7 +146,7 @@ class MediaFolder:
 class MediaCache:
     """A bounded cache for the processes of a run on one node, and a small one inside each process.
 
-    An unpickled copy opens the directory of the same run on its own node.
+    Threads may share it. An unpickled copy opens the directory of the same run on its own node.
 
     Args:
         run_id: Equal in all processes of a run; None keeps entries in this process only.
@@ -164,12 +165,10 @@ class MediaCache:
         local_bytes: int = LOCAL_BYTES,
         root: Path | None = None,
     ) -> None:
-        self.run_id, self.owner, self.max_bytes, self.local_bytes, self.root = (
-            run_id, owner, max_bytes, local_bytes, root,
-        )  # fmt: skip
+        self.run_id, self.owner, self.root = run_id, owner, root
+        self.max_bytes, self.local_bytes = max_bytes, local_bytes
         self._local: OrderedDict[str, Entry] = OrderedDict()
-        self._local_size = 0
-        self._process = os.getpid()
+        self._local_size, self._lock, self._process = 0, threading.Lock(), os.getpid()
         self._folder: MediaFolder | None = None
         if run_id is not None:
             root = root or _choose_root()
@@ -191,24 +190,26 @@ class MediaCache:
 
     def get_or_make(self, key: str, make: Callable[[], Entry]) -> Entry:
         """Return the entry under `key`, a hexadecimal digest; if missing, one process makes it."""
-        if key in self._local:
-            self._local.move_to_end(key)
-            return self._local[key]
-        entry = make() if self._folder is None else self._make_once(self._folder, key, make)
-        self._keep(key, entry)
+        entry = self.get(key)
+        if entry is None:
+            entry = make() if self._folder is None else self._make_once(self._folder, key, make)
+            self._keep(key, entry)
         return entry
 
     def get(self, key: str) -> Entry | None:
-        if key in self._local or self._folder is None:
-            return self._local.get(key)
-        if (entry := self._folder.get(key)) is not None:
+        with self._lock:
+            if key in self._local:
+                self._local.move_to_end(key)
+                return self._local[key]
+        entry = None if self._folder is None else self._folder.get(key)
+        if entry is not None:
             self._keep(key, entry)
         return entry
 
     def close(self) -> None:
         """Release the directory; the owner or the last user removes it."""
-        self._local.clear()
-        self._local_size = 0
+        with self._lock:
+            self._local, self._local_size = OrderedDict(), 0
         if self._folder is None or self._process != os.getpid():
             return  # a forked child shares its parent's lock
         directory, self._folder = self._folder.directory, None
@@ -218,8 +219,6 @@ class MediaCache:
         os.close(self._alive)
 
     def _make_once(self, folder: MediaFolder, key: str, make: Callable[[], Entry]) -> Entry:
-        if (entry := folder.get(key)) is not None:
-            return entry
         try:
             with _locked(folder.directory / f"{key}.lock"):
                 return folder.get_or_make(key, make)
@@ -229,10 +228,11 @@ class MediaCache:
             return make()  # the owner has closed the cache
 
     def _keep(self, key: str, entry: Entry) -> None:
-        self._local[key] = entry
-        self._local_size += entry.size
-        while self._local_size > self.local_bytes and len(self._local) > 1:
-            self._local_size -= self._local.popitem(last=False)[1].size
+        with self._lock:
+            self._local_size += entry.size - (self._local[key].size if key in self._local else 0)
+            self._local[key] = entry
+            while self._local_size > self.local_bytes and len(self._local) > 1:
+                self._local_size -= self._local.popitem(last=False)[1].size
 
 
 def remove_stale_directories(root: Path) -> None:

@@ -27,7 +27,7 @@ from verl.config.model import FSDPConfig, ModelConfig
 from verl.config.rollout import RolloutConfig
 from verl.diffusion.families.interface import GUIDANCE, Conditions
 from verl.diffusion.families.registry import family_of
-from verl.diffusion.model import adapter_of
+from verl.diffusion.model import adapter_of, recomputes
 from verl.diffusion.sampler import size_of
 from verl.distributed.fsdp import fsdp_blocks, torch_dtype
 from verl.models.trainable import select_trainable
@@ -93,7 +93,7 @@ def read_pictures(
     shape = _shape(transformer)
     blocks = tuple(count(block.parameters()) for block in fsdp_blocks(transformer))
     buffers = sum(buffer.nbytes for buffer in transformer.buffers())
-    if model.enable_gradient_checkpointing:
+    if recomputes(model, option):
         transformer.enable_gradient_checkpointing()
     computes_in, size = torch_dtype(fsdp.mp_param_dtype), size_of(rollout, family)
     nn.Module.to(transformer, computes_in)  # as FSDP gathers it

@@ -15,6 +15,8 @@ PRODUCT_SHARE = 0.72  # bfloat16 products of a training step
 POWER_SHARE = 0.62  # the same where power lowers the clock: an H100 reaches 600 to 650 of 989
 POWER_BOUND = 500e12  # peaks above it are
 ATTENTION_SHARE = 0.40  # FlashAttention 2 on Hopper, of causal pairs; 0.55 to 0.6 on Ampere
+FLASH3_SHARE = 0.60  # FlashAttention 3 on Hopper, forward and backward: 600 of 989
+HOPPER = re.compile(r"G?H\d+")
 MEMORY_SHARE = 0.80  # of elementwise kernels and of reading weights
 LINK_SHARE = 0.75  # NCCL's rings over NVLink: 340 of 450 GB/s
 SHARED_LINK_SHARE = 0.35  # over PCIe, whose root the GPUs of a node share
@@ -29,6 +31,7 @@ class Cluster:
     nodes: int
     gpus: int  # of a node
     gpu: KnownGpu
+    has_flash3: bool = False  # installed, and used
 
     @property
     def world_size(self) -> int:
@@ -58,7 +61,8 @@ class Cluster:
 
     @property
     def attention(self) -> float:
-        return ATTENTION_SHARE * self.gpu.peak
+        is_faster = self.has_flash3 and HOPPER.match(self.gpu.name)
+        return (FLASH3_SHARE if is_faster else ATTENTION_SHARE) * self.gpu.peak
 
     @property
     def memory(self) -> float:

@@ -17,6 +17,7 @@ NORM_BYTES = 36  # read and written by a norm in float32: casts, square, mean, p
 RESIDUAL_BYTES = 6
 ROTARY_BYTES = 24  # halves, negation, two products and a sum
 GATE_BYTES = 10  # activation and product
+FUSED_BYTES = 4, 6, 4, 6  # the same four in compiled blocks: each number is read and written once
 BACKWARD_BYTES = 2.0  # for each byte of the forward pass
 # For each float32 logit, forward and backward: read once, and overwritten by its gradient.
 LOGIT_BYTES = 4, 6
@@ -40,24 +41,21 @@ def layer_weights(stack: Stack) -> int:
     return min(stack.params, routed)  # less in a mixture; towers have two matrices in an MLP, not three
 
 
-def layer_bytes(stack: Stack) -> int:
+def layer_bytes(stack: Stack, *, is_compiled: bool = False) -> int:
     """Bytes that the elementwise kernels of a layer read and write for a token."""
+    eager = NORM_BYTES, RESIDUAL_BYTES, ROTARY_BYTES, GATE_BYTES
+    norm, residual, rotary, gate = FUSED_BYTES if is_compiled else eager
     rotated = (stack.heads + stack.kv_heads) * stack.head_dim
     norms = 2 * stack.hidden + (rotated if stack.has_head_norms else 0)
-    return (
-        NORM_BYTES * norms
-        + 2 * RESIDUAL_BYTES * stack.hidden
-        + ROTARY_BYTES * rotated
-        + GATE_BYTES * stack.intermediate
-    )
+    return norm * norms + 2 * residual * stack.hidden + rotary * rotated + gate * stack.intermediate
 
 
-def forward(shape: ModelShape, work: PassWork) -> Operations:
-    """Count one forward pass over all rows of a step."""
+def forward(shape: ModelShape, work: PassWork, *, is_compiled: bool = False) -> Operations:
+    """Count one forward pass over all rows of a step; blocks of the text may be compiled."""
     text, tower = shape.text, shape.tower
     products = 2.0 * text.layers * layer_weights(text) * work.tokens
     attention = 4.0 * text.layers * text.heads * text.head_dim * work.pairs
-    elementwise = float(text.layers * layer_bytes(text)) * work.tokens
+    elementwise = float(text.layers * layer_bytes(text, is_compiled=is_compiled)) * work.tokens
     if tower is not None:
         products += 2.0 * tower.layers * layer_weights(tower) * work.patches
         per_image = work.patches / work.images if work.images else 0.0
@@ -70,8 +68,8 @@ def forward(shape: ModelShape, work: PassWork) -> Operations:
 
 def update(shape: ModelShape, setup: ModelSetup, work: PassWork) -> Operations:
     """Count forward and backward passes, with what is done twice."""
-    once = forward(shape, work)
-    again = 1 if setup.checkpointing else 0
+    once = forward(shape, work, is_compiled=setup.is_compiled)
+    again = shape.text.recomputed(setup.checkpointing) / shape.text.layers
     weight_gradients = shape.trained / shape.params  # frozen weights have none
     products = once.products * (2 + again + weight_gradients) - again * _not_again(shape, work)
     return Operations(

@@ -4,15 +4,16 @@
 Each option is tried by predicting time and memory again; an option that changes the loss is not tried.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from verl.config.ppo import PPOConfig
 from verl.config.schema import value_at
 from verl.config.trainer import RunTree
+from verl.planning.auto_switches import CAUTIOUS, COMPILE, RECOMPUTE, SHARES, Choice, uncompiled, with_options
 from verl.planning.memory_plan import expert_sizes
-from verl.planning.report import Changes, problems_of, text_of, with_options
+from verl.planning.report import Changes, problems_of, text_of
 from verl.planning.speed.modes import ModeTime, compare_modes
 from verl.planning.speed.step_time import PhaseTime, Predictor, StepTime
 from verl.planning.step_plan import PlanLine
@@ -23,6 +24,7 @@ C = TypeVar("C", bound=RunTree)
 SHOWN_PARTS = 3
 SHOWN_ADVICE = 3
 SHOWN_RATE = 10  # smaller ones have decimals
+KERNEL = "worker.actor.attention_kernel"
 MIN_SHARE = 0.005  # of the step; shorter parts are left out
 MIN_GAIN = 0.01  # of the step; smaller gains are left out
 ENGINE_SHARES = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9)
@@ -55,6 +57,17 @@ def time_text(config: C, predict: Predictor[C]) -> str:
     )
 
 
+def saved_text(config: Any, choices: Mapping[str, Choice], predict: Predictor[Any]) -> str:
+    """Format what each choice of `auto` saves of the step, against the cautious value."""
+    now, lines = predict(config).seconds, []
+    for key, choice in choices.items():
+        cautious = next(value for name, value in CAUTIOUS.items() if key.endswith(name))
+        if choice.value != cautious:
+            saved = predict(with_options(config, {key: cautious})).seconds - now
+            lines.append(f"  auto: {text_of({key: choice.value})} saves {saved:.1f} s\n")
+    return "".join(lines)
+
+
 def _modes_text(config: Any, predict: Predictor[Any]) -> str:
     """Format what other modes of sampling would change; empty for a run that does not train on samples."""
     if not isinstance(config, PPOConfig) or config.trainer.val_only or config.trainer.diffusion:
@@ -78,7 +91,8 @@ def _idle(time: ModeTime) -> str:
 
 def _advice(advice: Advice, step: StepTime) -> str:
     change = 100 * advice.seconds / step.seconds - 100
-    return f"  shorter: {text_of(advice.changes)}: {advice.seconds:.1f} s, {change:.0f} %\n"
+    needs = " (needs FlashAttention 3)" if KERNEL in advice.changes else ""
+    return f"  shorter: {text_of(advice.changes)}{needs}: {advice.seconds:.1f} s, {change:.0f} %\n"
 
 
 def _line(phase: PhaseTime, step: StepTime) -> PlanLine:
@@ -97,7 +111,8 @@ def advise(config: C, predict: Predictor[C]) -> list[Advice]:
     problems = problems_of(config)
     for changes in _candidates(config, predict):
         changed = with_options(config, changes)
-        if not problems_of(changed) <= problems:
+        # Another machine may have the package that a kernel needs.
+        if any(KERNEL not in problem for problem in problems_of(changed) - problems):
             continue
         advice, name = Advice(changes, predict(changed).seconds), tuple(changes)
         is_best = name not in best or advice.seconds < best[name].seconds
@@ -112,6 +127,9 @@ def _candidates(config: Any, predict: Predictor[Any]) -> Iterator[Changes]:
     for option in dict.fromkeys(each.size_option for each in run.passes):
         now = value_at(config, option)
         yield from ({option: size} for size in run.sizes(option) if size > now)
+    if not uncompiled(config.worker.actor.model, cluster.machine.device):
+        yield {f"worker.actor.{COMPILE}": True}
+    yield {KERNEL: "flash"}
     for role in run.roles():
         section = f"worker.{role}"
         yield {f"{section}.offload.offload_params": False}
@@ -120,7 +138,7 @@ def _candidates(config: Any, predict: Predictor[Any]) -> Iterator[Changes]:
         section = f"worker.{role}"
         yield {f"{section}.offload.offload_optimizer": False}
         yield {f"{section}.offload.offload_params": False, f"{section}.offload.offload_optimizer": False}
-        yield {f"{section}.model.enable_gradient_checkpointing": False}
+        yield from ({f"{section}.{RECOMPUTE}": share} for share in SHARES)
         yield {f"{section}.fsdp.enable_full_shard": False}
         yield {f"{section}.dynamic_batching": True}
         if cluster.nodes > 1:

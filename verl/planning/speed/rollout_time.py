@@ -21,6 +21,7 @@ ADAPTER_LAYER_SECONDS = 1.4e-3  # the same of its adapters, from a published run
 SEQUENCE_SECONDS = 12e-6  # of scheduling, sampling and log-probs for each running sequence and step
 REDUCE_SECONDS = 20e-6  # of starting an all-reduce between the ranks of an engine
 IMAGE_SECONDS = 0.02  # of a processor on one core for an image
+IMAGE_THREADS = 4  # that process images while the engine samples
 SAMPLER_BYTES = 24  # for each logit: float32 copies, log-softmax, noise
 SEGMENTS = 48
 
@@ -42,12 +43,14 @@ class EngineSpeed:
         """Predict one call of the engine, by cause: `prompts`, and those of `step_seconds`."""
         sequences = self.engine.prompts * self.engine.options.n
         at_once = min(sequences, self.sequences_at_once(lengths))
-        prompts, images = self._prompts(lengths)
+        prompts, first, later = self._prompts(lengths)
         totals: dict[str, float] = defaultdict(float, prompts=prompts)
         for steps, running, context in _schedule(sequences, at_once, lengths):
             for name, seconds in self.step_seconds(running, context).items():
                 totals[name] += steps * seconds
-        totals["engine"] += images
+        # until the last prompt begins, threads process images while the engine computes
+        meanwhile = prompts + (sum(totals.values()) - prompts) * (1 - at_once / sequences)
+        totals["engine"] += first + max(0.0, later - meanwhile)
         return totals
 
     def sequences_at_once(self, lengths: ExpectedLengths) -> int:
@@ -62,7 +65,7 @@ class EngineSpeed:
         """Predict one token of all running sequences, with a mean context, by cause.
 
         `weights` and `cache` are reading; `products` what goes beyond reading weights; `reduces` between
-        ranks; `engine` its own code and sampling, and in a whole call also the processing of images.
+        ranks; `engine` its own code and sampling, and in a whole call also waiting for images.
         """
         text, number, cluster, ranks = self.policy.text, self.engine.number, self.cluster, self.ranks
         dense = (self.policy.params - text.layers * (text.params - layer_weights(text))) / ranks
@@ -91,18 +94,22 @@ class EngineSpeed:
         text = self.policy.text
         return (text.layers * layer_weights(text) + self.policy.head) / self.ranks
 
-    def _prompts(self, lengths: ExpectedLengths) -> tuple[float, float]:
-        """Seconds of the prompts' products, each prompt once, and of processing their images."""
+    def _prompts(self, lengths: ExpectedLengths) -> tuple[float, float, float]:
+        """Seconds of the prompts' products, each prompt once, and of processing images.
+
+        The images are those of the prompts that the first step reads, and the others.
+        """
         tokens, text, tower = self.engine.prompts * lengths.prompt, self.policy.text, self.policy.tower
         pairs = self.engine.prompts * lengths.prompt**2 / 2
         flops = 2 * self._active() * tokens + 4 * text.layers * text.heads * text.head_dim * pairs
-        images = 0.0
+        images = first = 0.0
         if tower is not None:
             media = MEDIA_SHARE * tokens
             patches = media * self.policy.patches_per_token / self.ranks
             flops += 2 * tower.layers * layer_weights(tower) * patches
-            images = IMAGE_SECONDS * media / MEDIA_TOKENS
-        return flops / (PREFILL_SHARE * self.cluster.products), images
+            images = IMAGE_SECONDS / IMAGE_THREADS * media / MEDIA_TOKENS
+            first = images * min(1.0, self.engine.options.max_num_batched_tokens / tokens)
+        return flops / (PREFILL_SHARE * self.cluster.products), first, images - first
 
 
 def _schedule(sequences: int, at_once: int, lengths: ExpectedLengths) -> list[tuple[float, float, float]]:

@@ -93,8 +93,8 @@ class Predictor(Generic[C]):
 
     def __call__(self, config: C) -> StepTime:
         """Predict a run whose micro batch sizes are numbers."""
-        plan, cluster = self.plan, self.cluster
-        run, lengths = plan.describe(config), self.lengths(config)
+        plan, run, lengths = self.plan, self.plan.describe(config), self.lengths(config)
+        cluster = replace(self.cluster, has_flash3=run.attention_kernel == "flash")
         if run.pictures is not None:
             return predict_pictures(run, plan.read_pictures, cluster)
         models = [held_model(each, cluster.world_size, USUAL_GPU, plan.read_shape) for each in run.models]
@@ -131,12 +131,21 @@ def _pass_time(
     run: PlannedRun, model: HeldModel, each: PlannedPass, work: PassWork, cluster: Cluster
 ) -> PhaseTime:
     shape, update = model.shape, each.is_update
-    done = operations.update(shape, model.setup, work) if update else operations.forward(shape, work)
+    setup = model.setup
+    forward = operations.forward(shape, work, is_compiled=setup.is_compiled)
+    done = operations.update(shape, setup, work) if update else forward
     parts = pass_parts(run, model, done, work, cluster, is_update=update)
-    parts["reading images"] = IMAGE_SECONDS * work.images if each.phase in ("old", "update_actor") else 0.0
-    if update and any(other.phase == "old" for other in run.passes):
-        parts["reading images"] = 0.0  # kept from the first pass over these rows
+    parts["reading images"] = IMAGE_SECONDS * work.images * _unread_share(run, each, cluster)
     return PhaseTime(each.phase, parts)
+
+
+def _unread_share(run: PlannedRun, each: PlannedPass, cluster: Cluster) -> float:
+    """Return the share of a pass's images whose inputs are not in the node's cache yet."""
+    is_known = each.is_update and any(other.phase == "old" for other in run.passes)
+    if each.phase not in ("old", "update_actor") or is_known:
+        return 0.0
+    # engines of these processes have left the images of the prompts that this node sampled
+    return 1.0 if run.engine is None or run.engine.own else 1 - 1 / cluster.nodes
 
 
 def pass_parts(

@@ -43,6 +43,7 @@ class AgentDriver:
         self._parked: set[Key] = set()
         self._turns: dict[CallId, Turn] = {}  # that are not sampled yet
         self._begun: dict[CallId, FinishedResponse] = {}  # what those of parked conversations have
+        self._media: dict[Key, list[Any]] = {}  # of turns: what is held is not processed again
         self._options = SamplingOptions()  # of a turn
 
     def run(self, rows: Sequence[Columns], sampling: SamplingOptions) -> Iterator[list[FinishedResponse]]:
@@ -105,7 +106,10 @@ class AgentDriver:
         self.sampling.abort(step.aborted)
         for uid in step.aborted:
             self._turns.pop(uid, None)
-        self._open -= {Key(response.uid, response.sample) for response in step.ended}
+        ended = {Key(response.uid, response.sample) for response in step.ended}
+        self._open -= ended
+        for key in ended:
+            self._media.pop(key, None)
         if step.problem is not None:
             raise RuntimeError(step.problem)
         self._turns |= {turn.uid: turn for turn in step.turns}
@@ -118,6 +122,8 @@ class AgentDriver:
         for uid in uids:
             del self._turns[uid]
             self._begun.pop(uid, None)
+        for key in conversations:
+            self._media.pop(key, None)
         if self._leader is not None:
             self._leader.stop(conversations)
         conversations.clear()
@@ -125,5 +131,6 @@ class AgentDriver:
     def _request(self, turn: Turn) -> RolloutRequest:
         decoded = None if self._leader is None else self._leader.decoded.pop(turn.uid, None)
         media = self.decode_media(turn.media) if decoded is None else decoded
+        self._media.setdefault(turn.uid.key, []).append(media)
         offset = seed_offset(*turn.uid)
         return RolloutRequest(turn.uid, turn.token_ids, media, max_tokens=turn.max_tokens, seed_offset=offset)

@@ -61,6 +61,7 @@ class _Open:
     begun: FinishedResponse | None = None  # the turn, if it was interrupted
     answer: list[Observation] | None = None  # that came while it was parked
     drafts: Drafts | None = None  # of its turns
+    media: list[Any] = field(default_factory=list)  # of its turns: what it holds is not processed again
 
     async def turn(self, request: TurnRequest) -> FinishedResponse:
         self.request = request
@@ -154,7 +155,11 @@ class ConversationDriver:
             if key in self._parked:
                 opened = self._open[key] = self._parked.pop(key)
                 opened.started += self._now
-        self.sampling.submit([self._request(Key(row["uid"], 0), row["uid"]) for row in whole], sampling)
+        first = {row["uid"]: self._request(Key(row["uid"], 0), row["uid"]) for row in whole}
+        for key, opened in self._open.items():
+            if key.uid in first:
+                opened.media.append(first[key.uid].media)
+        self.sampling.submit(list(first.values()), sampling)
         self._submit(single)
 
     def step(self, at_most: int) -> list[FinishedResponse]:
@@ -307,9 +312,11 @@ class ConversationDriver:
         return answers
 
     def _request(self, key: Key, uid: Any) -> RolloutRequest:
-        turn = self._open[key].request
+        opened = self._open[key]
+        turn = opened.request
         assert turn is not None, "the conversation waits for a turn"
         media = self.decode_media(turn.media)
+        opened.media.append(media)
         offset = seed_offset(key, turn.number)
         return RolloutRequest(uid, turn.token_ids, media, max_tokens=turn.max_tokens, seed_offset=offset)
 

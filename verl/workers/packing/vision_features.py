@@ -24,8 +24,8 @@ from verl.data.media.cache import Entry, MediaFolder
 from verl.data.media.loader import MediaData, MediaLoader, references_in_order
 from verl.data.media.references import Reference
 from verl.distributed.device import to_device
-from verl.distributed.fsdp import full_named_tensors
 from verl.distributed.sequence_parallel import SequenceParallel
+from verl.distributed.weights.gathering import full_named_tensors
 from verl.models.families.interface import KINDS, EncodedMedium, Kind, Medium, is_part
 from verl.models.families.registry import media_family_of
 from verl.models.flops import FlopsCounter, PackedWork

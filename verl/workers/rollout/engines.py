@@ -20,6 +20,7 @@ from verl.utils.registry import Registry
 from verl.workers.rollout.interface import EngineSetup, RolloutEngine
 
 ROLLOUT_ENGINES: Registry[Any] = Registry("worker.rollout.name")
+TAKES_STACKS = {"vllm"}  # engines whose `sync_weights` reads joint weights of experts, in slices
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 
 

@@ -73,7 +73,7 @@ class RolloutRequest:
 
     uid: Any  # returned with each response
     prompt_token_ids: list[int]  # one pad token for each medium, expanded only if the engine embeds prompts
-    media: Any = None  # decoded images, videos and audios; `EmbeddedMedia` if the engine takes embeddings
+    media: Any = None  # `DecodedMedia`, `PendingMedia`, or `EmbeddedMedia` if the engine takes embeddings
     max_tokens: int | None = None  # longest response; None: that of the sampling options
     seed_offset: int = 0  # added to `SamplingOptions.seed`: another turn draws other random numbers
 
@@ -144,7 +144,7 @@ class RolloutEngine(ABC):
 
         Uids are unique among unfinished requests, and all unfinished requests have the same temperature.
         Every rank of a tensor-parallel group submits, steps and aborts in the same order. If a request is
-        refused, none of them is started.
+        refused, none of them is started; `step` refuses those whose media it reads.
         """
         temperature = sampling.logit_temperature
         assert not self._unfinished or temperature == self._temperature, (
@@ -204,9 +204,8 @@ class RolloutEngine(ABC):
         The engine has no other requests. Every rank of a tensor-parallel group passes the same requests in
         the same order and consumes all responses; closing the iterator early aborts the others.
         """
-        assert not self._unfinished, (
-            f"a batch needs an idle engine, this one has {self.num_unfinished} responses"
-        )
+        unfinished = self.num_unfinished
+        assert not unfinished, f"a batch needs an idle engine, this one has {unfinished} responses"
         try:
             self.submit(requests, sampling)
             while self._unfinished:
@@ -218,8 +217,8 @@ class RolloutEngine(ABC):
     def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Replace the weights by full tensors under their hub names, one at a time.
 
-        Every rank consumes all tensors, since producing one gathers it from all shards. No request is
-        unfinished: one set of weights samples a request.
+        Every rank consumes all tensors: producing one gathers it from all shards. No request is unfinished.
+        Engines in `TAKES_STACKS` get joint weights of experts as slices, see `HubNames.convert`.
         """
 
     @abstractmethod
@@ -300,6 +299,7 @@ class EngineSetup:
     takes_embeddings: bool = False  # a frozen tower: pass media as `EmbeddedMedia`, if the engine takes them
     adapter: EngineAdapter | None = None  # synced by `sync_adapter`; None: whole weights are synced
     records_routes: bool = False  # responses of a mixture of experts come with `routes`
+    media: Any = None  # `ProcessedMedia`, whose outputs of the image processor the engine uses
 
 
 def media_token_ids(model_config: Any) -> list[int]:

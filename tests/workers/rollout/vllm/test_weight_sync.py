@@ -3,7 +3,7 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen3VLMoeConfig
 
-from verl.distributed.fsdp import full_named_tensors
+from verl.distributed.weights.gathering import full_named_tensors
 from verl.workers.rollout.vllm.weight_sync import engine_weights, load_into
 
 

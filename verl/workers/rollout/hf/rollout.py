@@ -35,6 +35,7 @@ from verl.workers.rollout.interface import (
     SamplingOptions,
     media_token_ids,
 )
+from verl.workers.rollout.processed_media import with_media
 
 
 class HFRollout(RolloutEngine):
@@ -65,6 +66,8 @@ class HFRollout(RolloutEngine):
         self.banned = media_token_ids(self.hf_config)
         tokenizer_path = setup.tokenizer_path or setup.model_path
         self.processor = AutoProcessor.from_pretrained(tokenizer_path, **trust) if self.banned else None
+        if setup.media is not None and self.processor is not None:
+            setup.media.outputs.remember_calls(self.processor)
         model = auto_class(self.hf_config).from_pretrained(
             setup.model_path, config=self.hf_config, dtype=self.dtype, **trust
         )
@@ -194,6 +197,7 @@ class HFRollout(RolloutEngine):
     def _prepare(
         self, request: RolloutRequest, sampling: SamplingOptions, generator: torch.Generator
     ) -> PreparedPrompt:
+        request = with_media(request)
         media, shape, ids = [], MediaShape(), list(request.prompt_token_ids)
         if request.media:
             family = media_family_of(self.hf_config)

@@ -15,6 +15,7 @@ from verl.models.families.interface import KINDS, Kind, MediaFamily
 from verl.models.families.registry import family_of, media_family_of
 from verl.utils.rank_logger import get_logger
 from verl.workers.rollout.interface import EmbeddedMedia, RolloutRequest, SamplingOptions
+from verl.workers.rollout.processed_media import content_of
 
 logger = get_logger(__name__)
 
@@ -34,10 +35,19 @@ def vllm_prompt(request: RolloutRequest, hf_config: Any) -> dict[str, Any]:
     data = {kind: items for kind, items in given.items() if items}
     if data:
         prompt["multi_modal_data"] = data
+    digests = [content_of(image) for image in given["image"]]
+    if any(digests):  # where there is none, vLLM takes one of all pixels
+        prompt["multi_modal_uuids"] = {"image": digests}
     options = family.engine_options(data.keys(), [meta for _, meta in media.videos])
     if media.sounds:
         options = {**options, "use_audio_in_video": True}
     return prompt | {"mm_processor_kwargs": options} if options else prompt
+
+
+def unshared_tokens(prompt: Any) -> int:
+    """Count the tokens of a rendered prompt from its first medium on: other prompts rarely share these."""
+    ranges = [each for places in prompt.get("mm_placeholders", {}).values() for each in places]
+    return len(prompt["prompt_token_ids"]) - min(each.offset for each in ranges) if ranges else 0
 
 
 @torch.no_grad()

@@ -40,7 +40,7 @@ def engine_arguments(config: Any, setup: EngineSetup, hf_config: Any) -> dict[st
         enable_prefix_caching=True,
         enforce_eager=config.enforce_eager,
         disable_log_stats=config.disable_log_stats,
-        mm_processor_cache_gb=0,  # no prompt comes twice in a step; it would hold 4 GiB in each process
+        mm_processor_cache_gb=0,  # `ProcessedMedia` keeps images, for the trainer as well
     )
     # the processor normalizes pixels, as in training: vLLM 0.32 normalizes videos with the mean and deviation
     # of images, and log-probs are off by 0.4 where the two differ; vLLM 0.26 has no such argument

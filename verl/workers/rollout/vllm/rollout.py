@@ -6,9 +6,10 @@ random stream, and so computes the same responses.
 """
 
 import functools
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from itertools import count
+from itertools import count, islice
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -30,6 +31,7 @@ from verl.workers.rollout.interface import (
     SamplingOptions,
     media_token_ids,
 )
+from verl.workers.rollout.processed_media import PendingMedia, with_media
 from verl.workers.rollout.vllm import lora_sync, sleep_mode, vllm_import, weight_sync
 from verl.workers.rollout.vllm.engine_requests import (
     check_sampling,
@@ -38,11 +40,22 @@ from verl.workers.rollout.vllm.engine_requests import (
     sampled_log_probs,
     sampling_params,
     scale_logits,
+    unshared_tokens,
     vllm_prompt,
 )
+from verl.workers.rollout.vllm.expert_sync import JointExperts
 from verl.workers.rollout.vllm.family_patches import apply_family_patches
 from verl.workers.rollout.vllm.llm_arguments import engine_arguments
 from verl.workers.rollout.vllm.slot_routes import ReturnedRoutes, SlotRoutes
+
+PROCESSED_AHEAD = 32  # prompts whose media threads process before the engine needs them
+
+
+class WaitingRequest(NamedTuple):
+    """A request that vLLM does not have yet."""
+
+    request: RolloutRequest
+    params: list[Any]  # vLLM's, of each response
 
 
 class RunningRequest(NamedTuple):
@@ -81,8 +94,7 @@ class VLLMRollout(RolloutEngine):
         self.embeds_prompts = family.embeds_prompts
         takes = self.embeds_prompts or setup.takes_embeddings
         self.takes_embeddings = takes and reads_embeddings(vllm.__version__, self.hf_config)
-        self.adapter = setup.adapter
-        self.takes_adapter = setup.adapter is not None
+        self.adapter, self.takes_adapter = setup.adapter, setup.adapter is not None
         self.rng = GenerationRng(config.seed + setup.dp_rank, setup.device)
         with preserved_rng(setup.device), vllm_import.preserved_threads():
             self.llm = vllm.LLM(**engine_arguments(config, setup, self.hf_config))
@@ -90,6 +102,7 @@ class VLLMRollout(RolloutEngine):
         check_sampling(self.engine.vllm_config)
         self.model = self.llm.apply_model(lambda model: model)[0]
         scale_logits(self.model, lambda: self._temperature)
+        self.experts = JointExperts(self.model, self.hf_config, setup.trust_remote_code)
         self.runner = self.engine.model_executor.driver_worker.worker.model_runner
         self.level = sleep_mode.KEPT
         if is_gpu(self.device):
@@ -102,7 +115,11 @@ class VLLMRollout(RolloutEngine):
         self.tower: set[str] = set()  # parameters of a frozen tower, after a sync
         self.synced = False
         self.numbers = count()  # of requests
+        self.waiting: deque[WaitingRequest] = deque()
         self.running: dict[str, RunningRequest] = {}  # by vLLM's name of the request
+        self.unread: dict[str, int] = {}  # tokens of prompts with media, while vLLM has read none of them
+        if setup.media is not None and self.engine.renderer.mm_processor is not None:
+            setup.media.share_with(self.engine.renderer.mm_processor.info)
         self.routes = self._route_recorder() if setup.records_routes else None
         self.drafts: dict[str, Drafts] | None = None  # by vLLM's name of the request
         if config.speculative.is_used:
@@ -116,7 +133,12 @@ class VLLMRollout(RolloutEngine):
     def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         with self._new_weights(), weight_sync.reloading(self.model):
             loaded = weight_sync.load_into(
-                self.model, named_tensors, self.hf_config, self.dtype, frozen=self.tower
+                self.model,
+                named_tensors,
+                self.hf_config,
+                self.dtype,
+                frozen=self.tower,
+                experts=self.experts,
             )
             self.tower |= {name for name in loaded if is_part(name, self.frozen_parts)}
 
@@ -175,32 +197,57 @@ class VLLMRollout(RolloutEngine):
         return self.rng.active()
 
     def _accept(self, requests: Sequence[RolloutRequest], sampling: SamplingOptions) -> None:
-        # Each prompt is prepared once and added `n` times: vLLM's own `n` would hold a prompt's responses
-        # back until the last one finishes, and refuses greedy sampling.
         assert self.synced, "weights must be synced before a rollout: the engine has random or discarded ones"
         self.wake()
         shared: dict[tuple[int, int], Any] = {}  # parameters, by longest response and offset of the seed
-        adapter = lora_sync.adapter_request() if self.takes_adapter else None
-        added: dict[str, RunningRequest] = {}
+        accepted = []
+        for request in requests:
+            limit = request.response_limit(sampling)
+            keys = [(limit, request.seed_offset + sample) for sample in range(sampling.n)]
+            for key in keys:
+                if key not in shared:
+                    shared[key] = sampling_params(sampling, self.banned, *key, drafts=self.drafts is not None)
+            accepted.append(WaitingRequest(request, [shared[key] for key in keys]))
+        self.waiting += accepted
         try:
-            for request in requests:
-                prompt, number = self._prepare(request), next(self.numbers)
-                limit = request.response_limit(sampling)
-                for sample in range(sampling.n):
-                    key = limit, request.seed_offset + sample
-                    if key not in shared:
-                        shared[key] = sampling_params(
-                            sampling, self.banned, *key, drafts=self.drafts is not None
-                        )
-                    name = f"{number}.{sample}"
-                    internal = self.engine.add_request(name, prompt, shared[key], lora_request=adapter)
-                    added[name] = RunningRequest(request.uid, sample, internal)
+            self._feed()
         except BaseException:
-            self.engine.abort_request(list(added))
+            self._drop({request.uid for request in requests})
             raise
-        self.running |= added
+
+    def _feed(self) -> None:
+        """Give vLLM waiting requests, in order, as far as its next step may read their prompts.
+
+        The step begins while threads process the media of later prompts. How many it gets does not depend on
+        the threads, so that runs repeat and the ranks of an engine agree.
+        """
+        for waiting in islice(self.waiting, PROCESSED_AHEAD):
+            if isinstance(waiting.request.media, PendingMedia):
+                waiting.request.media.start()
+        scheduler = self.engine.engine_core.engine_core.scheduler
+        budget = self.engine.vllm_config.scheduler_config.max_num_batched_tokens
+        names = (each.request_id for each in scheduler.waiting)
+        self.unread = {name: self.unread[name] for name in names if name in self.unread}
+        while self.waiting:
+            is_pending = isinstance(self.waiting[0].request.media, PendingMedia)
+            if is_pending and sum(self.unread.values()) >= budget:
+                return
+            self._add(*self.waiting.popleft())
+
+    def _add(self, request: RolloutRequest, params: list[Any]) -> None:
+        # Each prompt is prepared once and added `n` times: vLLM's own `n` would hold a prompt's responses
+        # back until the last one finishes, and refuses greedy sampling.
+        prompt, number = self._prepare(request), next(self.numbers)
+        adapter = lora_sync.adapter_request() if self.takes_adapter else None
+        for sample, its in enumerate(params):
+            name = f"{number}.{sample}"
+            internal = self.engine.add_request(name, prompt, its, lora_request=adapter)
+            self.running[name] = RunningRequest(request.uid, sample, internal)
+            if sample == 0:
+                self.unread[internal] = unshared_tokens(prompt)
 
     def _advance(self) -> list[FinishedResponse]:
+        self._feed()
         assert self.engine.has_unfinished_requests(), "vLLM lost requests"
         finished = [output for output in self.engine.step() if output.finished]
         return [self._response(output, self.running.pop(output.request_id)) for output in finished]
@@ -218,9 +265,16 @@ class VLLMRollout(RolloutEngine):
             begun.append(
                 FinishedResponse(uid, sample, tokens, values, INTERRUPTED, routes=routes, drafts=drafts)
             )
+        drafts = None if self.drafts is None else Drafts()
+        for request, params in self.waiting:
+            begun += [
+                FinishedResponse(request.uid, sample, [], [], INTERRUPTED, drafts=drafts)
+                for sample in range(len(params))
+            ]
         return begun
 
     def _drop(self, uids: set[Any]) -> None:
+        self.waiting = deque(each for each in self.waiting if each.request.uid not in uids)
         names = [name for name, request in self.running.items() if request.uid in uids]
         self.engine.abort_request(names)
         for name in names:
@@ -233,6 +287,7 @@ class VLLMRollout(RolloutEngine):
     def _prepare(self, request: RolloutRequest) -> Any:
         from vllm.renderers.inputs.preprocess import parse_model_prompt  # noqa: PLC0415 - after vLLM's environment
 
+        request = with_media(request)
         images = len(request.media.images) if request.media is not None else 0
         if self.limit_images and images > self.limit_images:
             raise ValueError(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Load trained weights into vLLM, one parameter at a time.
 
-Names come as on the hub (`verl.models.hub_names.HubNames.convert`), which every loader of vLLM reads; vLLM
-shards full tensors over its tensor-parallel ranks itself.
+Names come as on the hub (`verl.models.hub_names.HubNames.convert`), which every loader of vLLM reads, except
+for joint experts, which `expert_sync` loads; vLLM shards full tensors over its tensor-parallel ranks itself.
 """
 
 import importlib
@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from verl.models.families.registry import family_of, transposed_experts
+from verl.workers.rollout.vllm.expert_sync import EXPERTS, JointExperts
 
 TIED_HEAD = "lm_head.weight"
-EXPERTS = ".routed_experts."  # module of vLLM in a layer's experts
 
 
 def engine_weights(
@@ -50,20 +50,24 @@ def load_into(
     dtype: torch.dtype,
     *,
     frozen: Set[str] = frozenset(),
+    experts: JointExperts | None = None,
 ) -> set[str]:
     """Load trained weights into vLLM's module and return the parameters that got a value.
 
-    These must be all, or all but `frozen`, which an earlier sync loaded.
+    These must be all, or all but `frozen`, which an earlier sync loaded. `experts` loads the slices of joint
+    experts that the stream has.
     """
     # rounded to bfloat16, the biases by which experts are chosen would choose others
     names = {name for name, _ in model.named_parameters()}  # before quantization adds scales
     wide = {_end(name) for name, param in model.named_parameters() if param.dtype == torch.float32}
-    weights = engine_weights(named_tensors, hf_config, dtype, wide)
+    others = named_tensors if experts is None else experts.load(named_tensors)
+    weights = engine_weights(others, hf_config, dtype, wide)
     reported = set(model.load_weights(weights))
     for _ in weights:  # a loader may stop early, but gathering is collective
         pass
+    reported |= set() if experts is None else experts.complete()
     # vLLM 0.26 reports a layer's experts by the name of the layer: `experts.w2_weight`
-    loaded = {name for name in names if name in reported or name.replace(EXPERTS, ".") in reported}
+    loaded = {name for name in names if name in reported or name.replace(f"{EXPERTS}.", ".") in reported}
     missing = names - loaded
     if missing and missing != frozen:
         raise RuntimeError(f"weight sync did not reach parameters of the rollout engine: {sorted(missing)}")

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Values of the switches that are `auto`, by the device, the model and the plan of memory.
+
+A choice changes no loss, except for the rounding of compiled blocks. On a CPU, and without a plan, a switch
+keeps the value in `CAUTIOUS`, which needs the least memory and nothing else. Needs no torch.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from verl.config.files.model_files import CONFIG, local_folder, read_json
+from verl.config.model import AUTO, ModelConfig
+from verl.config.schema import list_options, value_at
+from verl.config.trainer import RunTree
+from verl.distributed.backends import BACKENDS
+from verl.planning.machine import Machine, MemoryPlan
+from verl.planning.memory_plan import Planner
+from verl.planning.planned_run import PlannedRun
+
+C = TypeVar("C", bound=RunTree)
+
+TEXT_CONFIGS = ("text_config", "llm_config")  # entries of a model's config for its language model
+
+COMPILE, RECOMPUTE = "model.compile_blocks", "model.enable_gradient_checkpointing"
+CAUTIOUS: Mapping[str, Any] = {  # by the ends of the options' names, in the order in which they are chosen
+    "offload.offload_params": True,
+    "offload.offload_optimizer": True,
+    COMPILE: False,
+    RECOMPUTE: True,
+}
+SHARES = (False, 0.25, 0.5, 0.75)  # of recomputed blocks
+
+# Types of language models whose blocks may be compiled, or recomputed in part; the file names the tests.
+TESTED = frozenset(
+    line
+    for line in Path(__file__).with_name("tested_blocks.txt").read_text(encoding="utf-8").splitlines()
+    if not line.startswith("#")
+)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The value of a switch that was `auto`, and why it is not another."""
+
+    value: Any
+    reason: str = ""
+
+    def __str__(self) -> str:
+        return f"{str(self.value).lower()}{f' ({self.reason})' if self.reason else ''}"
+
+
+@dataclass(frozen=True)
+class Chosen(Generic[C]):
+    """A config without `auto` in the switches of its models, and the choices by option."""
+
+    config: C
+    choices: Mapping[str, Choice] = field(default_factory=dict)
+
+
+def open_switches(config: RunTree, run: PlannedRun) -> dict[str, Any]:
+    """Return the cautious values of the switches that are `auto`, of all models of a run."""
+    known = {entry.key for entry in list_options(type(config))}  # the reference has no `model` of its own
+    return {
+        f"{model.section}.{name}": value
+        for name, value in CAUTIOUS.items()
+        for model in run.planned_models
+        if (name not in (COMPILE, RECOMPUTE) if model.is_teacher else f"{model.section}.{name}" in known)
+        if value_at(model, name) == AUTO
+    }
+
+
+def choose(
+    config: C,
+    switches: Mapping[str, Any],
+    planner: Planner[C],
+    recorded: Mapping[str, Any],
+) -> Chosen[C]:
+    """Choose for each switch the value that is best for speed and adds no phase that does not fit.
+
+    In `config` they have their cautious values, and micro batch sizes are numbers. A value that a checkpoint
+    has `recorded` comes first, if it still fits.
+    """
+    before_any = planner(config)
+    choices: dict[str, Choice] = {}
+    for key, cautious in switches.items():
+        reason, values = _candidates(config, key, planner.machine)
+        before = recorded.get(key, AUTO)
+        values = [before, *values] if before in (*values, cautious) else values
+        for value in values:
+            changed = with_options(config, {key: value})
+            if _is_no_worse(planner(changed), before_any):
+                config, choices[key] = changed, Choice(value)
+                break
+        else:
+            choices[key] = Choice(cautious, reason or "more would not fit")
+    return Chosen(config, choices)
+
+
+def _is_no_worse(plan: MemoryPlan, cautious: MemoryPlan) -> bool:
+    """Return whether all phases fit, or are as large as in a cautious plan in which they do not."""
+    taken = {phase.name: (phase.device_bytes, cautious.node_bytes(phase)) for phase in cautious.misfits()}
+    return all(
+        phase.name in taken
+        and phase.device_bytes <= taken[phase.name][0]
+        and plan.node_bytes(phase) <= taken[phase.name][1]
+        for phase in plan.misfits()
+    )
+
+
+def _candidates(config: Any, key: str, machine: Machine) -> tuple[str, list[Any]]:
+    """Return why a switch has to be cautious, if it has to, and its other values, the best first."""
+    if not BACKENDS[machine.device].is_gpu:
+        return f"on {machine.device}", []
+    section, _, name = key.rpartition(".")
+    if not section.endswith(".model"):
+        return "", [False]
+    model = value_at(config, section)
+    if model.is_pipeline:
+        return "a diffusion model", []
+    if name != COMPILE.rpartition(".")[2]:
+        return "", list(SHARES if type_of(model) in TESTED else SHARES[:1])
+    replays = getattr(value_at(config, section.removesuffix(".model")), "router_replay", "off") != "off"
+    reason = machine.no_compiler or ("routes are replayed" if replays else uncompiled(model, machine.device))
+    return (reason, []) if reason else ("", [True])
+
+
+def type_of(model: ModelConfig) -> str:
+    """Return the type of the language model by its config; "unknown" without one that is built in."""
+    folder = local_folder(model.model_path) if model.family is None else None
+    found = (read_json(folder / CONFIG) if folder else None) or {}
+    text = next((found[name] for name in TEXT_CONFIGS if isinstance(found.get(name), dict)), found)
+    kind = str(text.get("model_type") or found.get("model_type", "unknown"))
+    return kind if kind in TESTED else kind.removesuffix("_text")
+
+
+def uncompiled(model: ModelConfig, device: str) -> str:
+    """Say why blocks of a model are not compiled by `auto`; empty if nothing is known against it."""
+    if not BACKENDS[device].has_kernels:
+        return f"not tested on {device}"
+    if model.lora.use_dora or model.lora.target_parameters:
+        return "only plain adapters of linear layers are tested in compiled blocks"
+    kind = type_of(model)
+    return "" if kind in TESTED else f"blocks of {kind} are not tested compiled"
+
+
+def with_options(config: C, changes: Mapping[str, Any]) -> C:
+    """Return a copy of a config with some options replaced."""
+    for key, value in changes.items():
+        config = _with_option(config, key, value)
+    return config
+
+
+def _with_option(section: Any, key: str, value: Any) -> Any:
+    name, _, rest = key.partition(".")
+    if isinstance(section, dict):  # of sections that the user named
+        return section | {name: _with_option(section[name], rest, value)}
+    inner = _with_option(getattr(section, name), rest, value) if rest else value
+    return dataclasses.replace(section, **{name: inner})
