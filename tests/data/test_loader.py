@@ -101,8 +101,12 @@ def test_the_same_seed_gives_the_same_order_for_any_number_of_processes(text_mod
 
 def readers():
     """The processes that read rows, without those that they start."""
-    named = [child for child in psutil.Process().children(recursive=True) if child.name() == NAME]
-    return {child for child in named if child.ppid() not in {each.pid for each in named}}
+    parents = {}
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # a decoder that crashed or was replaced
+            if child.name() == NAME:
+                parents[child] = child.ppid()
+    return {child for child, parent in parents.items() if parent not in {each.pid for each in parents}}
 
 
 def test_there_are_at_most_as_many_processes_as_cores(text_model, tmp_path):

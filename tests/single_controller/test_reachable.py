@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Clusters that cannot be joined are reported within seconds; each attempt runs in its own process."""
 
+import contextlib
 import os
 import shutil
 import socket
@@ -69,7 +70,8 @@ def cluster(tmp_path_factory):
         time.sleep(0.2)
     yield folder, environment | {"RAY_ADDRESS": address}
     for process in [*psutil.Process(head.pid).children(recursive=True), psutil.Process(head.pid)]:
-        process.kill()
+        with contextlib.suppress(psutil.NoSuchProcess):  # it ended with its parent
+            process.kill()
     head.wait()
     shutil.rmtree(sockets, ignore_errors=True)
 
