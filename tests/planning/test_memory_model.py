@@ -144,9 +144,10 @@ def test_the_first_rank_reads_blocks_of_a_weight():
 
 
 def test_the_first_rank_joins_the_experts_of_one_layer():
-    mixture = replace(SHAPE, text=replace(STACK, experts=80), experts=160, largest_stored=1 << 30)
+    mixture = replace(SHAPE, largest_stored=1 << 31, joined=1 << 30)
 
-    assert reading(mixture) == 2 * (1 << 26) + 2 * (1 << 30)
+    assert reading(mixture) == 2 << 30  # two parts and what they are joined to
+    assert reading(replace(mixture, joined=1 << 20)) == (1 << 20) + 2 * (1 << 26)  # sent in blocks
 
 
 def test_logits_are_computed_in_chunks():

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sizes of models on the meta device, compared with the weights in the files of the same models."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -105,3 +106,15 @@ def test_a_value_model_has_a_scalar_head(tmp_path):
 
     assert shape_of(folder, head="scalar").vocab == 1
     assert shape_of(folder).vocab == shape_of(folder).head // 128 > 1
+
+
+@pytest.mark.parametrize(
+    ("top", "text", "number"), [("bfloat16", "float32", 2), (None, "bfloat16", 2), (None, None, 4)]
+)
+def test_experts_are_joined_in_the_data_type_of_the_files(tmp_path, top, text, number):
+    folder = save_tiny_model(tmp_path, "qwen3_vl_moe")
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"]["dtype"] = text
+    (folder / "config.json").write_text(json.dumps(config | {"dtype": top}))
+
+    assert shape_of(folder).joined == number * 4 * (2 * 64) * 128  # experts, gate and up, hidden states

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
+import re
 import sys
 from importlib.metadata import distributions
 
 import pytest
 
+from tests.architecture.source import ROOT
 from verl.cli.doctor import check_name
 from verl.config.sft import SFTConfig
 from verl.trainer.command import load_with_notes
@@ -18,6 +20,13 @@ OLDER = {"torch": "2.11.0+cu130", "vllm": "0.26.0", "torchvision": "0.26.0", "tr
 @pytest.mark.parametrize("found", [CPU, OLDER])
 def test_each_tested_pair_passes(found):
     assert package_problems(found, needs_vllm=True) == []
+
+
+def test_the_older_environment_of_the_suite_has_the_older_pair():
+    lines = re.findall(r"(?m)^OLDER_(?:TORCH|PACKAGES) := (.*)", (ROOT / "Makefile").read_text())
+    pins = dict(re.findall(r"(\w+)==(\S+)", " ".join(lines)))
+
+    assert pins == {name: OLDER[name].partition("+")[0] for name in ("torch", "torchvision", "transformers")}
 
 
 def test_what_does_not_go_with_the_rest_is_named_with_found_needed_and_command():

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from verl.config.model import ModelConfig
 from verl.models.families.interface import Sense, is_part
 from verl.models.families.registry import family_of
+from verl.models.layer_configs import experts_per_layer
 from verl.models.lora import adapted_parameters, attach_adapters, compile_pattern
 from verl.models.lora_weights import AdapterConfig, is_adapter, plain_name
 from verl.models.mixture.routing import is_router_alone, routers_of
@@ -78,6 +79,11 @@ def _frozen_routers(model: PreTrainedModel, options: ModelConfig, option: str) -
         )
     if not options.freeze_router:
         return []
+    if not routers and experts_per_layer(model.config.get_text_config()):
+        raise ValueError(
+            f"`{option}.freeze_router` finds no router in {name}, as this version of transformers records no"
+            f" router logits there: name the routers in `{option}.freeze_modules`, or update transformers"
+        )
     if not routers:
         logger.warning("`%s.freeze_router` has no effect: %s has no router", option, name)
     for router in routers:

@@ -114,7 +114,7 @@ class Stack:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a model. `stored` counts bytes of weights, all other fields count weights."""
+    """Sizes of a model. `stored` and `joined` count bytes of weights, all other fields count weights."""
 
     params: int  # tied ones once
     stored: int
@@ -133,6 +133,7 @@ class ModelShape:
     frozen_experts: int = 0  # joint tensors of experts that stay frozen without an adapter
     experts: int = 0  # weights of all joint experts
     trained_experts: int = 0
+    joined: int = 0  # bytes of a layer's largest joint tensor of experts, in the data type of the files
     divisible_experts: int = 0  # of a layer, that `expert_parallel_size` must divide; 0: they stay whole
     has_expert_biases: bool = False
 
@@ -225,8 +226,9 @@ def gathered(shape: ModelShape, setup: ModelSetup) -> int:
 def reading(shape: ModelShape) -> int:
     """The first rank while it reads a model: a block of a weight and its part, experts being joined."""
     # Pages of the files are not counted: the kernel evicts them first.
-    joined = 2 * shape.largest_stored if shape.text.experts else 0  # of two parts, in one layer
-    return 2 * min(shape.largest_stored, SENT_BYTES) + joined
+    blocks = 2 * min(shape.largest_stored, SENT_BYTES)
+    # Gate and up, and the tensor that they are joined to; then this tensor while its blocks are sent.
+    return max(2 * shape.joined, shape.joined + blocks)
 
 
 def logit_chunk(shape: ModelShape, setup: ModelSetup, batch: MicroBatch) -> int:

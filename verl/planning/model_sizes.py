@@ -63,7 +63,11 @@ def read_shape(
         check_divisible(empty, fsdp.expert_parallel_size, expert_option(option))
     if model.runs_tiles(is_trained=is_trained):
         tile_mlps(empty)
-    shape = replace(model_shape(empty), routes=route_bytes(empty) if is_trained else 0)
+    shape = replace(
+        model_shape(empty),
+        routes=route_bytes(empty) if is_trained else 0,
+        joined=_joined_bytes(empty, load_model_config(model, option)),
+    )
     if is_trained and model.router_aux_loss_coef > 0:
         shape = replace(shape, router_logits=logits_per_token(empty))
     return shape
@@ -116,7 +120,7 @@ def model_shape(model: PreTrainedModel) -> ModelShape:
     # A media token may come from any encoder: the plan has the one that keeps most for it.
     tower = max(_towers(model, blocks), key=lambda each: each.kept, default=NO_TOWER)
     text_blocks = [block for block in blocks if block not in in_tower]
-    experts = [param for module in expert_modules(model) for param in module.parameters()]
+    experts = _experts(model)
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     is_adapted = bool(adapted_layers(model) or adapted_parameters(model))
     return ModelShape(
@@ -132,6 +136,16 @@ def model_shape(model: PreTrainedModel) -> ModelShape:
         divisible_experts=divisible_experts(model),
         has_expert_biases=has_biases(model),
     )
+
+
+def _joined_bytes(model: nn.Module, of_files: Any) -> int:
+    """Return the bytes of the largest joint tensor of experts, in the data type of the files."""
+    dtype = of_files.dtype or of_files.get_text_config().dtype or torch.float32
+    return dtype.itemsize * max(map(torch.numel, _experts(model)), default=0)
+
+
+def _experts(model: nn.Module) -> list[nn.Parameter]:
+    return [param for module in expert_modules(model) for param in module.parameters()]
 
 
 def weight_counts(model: nn.Module, blocks: Iterable[nn.Module]) -> dict[str, Any]:

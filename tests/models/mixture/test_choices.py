@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tests.helpers.causal_families import FAMILIES, build_family
+from tests.helpers.causal_families import FAMILIES, build_family, with_recorded_routers
 from verl.models.families.registry import load_config, trained_part
 from verl.models.hub_names import meta_model
 from verl.models.mixture.routes import extend_routes, join_routes, route_dtype, unrouted
@@ -33,7 +33,7 @@ def random_routes(choices, tokens, seed=0):
     return scores.topk(k, dim=-1).indices.to(choices.no_routes.dtype)
 
 
-@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize("name", with_recorded_routers(MIXTURES))
 def test_own_routes_change_no_bit_and_given_ones_are_used_in_every_family(name):
     model, choices = mixture(name)
 

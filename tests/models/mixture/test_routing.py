@@ -6,6 +6,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
+from tests.helpers.causal_families import recorded_later, with_recorded_routers
 from verl.config.model import FSDPConfig, ModelConfig
 from verl.models.families.registry import load_config
 from verl.models.families.tiny_sizes import TEXT
@@ -50,7 +51,7 @@ def gradients(model, loss):
     return {name: param.grad.clone() for name, param in model.named_parameters() if param.grad is not None}
 
 
-@pytest.mark.parametrize("name", CAUSAL)
+@pytest.mark.parametrize("name", with_recorded_routers(CAUSAL))
 def test_routers_of_every_family_are_found_and_their_loss_is_that_of_transformers(name):
     model, layers = build(name)
     routing = Routing.of(model)
@@ -73,7 +74,7 @@ def test_routers_of_every_family_are_found_and_their_loss_is_that_of_transformer
         torch.testing.assert_close(found[key], grad, atol=1e-6, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", CAUSAL)
+@pytest.mark.parametrize("name", with_recorded_routers(CAUSAL))
 def test_padding_is_counted_nowhere_and_every_token_once_for_each_of_its_experts(name):
     model, layers = build(name)
     routing = Routing.of(model)
@@ -87,6 +88,7 @@ def test_padding_is_counted_nowhere_and_every_token_once_for_each_of_its_experts
     assert (routes.by_token.sum(-1) == 2 * layers).all()
 
 
+@recorded_later
 def test_the_load_counts_the_experts_that_a_grouped_router_really_chose():
     model, _ = build("glm4_moe")
     routing = Routing.of(model)
@@ -182,3 +184,11 @@ def test_dense_models_have_no_routers_to_balance_and_nothing_to_freeze(tmp_path,
     select_trainable(model, ModelConfig(freeze_router=True), OPTION)
     assert "`worker.actor.model.freeze_router` has no effect" in caplog.text
     assert not frozen(model)
+
+
+def test_routers_that_transformers_does_not_record_are_not_left_trained_by_mistake(monkeypatch):
+    model, _ = build("qwen3_moe")
+    monkeypatch.setattr(type(model.get_decoder()), "_can_record_outputs", {})
+
+    with pytest.raises(ValueError, match=r"freeze_router` finds no router in Qwen3MoeFor.*freeze_modules"):
+        select_trainable(model, ModelConfig(freeze_router=True), OPTION)

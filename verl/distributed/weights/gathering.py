@@ -111,10 +111,8 @@ def _gather_slice(stack: Tensor, dtype: torch.dtype | None, part: ExpertSlice) -
     for axis, placement in enumerate(stack.placements):
         if placement.is_replicate():
             continue
-        counts = []
-        for index in range(mesh.size(axis)):
-            experts = _experts_at(stack, [*[None] * axis, index, *place[axis + 1 :]])
-            counts.append(len(_common(experts, wanted)))
+        places = ([*[None] * axis, index, *place[axis + 1 :]] for index in range(mesh.size(axis)))
+        counts = [len(_common(_experts_at(stack, each), wanted)) for each in places]
         gathered = _join(gathered, counts, place[axis], mesh.get_group(axis), like)
     return gathered.to(like)
 

@@ -16,6 +16,7 @@ from verl.models.tiny import save_tiny_model
 from verl.workers.rollout.interface import RolloutEngine, RolloutRequest, SamplingOptions
 from verl.workers.rollout.vllm import llm_arguments, sleep_mode, vllm_import
 from verl.workers.rollout.vllm.engine_requests import check_sampling
+from verl.workers.rollout.vllm.expert_sync import JointExperts
 from verl.workers.rollout.vllm.llm_arguments import engine_arguments
 from verl.workers.rollout.vllm.rollout import VLLMRollout
 
@@ -143,6 +144,7 @@ def engine_on_gpu(monkeypatch, level):
     layers = {"visual": torch.nn.Linear(2, 2, bias=False), "head": torch.nn.Linear(2, 2)}
     engine.model = torch.nn.ModuleDict(layers)
     engine.model.load_weights = lambda weights: [name for name, _ in weights]
+    engine.experts = JointExperts(engine.model, engine.hf_config)
     engine.runner = SimpleNamespace()
     engine.asleep, engine.synced = set(), False
     engine.tower, engine.frozen_parts = set(), ("visual",)

@@ -94,8 +94,7 @@ class VLLMRollout(RolloutEngine):
         self.embeds_prompts = family.embeds_prompts
         takes = self.embeds_prompts or setup.takes_embeddings
         self.takes_embeddings = takes and reads_embeddings(vllm.__version__, self.hf_config)
-        self.adapter = setup.adapter
-        self.takes_adapter = setup.adapter is not None
+        self.adapter, self.takes_adapter = setup.adapter, setup.adapter is not None
         self.rng = GenerationRng(config.seed + setup.dp_rank, setup.device)
         with preserved_rng(setup.device), vllm_import.preserved_threads():
             self.llm = vllm.LLM(**engine_arguments(config, setup, self.hf_config))
