@@ -31,6 +31,12 @@ GEOMETRY = [
     "worker.actor.share_prompt=false",
     "trainer.async_save=false",
 ]  # else the defaults of examples/config.yaml, which are EasyR1's
+# Switches that examples/config.yaml leaves to the plan of memory, as EasyR1 has them.
+SWITCHES = [
+    *("worker.actor.model.enable_gradient_checkpointing=true", "worker.actor.model.compile_blocks=false"),
+    *("worker.actor.offload.offload_params=true", "worker.actor.offload.offload_optimizer=true"),
+    *("worker.ref.offload.offload_params=false", "worker.ref.fsdp.enable_cpu_offload=true"),
+]
 BF16 = ["worker.actor.fsdp.torch_dtype=bf16", "worker.actor.optim.strategy=adamw_bf16"]
 LORA = [  # one update of a rollout batch: here it needs no pass for the old log-probs, there it has one
     *("worker.actor.share_prompt=false", "worker.actor.dynamic_batching=false", "data.rollout_batch_size=64"),
@@ -218,6 +224,7 @@ def config_of(run: Published, folder: Path) -> PPOConfig:
             f"config={ROOT / 'examples' / 'config.yaml'}",
             f"worker.actor.model.model_path={model}",
             *cluster_of(run).options,
+            *SWITCHES,
             *run.options,
         ],
     )
@@ -257,6 +264,7 @@ def needed_gib(method: str, size: str, gpus: int, memory: int, folder: Path) -> 
         f"worker.rollout.tensor_parallel_size={in_node}",
         f"worker.rollout.gpu_memory_utilization={min(0.8, (weights + 4) / memory):.3f}",
         "worker.actor.micro_batch_size_per_device_for_experience=1",
+        *SWITCHES,
         *METHODS[method],
     ]
     machine = Machine("cuda", memory * GIB, 2048 * GIB, "a GPU")

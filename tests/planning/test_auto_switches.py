@@ -25,7 +25,7 @@ from verl.planning.machine import GIB, UnknownMemoryError, missing_compiler
 from verl.planning.memory_plan import Planner
 from verl.planning.planned_run import planned_ppo
 from verl.planning.speed.cluster import parse_cluster
-from verl.planning.speed.report import saved_text
+from verl.planning.speed.report import advise, time_text
 from verl.planning.speed.step_time import Predictor
 
 RECOMPUTE, COMPILE = "worker.actor.model.enable_gradient_checkpointing", "worker.actor.model.compile_blocks"
@@ -202,6 +202,20 @@ def test_without_a_figure_of_memory_switches_are_cautious_and_sizes_an_error(con
         report.resolve_auto(with_options(config, {UPDATE: "auto"}), planned_ppo, "npu", find)
 
 
+def test_advice_may_take_memory_from_what_was_chosen(config):
+    config = with_options(config, {UPDATE: 1})
+    for gib in range(12, 80):
+        predict = Predictor(planner(gib), parse_cluster("4xH100"))
+        found = chosen(config, predict.plan)
+        strict = {tuple(each.changes) for each in advise(found.config, predict)}
+        for advice in advise(found.config, predict, found.choices):
+            if tuple(advice.changes) == (UPDATE,) and (UPDATE,) not in strict:
+                larger = with_options(config, advice.changes)
+                assert predict(chosen(larger, predict.plan).config).seconds == advice.seconds
+                return
+    pytest.fail("no memory in which a larger size takes the place of another choice")
+
+
 def test_a_choice_is_shown_with_the_seconds_that_it_saves(config):
     predict = Predictor(planner(400), parse_cluster("4xH100"))
     found = chosen(config, predict.plan)
@@ -209,6 +223,6 @@ def test_a_choice_is_shown_with_the_seconds_that_it_saves(config):
     saved = predict(whole).seconds - predict(found.config).seconds
 
     assert saved > 0
-    lines = saved_text(found.config, found.choices, predict).splitlines()
+    lines = time_text(found.config, predict, found.choices).splitlines()
     assert f"  auto: {RECOMPUTE}=false saves {saved:.1f} s" in lines
-    assert len(lines) == len(found.choices)
+    assert len([line for line in lines if " saves " in line]) == len(found.choices)

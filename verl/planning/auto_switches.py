@@ -6,7 +6,7 @@ keeps the value in `CAUTIOUS`, which needs the least memory and nothing else. Ne
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -85,23 +85,34 @@ def choose(
     """
     before_any = planner(config)
     choices: dict[str, Choice] = {}
-    for key, cautious in switches.items():
+    for key, value_before in switches.items():
         reason, values = _candidates(config, key, planner.machine)
         before = recorded.get(key, AUTO)
-        values = [before, *values] if before in (*values, cautious) else values
+        values = [before, *values] if before in (*values, value_before) else values
         for value in values:
             changed = with_options(config, {key: value})
             if _is_no_worse(planner(changed), before_any):
                 config, choices[key] = changed, Choice(value)
                 break
         else:
-            choices[key] = Choice(cautious, reason or "more would not fit")
+            choices[key] = Choice(value_before, reason or "more would not fit")
     return Chosen(config, choices)
 
 
-def _is_no_worse(plan: MemoryPlan, cautious: MemoryPlan) -> bool:
+def cautious(key: str) -> Any:
+    """Return the value that a switch has before one is chosen."""
+    return next(value for name, value in CAUTIOUS.items() if key.endswith(name))
+
+
+def chosen_again(config: C, keys: Iterable[str], planner: Planner[C]) -> C:
+    """Return a changed config, in which the switches with these keys have the best values that now fit."""
+    switches = {key: cautious(key) for key in keys}
+    return choose(with_options(config, switches), switches, planner, {}).config
+
+
+def _is_no_worse(plan: MemoryPlan, first: MemoryPlan) -> bool:
     """Return whether all phases fit, or are as large as in a cautious plan in which they do not."""
-    taken = {phase.name: (phase.device_bytes, cautious.node_bytes(phase)) for phase in cautious.misfits()}
+    taken = {phase.name: (phase.device_bytes, first.node_bytes(phase)) for phase in first.misfits()}
     return all(
         phase.name in taken
         and phase.device_bytes <= taken[phase.name][0]

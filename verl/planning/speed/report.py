@@ -4,14 +4,23 @@
 Each option is tried by predicting time and memory again; an option that changes the loss is not tried.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from verl.config.ppo import PPOConfig
 from verl.config.schema import value_at
 from verl.config.trainer import RunTree
-from verl.planning.auto_switches import CAUTIOUS, COMPILE, RECOMPUTE, SHARES, Choice, uncompiled, with_options
+from verl.planning.auto_switches import (
+    COMPILE,
+    RECOMPUTE,
+    SHARES,
+    Choice,
+    cautious,
+    chosen_again,
+    uncompiled,
+    with_options,
+)
 from verl.planning.memory_plan import expert_sizes
 from verl.planning.report import Changes, problems_of, text_of
 from verl.planning.speed.modes import ModeTime, compare_modes
@@ -38,8 +47,8 @@ class Advice:
     seconds: float
 
 
-def time_text(config: C, predict: Predictor[C]) -> str:
-    """Format the predicted step of a run whose micro batch sizes are numbers."""
+def time_text(config: C, predict: Predictor[C], choices: Mapping[str, Choice]) -> str:
+    """Format the predicted step of a run whose micro batch sizes are numbers, and what would shorten it."""
     step, cluster = predict(config), predict.cluster
     lines = [PlanLine("s", "step", "share"), *(_line(phase, step) for phase in step.phases)]
     rate = step.tokens / step.seconds / step.gpus
@@ -52,18 +61,18 @@ def time_text(config: C, predict: Predictor[C]) -> str:
         f"  {cluster.name}; assumed: {predict.assumed(config)}\n"
         + table(lines, has_remarks=True)
         + "  not included: validation, waiting for rewards; an estimate, see docs/predicted_step.md\n"
-        + "".join(_advice(advice, step) for advice in advise(config, predict)[:SHOWN_ADVICE])
+        + "".join(_advice(advice, step) for advice in advise(config, predict, choices)[:SHOWN_ADVICE])
         + _modes_text(config, predict)
+        + _saved_text(config, predict, choices)
     )
 
 
-def saved_text(config: Any, choices: Mapping[str, Choice], predict: Predictor[Any]) -> str:
+def _saved_text(config: Any, predict: Predictor[Any], choices: Mapping[str, Choice]) -> str:
     """Format what each choice of `auto` saves of the step, against the cautious value."""
     now, lines = predict(config).seconds, []
     for key, choice in choices.items():
-        cautious = next(value for name, value in CAUTIOUS.items() if key.endswith(name))
-        if choice.value != cautious:
-            saved = predict(with_options(config, {key: cautious})).seconds - now
+        if choice.value != cautious(key):
+            saved = predict(with_options(config, {key: cautious(key)})).seconds - now
             lines.append(f"  auto: {text_of({key: choice.value})} saves {saved:.1f} s\n")
     return "".join(lines)
 
@@ -102,8 +111,11 @@ def _line(phase: PhaseTime, step: StepTime) -> PlanLine:
     return PlanLine(phase.name, f"{phase.seconds:.1f}", share, shown)
 
 
-def advise(config: C, predict: Predictor[C]) -> list[Advice]:
-    """Return changes that shorten the step and fit into memory: the best of each option, the best first."""
+def advise(config: C, predict: Predictor[C], chosen: Collection[str] = ()) -> list[Advice]:
+    """Return changes that shorten the step and fit into memory: the best of each option, the best first.
+
+    Switches that are `auto`, those in `chosen`, are chosen again for each change.
+    """
     now = predict(config).seconds
     best: dict[tuple[str, ...], Advice] = {}
     # A change may leave phases that do not fit and problems as they are, but must not add to them.
@@ -114,6 +126,7 @@ def advise(config: C, predict: Predictor[C]) -> list[Advice]:
         # Another machine may have the package that a kernel needs.
         if any(KERNEL not in problem for problem in problems_of(changed) - problems):
             continue
+        changed = chosen_again(changed, [key for key in chosen if key not in changes], predict.plan)
         advice, name = Advice(changes, predict(changed).seconds), tuple(changes)
         is_best = name not in best or advice.seconds < best[name].seconds
         shortens = advice.seconds < (1 - MIN_GAIN) * now

@@ -16,7 +16,7 @@ from verl.planning.device_defaults import chosen_for_device, device_defaults
 from verl.planning.machine import GIB, Machine
 from verl.planning.report import C, Describe, DryRun, dry_run_memory
 from verl.planning.speed.cluster import Cluster, cluster_here, parse_cluster
-from verl.planning.speed.report import saved_text, time_text
+from verl.planning.speed.report import time_text
 from verl.planning.speed.step_time import Predictor
 from verl.trainer.run.exit_status import BAD_INPUT
 
@@ -103,8 +103,7 @@ def _time(run: DryRun[C], switches: PlanSwitches) -> str:
     if run.planner is None or cluster is None:
         return ""
     predict = Predictor(run.planner, cluster, switches.mean_prompt, switches.mean_response)
-    saved = saved_text(run.config, run.choices, predict)
-    return f"\npredicted time of a step\n{time_text(run.config, predict)}{saved}"
+    return f"\npredicted time of a step\n{time_text(run.config, predict, run.choices)}"
 
 
 def _cluster_here(run: DryRun[C]) -> Cluster | None:
