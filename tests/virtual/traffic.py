@@ -12,8 +12,8 @@ def received(phase: PhaseReport) -> float:
             total += size * (ranks - 1) / ranks
         elif "allreduce" in name and size > 1 << 20:  # not the gradients' norm
             total += 2 * size * (ranks - 1) / ranks
-        elif "broadcast" in name and size > 1 << 10:  # a rank's part of a slice of experts
-            total += size
+        elif "broadcast" in name and size > 1 << 10:  # parts of experts, of which each rank sends as many
+            total += size * (ranks - 1) / ranks
     return total
 
 
