@@ -13,17 +13,10 @@ from verl.config.distillation import DistillationConfig, TeacherConfig
 from verl.config.model import LoraConfig, ModelConfig, OffloadConfig
 from verl.config.schema import value_at
 from verl.planning import report
-from verl.planning.auto_switches import (
-    SHARES,
-    choose,
-    open_switches,
-    type_of,
-    uncompiled,
-    with_options,
-)
+from verl.planning.auto_switches import SHARES, choose, open_switches, type_of, uncompiled
 from verl.planning.machine import GIB, UnknownMemoryError, missing_compiler
 from verl.planning.memory_plan import Planner
-from verl.planning.planned_run import planned_ppo
+from verl.planning.planned_run import planned_ppo, with_options
 from verl.planning.speed.cluster import parse_cluster
 from verl.planning.speed.report import advise, time_text
 from verl.planning.speed.step_time import Predictor
@@ -46,7 +39,7 @@ def planner(gib, device="cuda"):
 
 
 def chosen(config, plan, recorded=None):
-    switches = open_switches(config, plan.describe(config))
+    switches = open_switches(type(config), plan.describe(config))
     return choose(with_options(config, switches), switches, plan, recorded or {})
 
 
@@ -185,7 +178,7 @@ def test_the_choices_are_logged_and_hold_in_the_config_that_a_checkpoint_records
 
     assert f"chosen for the device: {COMPILE}=true" in caplog.text
     assert value_at(resolved, RECOMPUTE) is False
-    assert open_switches(resolved, planned_ppo(resolved)) == {}
+    assert open_switches(type(resolved), planned_ppo(resolved)) == {}
 
 
 def test_without_a_figure_of_memory_switches_are_cautious_and_sizes_an_error(config, caplog, monkeypatch):

@@ -12,12 +12,11 @@ from verl.config.reward_servers import RewardServerConfig
 from verl.config.rollout import RolloutConfig
 from verl.config.schema import ConfigError, load_config, value_at
 from verl.config.worker import ActorConfig, WorkerConfig
-from verl.planning.auto_switches import with_options
 from verl.planning.machine import GIB, find_machine
 from verl.planning.memory_model import Stack
 from verl.planning.memory_plan import Planner
 from verl.planning.planned_model import PlannedPass
-from verl.planning.planned_run import planned_ppo
+from verl.planning.planned_run import planned_ppo, with_options
 from verl.planning.report import ENGINE_SHARE, misfit_text, remedy, with_largest_sizes
 
 UPDATE = "worker.actor.micro_batch_size_per_device_for_update"

@@ -10,10 +10,9 @@ from verl.config.model import ModelConfig
 from verl.config.schema import value_at
 from verl.config.sft import SFTActorConfig, SFTConfig, SFTDataConfig, SFTRunConfig, SFTWorkerConfig
 from verl.models.tiny import save_tiny_model
-from verl.planning.auto_switches import with_options
 from verl.planning.machine import GIB
 from verl.planning.memory_plan import Planner
-from verl.planning.planned_run import planned_sft
+from verl.planning.planned_run import planned_sft, with_options
 from verl.planning.report import remedy, resolve_auto, with_largest_sizes
 from verl.planning.step_plan import make_sft_plan
 from verl.trainer.sft import main

@@ -20,10 +20,9 @@ from verl.config.sft import SFTConfig
 from verl.models.flops import FlopsCounter, PackedWork
 from verl.models.hub_names import meta_model
 from verl.models.tiny import save_tiny_model
-from verl.planning.auto_switches import with_options
 from verl.planning.memory_plan import Planner
 from verl.planning.model_sizes import read_shape
-from verl.planning.planned_run import planned_ppo, planned_sft
+from verl.planning.planned_run import planned_ppo, planned_sft, with_options
 from verl.planning.report import problems_of
 from verl.planning.speed import operations, rollout_time
 from verl.planning.speed.cluster import parse_cluster

@@ -5,7 +5,6 @@ A choice changes no loss, except for the rounding of compiled blocks. On a CPU, 
 keeps the value in `CAUTIOUS`, which needs the least memory and nothing else. Needs no torch.
 """
 
-import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +17,7 @@ from verl.config.trainer import RunTree
 from verl.distributed.backends import BACKENDS
 from verl.planning.machine import Machine, MemoryPlan
 from verl.planning.memory_plan import Planner
-from verl.planning.planned_run import PlannedRun
+from verl.planning.planned_run import PlannedRun, with_options
 
 C = TypeVar("C", bound=RunTree)
 
@@ -60,9 +59,9 @@ class Chosen(Generic[C]):
     choices: Mapping[str, Choice] = field(default_factory=dict)
 
 
-def open_switches(config: RunTree, run: PlannedRun) -> dict[str, Any]:
+def open_switches(cls: type[RunTree], run: PlannedRun) -> dict[str, Any]:
     """Return the cautious values of the switches that are `auto`, of all models of a run."""
-    known = {entry.key for entry in list_options(type(config))}  # the reference has no `model` of its own
+    known = {entry.key for entry in list_options(cls)}  # the reference has no `model` of its own
     return {
         f"{model.section}.{name}": value
         for name, value in CAUTIOUS.items()
@@ -155,18 +154,3 @@ def uncompiled(model: ModelConfig, device: str) -> str:
         return "only plain adapters of linear layers are tested in compiled blocks"
     kind = type_of(model)
     return "" if kind in TESTED else f"blocks of {kind} are not tested compiled"
-
-
-def with_options(config: C, changes: Mapping[str, Any]) -> C:
-    """Return a copy of a config with some options replaced."""
-    for key, value in changes.items():
-        config = _with_option(config, key, value)
-    return config
-
-
-def _with_option(section: Any, key: str, value: Any) -> Any:
-    name, _, rest = key.partition(".")
-    if isinstance(section, dict):  # of sections that the user named
-        return section | {name: _with_option(section[name], rest, value)}
-    inner = _with_option(getattr(section, name), rest, value) if rest else value
-    return dataclasses.replace(section, **{name: inner})

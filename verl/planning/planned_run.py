@@ -6,7 +6,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from verl.config.distillation import DistillationConfig
 from verl.config.model import AUTO, ModelConfig, PolicyConfig, TrainedModelConfig
@@ -14,7 +14,7 @@ from verl.config.ppo import PPOConfig
 from verl.config.reward_servers import RewardServerConfig
 from verl.config.rollout import RolloutConfig
 from verl.config.sft import SFTConfig
-from verl.config.trainer import RunConfig
+from verl.config.trainer import RunConfig, RunTree
 from verl.config.worker import WorkerConfig
 from verl.distributed.backends import on_gpu
 from verl.planning.diffusion.planned import PlannedPictures, planned_pictures
@@ -22,6 +22,8 @@ from verl.planning.machine import Machine, Parts
 from verl.planning.memory_model import NUMBER_BYTES, ModelSetup, ModelShape
 from verl.planning.planned_model import PlannedModel, PlannedPass, RowLengths
 from verl.planning.step_needs import StepNeeds
+
+C = TypeVar("C", bound=RunTree)
 
 LOG_PROB_PHASES = {"actor": "old", "critic": "values", "prime": "process_rewards"}  # by trained role
 SFT_BATCH_TENSORS = 5  # of int64: ids, mask, positions, responses and response mask
@@ -334,3 +336,18 @@ def _pass(
     option = f"micro_batch_size_per_device_for_{'update' if is_update else 'experience'}"
     size, dynamic = getattr(section, option), section.dynamic_batching
     return PlannedPass(phase, size, f"worker.{role}.{option}", rows, dynamic, shares, is_update)
+
+
+def with_options(config: C, changes: Mapping[str, Any]) -> C:
+    """Return a copy of a config with some options replaced."""
+    for key, value in changes.items():
+        config = _with_option(config, key, value)
+    return config
+
+
+def _with_option(section: Any, key: str, value: Any) -> Any:
+    name, _, rest = key.partition(".")
+    if isinstance(section, dict):  # of sections that the user named
+        return section | {name: _with_option(section[name], rest, value)}
+    inner = _with_option(getattr(section, name), rest, value) if rest else value
+    return replace(section, **{name: inner})

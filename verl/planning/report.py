@@ -10,10 +10,10 @@ from verl.config.files.paths import MODEL_CONFIGS
 from verl.config.schema import ConfigError, check_config, value_at
 from verl.config.trainer import RunTree
 from verl.distributed.backends import on_gpu
-from verl.planning.auto_switches import Choice, Chosen, choose, open_switches, with_options
+from verl.planning.auto_switches import Choice, Chosen, choose, open_switches
 from verl.planning.machine import GIB, Machine, MemoryPlan, Phase, UnknownMemoryError, find_machine
 from verl.planning.memory_plan import REWARD, Planner, expert_sizes, read_pictures, shape_of
-from verl.planning.planned_run import PlannedRun
+from verl.planning.planned_run import PlannedRun, with_options
 from verl.planning.step_plan import PlanLine
 from verl.planning.stored_shape import stored_shape
 from verl.utils.imports import deferred
@@ -48,7 +48,7 @@ def resolve_auto(
             that would help; or no GPU reports its memory.
     """
     run = describe(config)
-    sizes, switches = run.auto_options(), open_switches(config, run)
+    sizes, switches = run.auto_options(), open_switches(type(config), run)
     if not on_gpu(device):
         config, switches = with_options(config, switches), {}
     if not sizes and not switches:
@@ -71,7 +71,7 @@ def resolve_auto(
 
 
 def _resolved(config: C, planner: Planner[C], recorded: Mapping[str, Any]) -> Chosen[C]:
-    switches = open_switches(config, planner.describe(config))
+    switches = open_switches(type(config), planner.describe(config))
     sized = with_largest_sizes(with_options(config, switches), planner)
     return choose(sized, switches, planner, recorded)
 

@@ -11,12 +11,11 @@ from verl.config.model import FSDPConfig, ModelConfig
 from verl.config.ppo import AlgorithmConfig, DataConfig, PPOConfig, TrainerConfig
 from verl.config.rollout import RolloutConfig
 from verl.config.worker import ActorConfig, WorkerConfig
-from verl.planning.auto_switches import with_options
 from verl.planning.diffusion.planned import PictureShape, Work
 from verl.planning.machine import GIB, Machine
 from verl.planning.memory_model import ModelShape
 from verl.planning.memory_plan import Planner
-from verl.planning.planned_run import planned_ppo
+from verl.planning.planned_run import planned_ppo, with_options
 from verl.planning.speed.cluster import parse_cluster
 from verl.planning.speed.step_time import Predictor
 

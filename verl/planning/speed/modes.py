@@ -10,9 +10,8 @@ from typing import TypeVar
 from verl.config.ppo import PPOConfig
 from verl.config.trainer import TrainerConfig
 from verl.distributed.backends import USUAL_GPU
-from verl.planning.auto_switches import with_options
 from verl.planning.memory_plan import held_model
-from verl.planning.planned_run import PlannedEngine
+from verl.planning.planned_run import PlannedEngine, with_options
 from verl.planning.report import Changes, problems_of
 from verl.planning.speed.cluster import Cluster
 from verl.planning.speed.rollout_time import EngineSpeed

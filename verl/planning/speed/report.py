@@ -19,9 +19,9 @@ from verl.planning.auto_switches import (
     cautious,
     chosen_again,
     uncompiled,
-    with_options,
 )
 from verl.planning.memory_plan import expert_sizes
+from verl.planning.planned_run import with_options
 from verl.planning.report import Changes, problems_of, text_of
 from verl.planning.speed.modes import ModeTime, compare_modes
 from verl.planning.speed.step_time import PhaseTime, Predictor, StepTime
