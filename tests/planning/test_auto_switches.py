@@ -11,7 +11,9 @@ from tests.planning.planning import GPU, NODE, read_shape
 from tests.planning.test_memory_plan import make_config
 from verl.config.distillation import DistillationConfig, TeacherConfig
 from verl.config.model import LoraConfig, ModelConfig, OffloadConfig
+from verl.config.ppo import AlgorithmConfig
 from verl.config.schema import value_at
+from verl.config.worker import PrimeConfig
 from verl.planning import report
 from verl.planning.auto_switches import SHARES, choose, open_switches, type_of, uncompiled
 from verl.planning.machine import GIB, UnknownMemoryError, missing_compiler
@@ -86,6 +88,16 @@ def test_a_resumed_run_repeats_what_was_chosen_if_it_still_fits(config):
 
     assert values(config, planner(400), recorded=recorded) == expected
     assert values(config, planner(4), recorded=recorded)[RECOMPUTE] is True
+
+
+def test_a_model_without_a_path_of_its_own_has_the_choices_of_the_policy(config):
+    prime = PrimeConfig(global_batch_size=16, micro_batch_size_per_device_for_update=1)
+    worker = replace(config.worker, prime=prime)
+    config = replace(config, worker=worker, algorithm=AlgorithmConfig(adv_estimator="prime"))
+    found = chosen(config, planner(400))
+
+    assert not [key for key in found.choices if key.startswith("worker.prime.model")]
+    assert [each.model.compile_blocks for each in planned_ppo(found.config).models] == [True] * 4
 
 
 def test_a_teacher_stays_on_the_device_where_it_fits(config):

@@ -61,13 +61,17 @@ class Chosen(Generic[C]):
 
 def open_switches(cls: type[RunTree], run: PlannedRun) -> dict[str, Any]:
     """Return the cautious values of the switches that are `auto`, of all models of a run."""
-    known = {entry.key for entry in list_options(cls)}  # the reference has no `model` of its own
+    known, policy = {entry.key for entry in list_options(cls)}, run.planned_models[0]
+    own = {  # a model without a section or a path has the policy's options
+        each.section
+        for each in run.planned_models
+        if f"{each.section}.{COMPILE}" in known and (each is policy or each.model is not policy.model)
+    }
     return {
-        f"{model.section}.{name}": value
+        f"{each.section}.{name}": value
         for name, value in CAUTIOUS.items()
-        for model in run.planned_models
-        if (name not in (COMPILE, RECOMPUTE) if model.is_teacher else f"{model.section}.{name}" in known)
-        if value_at(model, name) == AUTO
+        for each in run.planned_models
+        if (each.section in own or name not in (COMPILE, RECOMPUTE)) and value_at(each, name) == AUTO
     }
 
 
@@ -82,10 +86,10 @@ def choose(
     In `config` they have their cautious values, and micro batch sizes are numbers. A value that a checkpoint
     has `recorded` comes first, if it still fits.
     """
-    before_any = planner(config)
+    before_any, run = planner(config), planner.describe(config)
     choices: dict[str, Choice] = {}
     for key, value_before in switches.items():
-        reason, values = _candidates(config, key, planner.machine)
+        reason, values = _candidates(run, key, planner.machine)
         before = recorded.get(key, AUTO)
         values = [before, *values] if before in (*values, value_before) else values
         for value in values:
@@ -120,21 +124,27 @@ def _is_no_worse(plan: MemoryPlan, first: MemoryPlan) -> bool:
     )
 
 
-def _candidates(config: Any, key: str, machine: Machine) -> tuple[str, list[Any]]:
+def _candidates(run: PlannedRun, key: str, machine: Machine) -> tuple[str, list[Any]]:
     """Return why a switch has to be cautious, if it has to, and its other values, the best first."""
     if not BACKENDS[machine.device].is_gpu:
         return f"on {machine.device}", []
     section, _, name = key.rpartition(".")
     if not section.endswith(".model"):
         return "", [False]
-    model = value_at(config, section)
+    planned = next(each for each in run.planned_models if each.option == section)
+    model = planned.model
     if model.is_pipeline:
         return "a diffusion model", []
     if name != COMPILE.rpartition(".")[2]:
-        return "", list(SHARES if type_of(model) in TESTED else SHARES[:1])
-    replays = getattr(value_at(config, section.removesuffix(".model")), "router_replay", "off") != "off"
-    reason = machine.no_compiler or ("routes are replayed" if replays else uncompiled(model, machine.device))
+        return "", list(shares_of(model))
+    replays = "routes are replayed" if planned.router_replay != "off" else ""
+    reason = machine.no_compiler or replays or uncompiled(model, machine.device)
     return (reason, []) if reason else ("", [True])
+
+
+def shares_of(model: ModelConfig) -> tuple[Any, ...]:
+    """Return the shares of recomputed blocks, but for all of them, that a model may have: tested ones."""
+    return SHARES if type_of(model) in TESTED else SHARES[:1]
 
 
 def type_of(model: ModelConfig) -> str:

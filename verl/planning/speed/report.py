@@ -14,10 +14,10 @@ from verl.config.trainer import RunTree
 from verl.planning.auto_switches import (
     COMPILE,
     RECOMPUTE,
-    SHARES,
     Choice,
     cautious,
     chosen_again,
+    shares_of,
     uncompiled,
 )
 from verl.planning.memory_plan import expert_sizes
@@ -147,11 +147,11 @@ def _candidates(config: Any, predict: Predictor[Any]) -> Iterator[Changes]:
         section = f"worker.{role}"
         yield {f"{section}.offload.offload_params": False}
         yield {f"{section}.fsdp.enable_cpu_offload": False}
-    for role in run.roles(trained_only=True):
-        section = f"worker.{role}"
+    for section, model in {each.section: each.model for each in run.planned_models if each.optim}.items():
         yield {f"{section}.offload.offload_optimizer": False}
         yield {f"{section}.offload.offload_params": False, f"{section}.offload.offload_optimizer": False}
-        yield from ({f"{section}.{RECOMPUTE}": share} for share in SHARES)
+        for share in shares_of(model):
+            yield {f"{section}.{RECOMPUTE}": share}
         yield {f"{section}.fsdp.enable_full_shard": False}
         yield {f"{section}.dynamic_batching": True}
         if cluster.nodes > 1:
