@@ -15,6 +15,7 @@ python3 -m verl.trainer.main \
     worker.actor.adaptive_entropy.target_entropy=0.2 \
     worker.rollout.n=16 \
     worker.rollout.max_num_batched_tokens=18432 \
+    worker.rollout.gpu_memory_utilization=0.85 \
     algorithm.disable_kl=true \
     algorithm.filter_key=accuracy \
     trainer.rejection_sample=true \

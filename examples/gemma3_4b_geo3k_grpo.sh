@@ -9,6 +9,7 @@ python3 -m verl.trainer.main \
     data.train_files=hiyouga/geometry3k@train \
     data.val_files=hiyouga/geometry3k@test \
     worker.actor.model.model_path=${MODEL_PATH} \
+    worker.rollout.tensor_parallel_size=1 \
     trainer.experiment_name=gemma3_4b_geo_grpo \
     trainer.n_gpus_per_node=8 \
     "$@"

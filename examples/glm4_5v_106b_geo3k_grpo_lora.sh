@@ -12,6 +12,7 @@ python3 -m verl.trainer.main \
     worker.actor.model.model_path=${MODEL_PATH} \
     worker.actor.model.lora.rank=32 \
     worker.actor.fsdp.torch_dtype=bf16 \
+    worker.actor.fsdp.expert_parallel_size=2 \
     worker.actor.optim.lr=1e-5 \
     worker.rollout.tensor_parallel_size=8 \
     trainer.experiment_name=glm4_5v_106b_geo_grpo_lora \

@@ -12,7 +12,7 @@ python3 -m verl.trainer.main \
     algorithm.disable_kl=true \
     distillation.enabled=true \
     distillation.teacher_models.qwen.model_path=${TEACHER_PATH} \
-    distillation.teacher_models.qwen.offload.offload_params=true \
+    distillation.teacher_models.qwen.offload.offload_params=auto \
     distillation.distillation_loss.loss_mode=reverse_kl \
     distillation.distillation_loss.use_task_rewards=false \
     trainer.experiment_name=qwen2_5_7b_math_distill \

@@ -8,6 +8,7 @@ python3 -m verl.trainer.main \
     config=examples/config.yaml \
     worker.actor.model.model_path=${MODEL_PATH} \
     worker.rollout.n=8 \
+    worker.rollout.tensor_parallel_size=1 \
     algorithm.adv_estimator=grpo_passk \
     algorithm.disable_kl=true \
     trainer.experiment_name=qwen2_5_7b_math_passk \

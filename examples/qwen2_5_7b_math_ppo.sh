@@ -12,9 +12,10 @@ python3 -m verl.trainer.main \
     worker.critic.micro_batch_size_per_device_for_update=1 \
     worker.critic.micro_batch_size_per_device_for_experience=2 \
     worker.critic.optim.lr=1e-5 \
-    worker.critic.offload.offload_params=true \
-    worker.critic.offload.offload_optimizer=true \
+    worker.critic.offload.offload_params=auto \
+    worker.critic.offload.offload_optimizer=auto \
     worker.rollout.n=1 \
+    worker.rollout.tensor_parallel_size=4 \
     algorithm.adv_estimator=gae \
     algorithm.use_kl_loss=false \
     algorithm.kl_penalty=kl \

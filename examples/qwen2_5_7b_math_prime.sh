@@ -11,8 +11,8 @@ python3 -m verl.trainer.main \
     worker.prime.global_batch_size=128 \
     worker.prime.micro_batch_size_per_device_for_update=1 \
     worker.prime.micro_batch_size_per_device_for_experience=2 \
-    worker.prime.offload.offload_params=true \
-    worker.prime.offload.offload_optimizer=true \
+    worker.prime.offload.offload_params=auto \
+    worker.prime.offload.offload_optimizer=auto \
     worker.rollout.n=4 \
     algorithm.adv_estimator=prime \
     algorithm.disable_kl=true \

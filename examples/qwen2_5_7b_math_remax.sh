@@ -8,6 +8,7 @@ python3 -m verl.trainer.main \
     config=examples/config.yaml \
     worker.actor.model.model_path=${MODEL_PATH} \
     worker.rollout.n=1 \
+    worker.rollout.tensor_parallel_size=4 \
     algorithm.adv_estimator=remax \
     algorithm.use_kl_loss=false \
     algorithm.kl_penalty=kl \

@@ -11,6 +11,6 @@ python3 -m verl.trainer.main \
     worker.reward_model.model.model_path=${REWARD_MODEL_PATH} \
     worker.reward_model.micro_batch_size_per_device=4 \
     worker.reward_model.coef=0.1 \
-    worker.reward_model.offload.offload_params=true \
+    worker.reward_model.offload.offload_params=auto \
     trainer.experiment_name=qwen2_5_7b_math_reward_model \
     "$@"

@@ -22,6 +22,7 @@ python3 -m verl.trainer.main \
     worker.rollout.multi_turn.tool_kwargs="{search: {endpoint: ${ENDPOINT}}}" \
     worker.rollout.multi_turn.max_assistant_turns=5 \
     worker.rollout.multi_turn.max_tool_response_length=600 \
+    worker.rollout.tensor_parallel_size=1 \
     worker.reward.reward_function=./examples/reward_function/search.py:compute_score \
     trainer.experiment_name=qwen2_5_7b_search \
     trainer.n_gpus_per_node=8 \

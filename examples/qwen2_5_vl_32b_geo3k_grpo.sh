@@ -11,7 +11,7 @@ python3 -m verl.trainer.main \
     worker.actor.model.model_path=${MODEL_PATH} \
     worker.actor.fsdp.torch_dtype=bf16 \
     worker.actor.optim.strategy=adamw_bf16 \
-    worker.rollout.tensor_parallel_size=8 \
+    worker.rollout.tensor_parallel_size=4 \
     trainer.experiment_name=qwen2_5_vl_32b_geo_grpo \
     trainer.n_gpus_per_node=8 \
     "$@"

@@ -10,6 +10,7 @@ python3 -m verl.trainer.main \
     data.val_files=BUAADreamer/clevr_count_70k@test \
     data.format_prompt=./examples/format_prompt/r1v.jinja \
     worker.actor.model.model_path=${MODEL_PATH} \
+    worker.actor.micro_batch_size_per_device_for_update=2 \
     worker.rollout.tensor_parallel_size=1 \
     worker.reward.reward_function=./examples/reward_function/r1v.py:compute_score \
     trainer.experiment_name=qwen2_5_vl_3b_clevr \

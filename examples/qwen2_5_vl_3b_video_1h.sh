@@ -27,6 +27,7 @@ python3 -m verl.trainer.main \
     worker.rollout.tokens_per_frame=60 \
     worker.rollout.max_num_batched_tokens=131072 \
     worker.rollout.gpu_memory_utilization=0.4 \
+    worker.rollout.tensor_parallel_size=1 \
     worker.reward.reward_function=./examples/reward_function/r1v.py:compute_score \
     trainer.experiment_name=qwen2_5_vl_3b_video_1h \
     trainer.n_gpus_per_node=8 \

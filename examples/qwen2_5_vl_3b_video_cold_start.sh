@@ -49,6 +49,7 @@ python3 -m verl.trainer.main \
     data.max_prompt_length=4096 \
     worker.actor.ulysses_size=4 \
     worker.actor.model.model_path=${STAGE_1}/global_step_500 \
+    worker.rollout.tensor_parallel_size=1 \
     worker.rollout.num_video_frames=32 \
     worker.rollout.tokens_per_frame=60 \
     worker.rollout.max_num_batched_tokens=10240 \

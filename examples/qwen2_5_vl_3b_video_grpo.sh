@@ -20,6 +20,7 @@ python3 -m verl.trainer.main \
     worker.rollout.num_video_frames=32 \
     worker.rollout.tokens_per_frame=60 \
     worker.rollout.max_num_batched_tokens=10240 \
+    worker.rollout.tensor_parallel_size=1 \
     worker.reward.reward_function=./examples/reward_function/r1v.py:compute_score \
     trainer.experiment_name=qwen2_5_vl_3b_video_grpo \
     trainer.n_gpus_per_node=8 \

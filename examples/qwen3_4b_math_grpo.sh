@@ -8,5 +8,7 @@ python3 -m verl.trainer.main \
     config=examples/config.yaml \
     data.max_response_length=4096 \
     worker.actor.model.model_path=${MODEL_PATH} \
+    worker.rollout.gpu_memory_utilization=0.85 \
+    worker.rollout.tensor_parallel_size=1 \
     trainer.experiment_name=qwen3_4b_math_grpo \
     "$@"

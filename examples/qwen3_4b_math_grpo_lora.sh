@@ -11,6 +11,7 @@ python3 -m verl.trainer.main \
     worker.actor.model.lora.rank=64 \
     worker.actor.optim.lr=1e-5 \
     worker.rollout.tensor_parallel_size=1 \
+    worker.rollout.gpu_memory_utilization=0.85 \
     trainer.experiment_name=qwen3_4b_math_grpo_lora \
     trainer.n_gpus_per_node=1 \
     "$@"

@@ -15,6 +15,8 @@ python3 -m verl.trainer.main \
     worker.rollout.multi_turn.tools=[python] \
     worker.rollout.multi_turn.max_assistant_turns=8 \
     worker.rollout.multi_turn.tool_timeout_s=30 \
+    worker.rollout.gpu_memory_utilization=0.85 \
+    worker.rollout.tensor_parallel_size=1 \
     worker.reward.reward_function=./examples/reward_function/math.py:compute_score \
     worker.reward.reward_function_kwargs='{"format_weight": 0.0}' \
     trainer.experiment_name=qwen3_4b_python_tool \

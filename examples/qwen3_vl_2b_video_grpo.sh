@@ -18,9 +18,11 @@ python3 -m verl.trainer.main \
     data.max_prompt_length=4096 \
     worker.actor.ulysses_size=4 \
     worker.actor.model.model_path=${MODEL_PATH} \
+    worker.actor.micro_batch_size_per_device_for_update=2 \
     worker.rollout.num_video_frames=32 \
     worker.rollout.tokens_per_frame=122 \
     worker.rollout.max_num_batched_tokens=6144 \
+    worker.rollout.tensor_parallel_size=1 \
     worker.reward.reward_function=./examples/reward_function/r1v.py:compute_score \
     trainer.experiment_name=qwen3_vl_2b_video_grpo \
     trainer.n_gpus_per_node=8 \
