@@ -38,7 +38,7 @@ WITH_A_TEST = {"gpu_update", "head_softmax", "learning", "math_answers", "mistak
 # Other trainers, or minutes in any size: run by hand, see benchmarks/README.md.
 LARGE = {
     "async_modes", "beside_trl", "lora", "optimizers", "published_steps", "real", "reward_parity",
-    "trl_real", "trl_trainer",
+    "step_choices", "trl_real", "trl_trainer",
 }  # fmt: skip
 
 
