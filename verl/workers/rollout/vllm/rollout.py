@@ -221,6 +221,8 @@ class VLLMRollout(RolloutEngine):
         The step begins while threads process the media of later prompts. How many it gets does not depend on
         the threads, so that runs repeat and the ranks of an engine agree.
         """
+        if not self.waiting:
+            return
         for waiting in islice(self.waiting, PROCESSED_AHEAD):
             if isinstance(waiting.request.media, PendingMedia):
                 waiting.request.media.start()
