@@ -68,8 +68,8 @@ class EngineHost:
     ) -> None:
         self.config, self.options, self.place = config, options, place
         self.tokenizer, self.media, self.model_config, self.tower = tokenizer, media, model_config, tower
-        # no one has compared the engine for a model without a file of its family
         self.processed = None if media is None else ProcessedMedia(media)
+        # no one has compared the engine for a model without a file of its family
         self.must_be_compared = media is not None and not is_named(model_config)
         with refusing_engine(config.rollout.name, self.must_be_compared):
             self.engine = build_rollout_engine(config.rollout, self._setup(adapter))

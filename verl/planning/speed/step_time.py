@@ -130,10 +130,11 @@ def _passes(run: PlannedRun, model: HeldModel) -> list[PlannedPass]:
 def _pass_time(
     run: PlannedRun, model: HeldModel, each: PlannedPass, work: PassWork, cluster: Cluster
 ) -> PhaseTime:
-    shape, update = model.shape, each.is_update
-    setup = model.setup
-    forward = operations.forward(shape, work, is_compiled=setup.is_compiled)
-    done = operations.update(shape, setup, work) if update else forward
+    shape, setup, update = model.shape, model.setup, each.is_update
+    if update:
+        done = operations.update(shape, setup, work)
+    else:
+        done = operations.forward(shape, work, is_compiled=setup.is_compiled)
     parts = pass_parts(run, model, done, work, cluster, is_update=update)
     parts["reading images"] = IMAGE_SECONDS * work.images * _unread_share(run, each, cluster)
     return PhaseTime(each.phase, parts)
