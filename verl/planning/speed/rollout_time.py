@@ -21,7 +21,7 @@ ADAPTER_LAYER_SECONDS = 1.4e-3  # the same of its adapters, from a published run
 SEQUENCE_SECONDS = 12e-6  # of scheduling, sampling and log-probs for each running sequence and step
 REDUCE_SECONDS = 20e-6  # of starting an all-reduce between the ranks of an engine
 IMAGE_SECONDS = 0.02  # of a processor on one core for an image
-IMAGE_THREADS = 4  # that process images while the engine samples
+IMAGE_THREADS = 4  # that process images, see `workers/rollout/processed_media.py`
 SAMPLER_BYTES = 24  # for each logit: float32 copies, log-softmax, noise
 SEGMENTS = 48
 
