@@ -22,6 +22,7 @@ from verl.planning.planned_run import planned_ppo, with_options
 from verl.planning.speed.cluster import parse_cluster
 from verl.planning.speed.report import advise, time_text
 from verl.planning.speed.step_time import Predictor
+from verl.trainer.run.resuming import origin_of
 
 RECOMPUTE, COMPILE = "worker.actor.model.enable_gradient_checkpointing", "worker.actor.model.compile_blocks"
 PARAMS, STATE = "worker.actor.offload.offload_params", "worker.actor.offload.offload_optimizer"
@@ -90,6 +91,13 @@ def test_a_resumed_run_repeats_what_was_chosen_if_it_still_fits(config):
     assert values(config, planner(4), recorded=recorded)[RECOMPUTE] is True
 
 
+def test_a_repeated_choice_is_shown_as_one(config):
+    choices = chosen(config, planner(400), recorded={RECOMPUTE: True, COMPILE: "auto"}).choices
+
+    assert str(choices[RECOMPUTE]) == "true (as in the checkpoint)"
+    assert str(choices[COMPILE]) == "true"
+
+
 def test_a_model_without_a_path_of_its_own_has_the_choices_of_the_policy(config):
     prime = PrimeConfig(global_batch_size=16, micro_batch_size_per_device_for_update=1)
     worker = replace(config.worker, prime=prime)
@@ -109,6 +117,10 @@ def test_a_teacher_stays_on_the_device_where_it_fits(config):
         found = chosen(config, planner(gib))
         assert found.choices[key].value is offloads
         assert found.config.distillation.teacher_models["large"].offload.offload_params is offloads
+
+    then = with_options(config, {key: True})  # a checkpoint has named sections as a whole
+    recorded = origin_of(then, ())["options"]
+    assert chosen(config, planner(400), recorded).choices[key].value is True
 
 
 def test_a_mlp_in_tiles_comes_before_compiled_blocks_where_memory_needs_it(config):
@@ -205,6 +217,19 @@ def test_without_a_figure_of_memory_switches_are_cautious_and_sizes_an_error(con
     assert "no npu reports its memory, so nothing is chosen for it" in caplog.text
     with pytest.raises(UnknownMemoryError):
         report.resolve_auto(with_options(config, {UPDATE: "auto"}), planned_ppo, "npu", find)
+
+
+def test_a_run_that_does_not_fit_is_told_at_its_start_what_would_help(config, monkeypatch, caplog):
+    monkeypatch.setattr(report, "make_planner", lambda describe, machine: planner(12))
+    monkeypatch.setattr(logging.getLogger("verl.planning.report"), "propagate", True)
+    given = with_options(config, {RECOMPUTE: False, UPDATE: 16})
+    with caplog.at_level(logging.WARNING):
+        resolved = report.resolve_auto(given, planned_ppo, "cuda", lambda device: GPU)
+
+    assert [phase.name for phase in planner(12)(resolved).misfits()] == ["update_actor"]
+    [message] = [each.getMessage() for each in caplog.records]
+    assert message.startswith("by its plan the run does not fit: update_actor takes ")
+    assert ", 10.8 are usable: set " in message
 
 
 def test_advice_may_take_memory_from_what_was_chosen(config):

@@ -5,15 +5,17 @@ A choice changes no loss, except for the rounding of compiled blocks. On a CPU, 
 keeps the value in `CAUTIOUS`, which needs the least memory and nothing else. Needs no torch.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from verl.checkpoint.manifest import ORIGIN, STATE_FILE
+from verl.checkpoint.tracker import find_last_checkpoint, read_record
 from verl.config.files.model_files import CONFIG, local_folder, read_json
 from verl.config.model import AUTO, ModelConfig
 from verl.config.schema import list_options, value_at
-from verl.config.trainer import RunTree
+from verl.config.trainer import RunConfig, RunTree
 from verl.distributed.backends import BACKENDS
 from verl.planning.machine import Machine, MemoryPlan
 from verl.planning.memory_plan import Planner
@@ -30,6 +32,7 @@ CAUTIOUS: Mapping[str, Any] = {  # by the ends of the options' names, in the ord
     COMPILE: False,
     RECOMPUTE: True,
 }
+AS_RECORDED = "as in the checkpoint"  # a reason
 SHARES = (False, 0.25, 0.5, 0.75)  # of recomputed blocks
 
 # Types of language models whose blocks may be compiled, or recomputed in part; the file names the tests.
@@ -90,16 +93,39 @@ def choose(
     choices: dict[str, Choice] = {}
     for key, value_before in switches.items():
         reason, values = _candidates(run, key, planner.machine)
-        before = recorded.get(key, AUTO)
+        before = _recorded_value(recorded, key)
         values = [before, *values] if before in (*values, value_before) else values
         for value in values:
             changed = with_options(config, {key: value})
-            if _is_no_worse(planner(changed), before_any):
-                config, choices[key] = changed, Choice(value)
+            if is_no_worse(planner(changed), before_any):
+                is_repeated = value == before
+                config, choices[key] = changed, Choice(value, reason or (AS_RECORDED if is_repeated else ""))
                 break
         else:
             choices[key] = Choice(value_before, reason or "more would not fit")
     return Chosen(config, choices)
+
+
+def recorded_options(
+    trainer: RunConfig, find: Callable[[str], Path | None] = find_last_checkpoint
+) -> dict[str, Any]:
+    """Return the options of the checkpoint that a run resumes from; none for a run that starts.
+
+    Files that are missing there are named when the run resumes.
+    """
+    folder = Path(trainer.load_checkpoint_path) if trainer.load_checkpoint_path else None
+    if folder is None and trainer.find_last_checkpoint:
+        folder = find(trainer.checkpoint_folder)
+    state = read_json(folder / STATE_FILE) if folder else None
+    return ((state or {}).get(ORIGIN) or {}).get("options", {})
+
+
+def look_up_last(root: str) -> Path | None:
+    """Return where the newest checkpoint belongs, without putting one there that was interrupted."""
+    record = read_record(root)
+    if record is None or record.last_global_step is None:
+        return None
+    return Path(root) / f"global_step_{record.last_global_step}"
 
 
 def cautious(key: str) -> Any:
@@ -113,8 +139,18 @@ def chosen_again(config: C, keys: Iterable[str], planner: Planner[C]) -> C:
     return choose(with_options(config, switches), switches, planner, {}).config
 
 
-def _is_no_worse(plan: MemoryPlan, first: MemoryPlan) -> bool:
-    """Return whether all phases fit, or are as large as in a cautious plan in which they do not."""
+def _recorded_value(recorded: Mapping[str, Any], key: str) -> Any:
+    """Return the value of an option in a checkpoint; sections that the user named are recorded as one."""
+    if key in recorded:
+        return recorded[key]
+    for name, section in recorded.items():
+        if isinstance(section, dict) and key.startswith(f"{name}."):
+            return _recorded_value(section, key.removeprefix(f"{name}."))
+    return AUTO
+
+
+def is_no_worse(plan: MemoryPlan, first: MemoryPlan) -> bool:
+    """Return whether all phases fit, or are no larger than in a first plan in which they do not."""
     taken = {phase.name: (phase.device_bytes, first.node_bytes(phase)) for phase in first.misfits()}
     return all(
         phase.name in taken

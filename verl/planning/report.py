@@ -61,12 +61,15 @@ def resolve_auto(
         logger.info("no %s reports its memory, so nothing is chosen for it: %s", device, text_of(switches))
         return with_options(config, switches)
     before = recorded() if switches else {}
-    chosen = _resolved(config, make_planner(describe, machine), before)
+    planner = make_planner(describe, machine)
+    chosen = _resolved(config, planner, before)
     for key in sizes:
         size = value_at(chosen.config, key)
         logger.info("micro batch size that fits: %s=%d memory=%r", key, size, machine.name)
     for key, choice in chosen.choices.items():
         logger.info("chosen for the device: %s=%s memory=%r", key, choice, machine.name)
+    for text in _misfit_texts(chosen.config, planner):
+        logger.warning("by its plan the run does not fit: %s", text)
     return chosen.config
 
 
@@ -112,9 +115,13 @@ class DryRun(Generic[C]):
 
 
 def dry_run_memory(
-    config: C, describe: Describe[C], memory_gb: float | None = None, machine: Machine | None = None
+    config: C,
+    describe: Describe[C],
+    memory_gb: float | None = None,
+    machine: Machine | None = None,
+    recorded: Callable[[], Mapping[str, Any]] = dict,
 ) -> DryRun[C]:
-    """Plan the memory of a run on a machine, or on this one.
+    """Plan the memory of a run on a machine, or on this one; `recorded` as for `resolve_auto`.
 
     Where the sizes of a model cannot be read, the config is unchanged and the report or `problem` says so.
     """
@@ -127,8 +134,8 @@ def dry_run_memory(
         return DryRun(config, text)
     try:
         plan = make_planner(describe, machine or find_machine(config.trainer.device, memory_gb))
-        chosen = _resolved(config, plan, recorded={})
-    except ValueError as error:
+        chosen = _resolved(config, plan, recorded())
+    except (ValueError, FileNotFoundError) as error:
         return DryRun(config, "", problem=str(error))
     resolved = chosen.config
     lines = [f"  auto: {key}={value_at(resolved, key)}\n" for key in run.auto_options()]
@@ -146,12 +153,16 @@ def memory_text(config: C, planner: Planner[C]) -> str:
         *(_phase_line(phase, plan) for phase in plan.phases),
         PlanLine("available", available, _gib(machine.host_bytes), f"{machine.name}; a tenth is kept free"),
     ]
-    misfits = [misfit_text(config, phase, plan, planner) for phase in plan.misfits()]
     return (
         "".join(f"  {line}\n" for line in plan.models)
         + table(lines, has_remarks=True)
-        + "".join(f"  does not fit: {text}\n" for text in misfits)
+        + "".join(f"  does not fit: {text}\n" for text in _misfit_texts(config, planner))
     )
+
+
+def _misfit_texts(config: C, planner: Planner[C]) -> list[str]:
+    plan = planner(config)
+    return [misfit_text(config, phase, plan, planner) for phase in plan.misfits()]
 
 
 def _phase_line(phase: Phase, plan: MemoryPlan) -> PlanLine:

@@ -3,7 +3,7 @@
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -116,8 +116,11 @@ class TrainingCommand(Generic[C]):
 
     def _plan(self, config: C, planned: PlanSwitches) -> int:
         try:
-            notes = self.look(config)
-            check_weights(self.describe(config))
+            notes, run = self.look(config), self.describe(config)
+            if planned.cluster is None:
+                check_weights(run)
+            else:  # whose disks may have them
+                notes += weights_problems(run)
         except FOR_THE_USER as error:
             return told(error)
         if planned.machine is None and (problem := core_problem(config.trainer, config.num_serving)):
@@ -176,12 +179,17 @@ def check_run(trainer: RunConfig, num_serving: int = 0) -> None:
 
 def check_weights(run: PlannedRun, *, loads: bool = False) -> None:
     """Raise if a model's folder has no weights of its config, or a hub name with `loads` cannot be loaded."""
+    for problem in weights_problems(run, loads=loads):
+        raise FileNotFoundError(problem)
+
+
+def weights_problems(run: PlannedRun, *, loads: bool = False) -> Iterator[str]:
     for planned in run.models:
         problem = weights_problem(planned.model.model_path or "", planned.model.override_config)
         if problem is None and loads:
             problem = hub_problem(planned.model.model_path or "")
         if problem is not None:
-            raise FileNotFoundError(f"`{planned.option}.model_path` {problem}")
+            yield f"`{planned.option}.model_path` {problem}"
 
 
 def check_cores(trainer: RunConfig, num_serving: int = 0) -> None:

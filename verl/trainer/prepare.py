@@ -13,17 +13,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import ray
 
-from verl.checkpoint.manifest import ORIGIN, STATE_FILE
-from verl.checkpoint.tracker import find_last_checkpoint
-from verl.config.files.model_files import read_json
-from verl.config.trainer import RunConfig, RunTree
+from verl.config.trainer import RunTree
 from verl.distributed.gpus import list_gpus
 from verl.logger.console.start_up import phase
+from verl.planning.auto_switches import recorded_options
 from verl.planning.machine import Machine, find_machine
 from verl.planning.report import Describe, problems_of, resolve_auto
 from verl.single_controller.ray.cluster import connect
@@ -184,18 +181,6 @@ def find_machine_of_run(device: str) -> Machine:
     if device == "cpu" or list_gpus() or not nodes:
         return find_machine(device)
     return ray.get(run_on_node(nodes[0]["NodeID"], find_machine, device))
-
-
-def recorded_options(trainer: RunConfig) -> dict[str, Any]:
-    """Return the options of the checkpoint that a run resumes from; none for a run that starts.
-
-    Files that are missing there are named when the run resumes.
-    """
-    folder = Path(trainer.load_checkpoint_path) if trainer.load_checkpoint_path else None
-    if folder is None and trainer.find_last_checkpoint:
-        folder = find_last_checkpoint(trainer.checkpoint_folder)
-    state = read_json(folder / STATE_FILE) if folder else None
-    return ((state or {}).get(ORIGIN) or {}).get("options", {})
 
 
 def largest_run(config: C, capacities: Sequence[int]) -> C | None:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -122,7 +123,7 @@ def read_config(
     """Load the transformers config of a folder or hub model, with overrides applied."""
     try:
         config = load_config(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, StrictDataclassError) as error:  # the last for values that do not fit
         raise FileNotFoundError(
             f"`{option}.model_path` ({path}): no model config can be read there: {error}"
         ) from error

@@ -20,9 +20,10 @@ from verl.config.sft import SFTConfig
 from verl.data.loader import make_sft_loaders
 from verl.data.readers import load_readers, media_options
 from verl.models.tiny import save_tiny_model
+from verl.planning.auto_switches import recorded_options
 from verl.planning.planned_run import planned_sft
 from verl.single_controller.ray.resource_pool import ResourcePool
-from verl.trainer.prepare import PreparedRun, recorded_options
+from verl.trainer.prepare import PreparedRun
 from verl.trainer.run.checkpointing import LOADER_FILE, ORIGIN, STATE_FILE
 from verl.trainer.run.exit_status import BAD_INPUT
 from verl.trainer.run.resuming import check_resume, model_digests, origin_of

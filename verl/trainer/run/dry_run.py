@@ -7,11 +7,13 @@ import sys
 from argparse import SUPPRESS, ArgumentParser
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from verl.config.parsing import yaml_text
 from verl.config.text import config_yaml
 from verl.distributed.backends import USUAL_GPU
 from verl.distributed.gpus import list_gpus
+from verl.planning.auto_switches import look_up_last, recorded_options
 from verl.planning.device_defaults import chosen_for_device, device_defaults
 from verl.planning.machine import GIB, Machine
 from verl.planning.report import C, Describe, DryRun, dry_run_memory
@@ -77,7 +79,8 @@ def read_switches(given: dict[str, str], others: Sequence[str]) -> PlanSwitches:
 
 def dry_run(config: C, switches: PlanSwitches, describe: Describe[C], plan_text: Callable[[C], str]) -> int:
     """Print what a run would do, and return the exit status."""
-    run = dry_run_memory(config, describe, switches.memory_gb, switches.machine)
+    recorded = partial(recorded_options, config.trainer, look_up_last)
+    run = dry_run_memory(config, describe, switches.memory_gb, switches.machine, recorded)
     defaults = device_defaults(type(config), config.trainer.device)
     sys.stdout.write(
         f"{CHANGED}{config_yaml(config, only_changed=True, defaults=defaults)}\n"
