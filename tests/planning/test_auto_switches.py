@@ -232,6 +232,30 @@ def test_a_run_that_does_not_fit_is_told_at_its_start_what_would_help(config, mo
     assert ", 10.8 are usable: set " in message
 
 
+def test_what_does_not_fit_is_not_made_larger_by_advice(config):
+    config = with_options(config, {RECOMPUTE: True, UPDATE: 16, PARAMS: True, STATE: True, COMPILE: False})
+    for gib in (8, 400):
+        predict = Predictor(planner(gib), parse_cluster("4xH100"))
+        names = [name for each in advise(config, predict) for name in each.changes]
+        assert bool(predict.plan(config).misfits()) is (gib == 8)
+        assert (RECOMPUTE in names) is (gib == 400)
+
+
+def test_advice_may_be_a_smaller_size_that_leaves_blocks_as_they_ran(config):
+    predict = Predictor(planner(250), parse_cluster("4xL20"))
+    large = with_options(config, {UPDATE: 16, "data.max_response_length": 16384})
+    found = chosen(large, predict.plan)
+    sizes = [
+        each.changes[UPDATE]
+        for each in advise(found.config, predict, found.choices)
+        if UPDATE in each.changes
+    ]
+
+    assert value_at(found.config, RECOMPUTE) is True
+    assert sizes == [2]
+    assert value_at(chosen(with_options(large, {UPDATE: 2}), predict.plan).config, RECOMPUTE) is not True
+
+
 def test_advice_may_take_memory_from_what_was_chosen(config):
     config = with_options(config, {UPDATE: 1})
     for gib in range(12, 80):

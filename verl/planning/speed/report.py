@@ -17,6 +17,7 @@ from verl.planning.auto_switches import (
     Choice,
     cautious,
     chosen_again,
+    is_no_worse,
     shares_of,
     uncompiled,
 )
@@ -119,7 +120,7 @@ def advise(config: C, predict: Predictor[C], chosen: Collection[str] = ()) -> li
     now = predict(config).seconds
     best: dict[tuple[str, ...], Advice] = {}
     # A change may leave phases that do not fit and problems as they are, but must not add to them.
-    unfit = {phase.name for phase in predict.plan(config).misfits()}
+    plan = predict.plan(config)
     problems = problems_of(config)
     for changes in _candidates(config, predict):
         changed = with_options(config, changes)
@@ -130,7 +131,7 @@ def advise(config: C, predict: Predictor[C], chosen: Collection[str] = ()) -> li
         advice, name = Advice(changes, predict(changed).seconds), tuple(changes)
         is_best = name not in best or advice.seconds < best[name].seconds
         shortens = advice.seconds < (1 - MIN_GAIN) * now
-        if shortens and is_best and {phase.name for phase in predict.plan(changed).misfits()} <= unfit:
+        if shortens and is_best and is_no_worse(predict.plan(changed), plan):
             best[name] = advice
     return sorted(best.values(), key=lambda advice: advice.seconds)
 
@@ -139,7 +140,7 @@ def _candidates(config: Any, predict: Predictor[Any]) -> Iterator[Changes]:
     run, cluster = predict.plan.describe(config), predict.cluster
     for option in dict.fromkeys(each.size_option for each in run.passes):
         now = value_at(config, option)
-        yield from ({option: size} for size in run.sizes(option) if size > now)
+        yield from ({option: size} for size in run.sizes(option) if size != now)
     if not uncompiled(config.worker.actor.model, cluster.machine.device):
         yield {f"worker.actor.{COMPILE}": True}
     yield {KERNEL: "flash"}
