@@ -205,6 +205,24 @@ def test_a_misfit_names_the_option_and_a_value_that_fits():
     assert "update_actor" in [phase.name for phase in plan(larger).misfits()]
 
 
+def test_a_remedy_of_several_options_leaves_out_what_is_set_already():
+    set_already = {
+        "worker.actor.model.enable_gradient_checkpointing": True,
+        "worker.actor.offload.offload_optimizer": True,
+        "worker.actor.offload.offload_params": True,
+    }
+    config = make_config(set_already | {"worker.actor.micro_batch_size_per_device_for_update": 16})
+    found = []
+    for gib in range(4, 40):
+        plan = planner(replace(GPU, device_bytes=gib * GIB))
+        phase = next(phase for phase in plan(config).phases if phase.name == "update_actor")
+        changes = {} if plan(config).fits(phase) else remedy(config, phase, plan)
+        assert not changes.keys() & set_already.keys(), gib
+        found.append(len(changes))
+
+    assert max(found) > 1
+
+
 def test_an_engine_that_leaves_no_room_gets_a_smaller_share():
     config, plan = make_config({"worker.rollout.gpu_memory_utilization": 0.9}), planner(GPU)
     (phase,) = plan(config).misfits()

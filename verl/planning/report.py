@@ -254,7 +254,8 @@ def text_of(changes: Changes) -> str:
 
 def remedy(config: C, phase: Phase, planner: Planner[C]) -> Changes:
     """Find the least intrusive change that makes a phase fit: one option if one does, else several."""
-    candidates = list(_remedies(config, planner, phase))
+    remedies = (_news(config, changes) for changes in _remedies(config, planner, phase))
+    candidates = [changes for changes in remedies if changes]
     for changes in candidates:
         if _fits(with_options(config, changes), planner, name=phase.name):
             return changes
@@ -264,6 +265,11 @@ def remedy(config: C, phase: Phase, planner: Planner[C]) -> Changes:
         if _fits(with_options(config, combined), planner, name=phase.name):
             return combined
     return {}
+
+
+def _news(config: Any, changes: Changes) -> Changes:
+    """Return the options that do not have their values yet."""
+    return {key: value for key, value in changes.items() if with_options(config, {key: value}) != config}
 
 
 def _remedies(config: Any, planner: Planner[Any], phase: Phase) -> Iterator[Changes]:
