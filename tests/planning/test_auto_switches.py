@@ -215,8 +215,11 @@ def test_without_a_figure_of_memory_switches_are_cautious_and_sizes_an_error(con
     found = [value_at(resolved, key) for key in (PARAMS, STATE, COMPILE, RECOMPUTE)]
     assert found == [True, True, False, True]
     assert "no npu reports its memory, so nothing is chosen for it" in caplog.text
-    with pytest.raises(UnknownMemoryError):
+    with pytest.raises(UnknownMemoryError) as refused:
         report.resolve_auto(with_options(config, {UPDATE: "auto"}), planned_ppo, "npu", find)
+    assert str(refused.value) == (  # not by a switch that only `--dry-run` has
+        f"`{UPDATE}` (auto) must be a number where no npu reports its memory: set {UPDATE}=1 or more"
+    )
 
 
 def test_a_run_that_does_not_fit_is_told_at_its_start_what_would_help(config, monkeypatch, caplog):

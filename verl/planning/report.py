@@ -57,7 +57,10 @@ def resolve_auto(
         machine = find(device)
     except UnknownMemoryError:
         if sizes:
-            raise
+            raise UnknownMemoryError(
+                f"`{sizes[0]}` (auto) must be a number where no {device} reports its memory: set"
+                f" {text_of(dict.fromkeys(sizes, 1))} or more"
+            ) from None
         logger.info("no %s reports its memory, so nothing is chosen for it: %s", device, text_of(switches))
         return with_options(config, switches)
     before = recorded() if switches else {}
