@@ -5,15 +5,14 @@ Not the project's own: no weights are read from files, prompts are split by the 
 and pictures are black once they are decoded.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.virtual.device import TYPE
 from tests.virtual.shapes import PictureSetup
@@ -23,22 +22,19 @@ Phase = Callable[[str], AbstractContextManager[None]]
 aten: Any = torch.ops.aten
 
 
-def build_pipeline(folder: Path, dtypes: Mapping[str, torch.dtype]) -> Any:
-    """Build a pipeline without values, its models with these data types by name or the `default` one."""
+def build_pipeline(folder: Path, dtype: torch.dtype, computes_in: torch.dtype) -> Any:
+    """Build a pipeline without values, as `open_pipeline` does: its transformer is on the meta device."""
     import diffusers
 
     from examples.quickstart import tiny_pipelines
-    from verl.planning.diffusion.shapes import TRANSFORMER, index_of, meta_part, model_names
+    from verl.diffusion.stored_parts import replace_tensors
+    from verl.planning.diffusion.shapes import TRANSFORMER, VAE, index_of, meta_part, model_names
 
-    index = index_of(folder)
-    parts = {name: meta_part(folder, name) for name in model_names(folder)}
+    index, dtypes = index_of(folder), {TRANSFORMER: dtype, VAE: torch.float32}
+    parts = {name: meta_part(folder, name).to(dtypes.get(name, computes_in)) for name in model_names(folder)}
     for name, part in parts.items():
-        dtype = dtypes.get(name, dtypes["default"])
-        if name == TRANSFORMER:
-            part.to(dtype)  # without memory until it is sharded: torch cannot move what stands for it
-        else:
-            replace_tensors(part.to(dtype), lambda tensor: torch.empty_like(tensor, device="cpu"))
-            part.to = partial(move, part)
+        if name != TRANSFORMER:
+            replace_tensors(part, lambda _, tensor: torch.empty_like(tensor, device="cpu"))
     clip, t5 = tiny_pipelines.clip_tokenizer(), tiny_pipelines.t5_tokenizer()
     clip.model_max_length = 77
     for name in [name for name in parts if name.startswith("text_encoder")]:
@@ -48,39 +44,20 @@ def build_pipeline(folder: Path, dtypes: Mapping[str, torch.dtype]) -> Any:
     return getattr(diffusers, index["_class_name"])(**parts, scheduler=scheduler)
 
 
-def move(module: nn.Module, device: torch.device | str) -> None:
-    """Move a frozen module: torch would swap its weights, which it cannot once they were used."""
-    replace_tensors(module, lambda tensor: tensor.to(device))
+def build_part(folder: Path, dtype: torch.dtype) -> Any:
+    """Build a model of a pipeline with its weights in host memory, as `stored_part` does."""
+    from verl.planning.diffusion.shapes import meta_part
 
-
-def replace_tensors(module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
-    """Replace weights and buffers; tied weights stay tied."""
-    made: dict[int, Any] = {}
-    for each in module.modules():
-        for key, tensor in each._parameters.items():
-            if tensor is not None and id(tensor) not in made:
-                made[id(tensor)] = nn.Parameter(function(tensor.data), False)
-            each._parameters[key] = made.get(id(tensor))
-        for key, buffer in each._buffers.items():
-            each._buffers[key] = None if buffer is None else function(buffer)
+    return meta_part(folder.parent, folder.name).to(dtype).to_empty(device="cpu")
 
 
 def substitute_pictures(phase: Phase) -> None:
     """Replace what needs files and values; sampling's parts that are phases of their own are measured so."""
-    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
-
     from verl.diffusion import model
     from verl.diffusion.model import DiffusionModel
     from verl.diffusion.prompts import PromptEncoder
 
-    decode, encode, shard = DiffusionModel.decode, PromptEncoder._encode, model.shard_model
-
-    def shard_and_fill(transformer: Any, *others: Any, **options: Any) -> None:
-        shard(transformer, *others, **options)
-        transformer.to_empty(device=TYPE)
-
-    def from_pretrained(path: str, *, dtype: Mapping[str, torch.dtype]) -> Any:
-        return build_pipeline(Path(path), dtype)
+    decode, encode = DiffusionModel.decode, PromptEncoder._encode
 
     def decode_to_black(self: Any, latents: Tensor) -> Tensor:
         with phase("decode"):
@@ -90,9 +67,9 @@ def substitute_pictures(phase: Phase) -> None:
         with phase("encode"):
             encode(self, texts)
 
-    DiffusionPipeline.from_pretrained = from_pretrained
+    model.open_pipeline, model.stored_part = build_pipeline, build_part
     DiffusionModel.decode, PromptEncoder._encode = decode_to_black, encode_as_phase
-    F.scaled_dot_product_attention, model.shard_model = attention, shard_and_fill
+    F.scaled_dot_product_attention = attention
 
 
 def attention(

@@ -37,6 +37,7 @@ WEIGHTS = "diffusion_pytorch_model"  # start of the names of diffusers' files
 ADAPTER_WEIGHTS = "pytorch_lora_weights.safetensors"
 ADAPTER_METADATA = "lora_adapter_metadata"  # key of diffusers in the file's header
 ENTRY = 2  # library and class of a part in the index
+REMEDY = "save the base model again with `save_pretrained`, or give another one as `--base_model`"
 
 
 class PipelineConfigs(NamedTuple):
@@ -171,10 +172,9 @@ def _as_stored(folded: Shards, stored: Mapping[str, Tensor]) -> Iterator[tuple[s
         yield name, tensor.to(stored[name].dtype) if name in stored else tensor
 
 
-def stored_weights(folder: Path) -> dict[str, Tensor]:
+def stored_weights(folder: Path, remedy: str = REMEDY) -> dict[str, Tensor]:
     """Map the tensors in the safetensors files of a part of a pipeline into memory."""
     index, whole = folder / f"{WEIGHTS}.safetensors.index.json", folder / f"{WEIGHTS}.safetensors"
-    remedy = "save the base model again with `save_pretrained`, or give another one as `--base_model`"
     if not (index.is_file() or whole.is_file()):
         raise FileNotFoundError(f"{whole} is missing: {remedy}")
     with reading(f"the base weights in {folder}", remedy):

@@ -50,7 +50,7 @@ class DiffusionEngine:
     def generate(
         self, prompts: DataProto, n: int, schedule: NoiseSchedule
     ) -> Iterator[list[FinishedPicture]]:
-        """Sample `n` pictures for each prompt, in order.
+        """Sample `n` pictures for each prompt, in order, with each model on the device once.
 
         The noise of a picture depends on `seed`, the `uid` of its prompt and its number; without noisy steps,
         as in validation, on the prompt's text: another validation starts from the same noise.
@@ -58,12 +58,13 @@ class DiffusionEngine:
         uids = prompts.non_tensor_batch["uid"].tolist()
         texts = prompts.non_tensor_batch["prompt_text"].tolist()
         rows = [(uid, text, number) for uid, text in zip(uids, texts, strict=True) for number in range(n)]
-        self.forward.prepare(texts or [IDLE])
         parts = [rows[at : at + self.at_once] for at in range(0, len(rows), self.at_once)]
-        for place in range(max_over_ranks(len(parts))):
-            part = parts[place] if place < len(parts) else []
-            found = self._sample(part or [(IDLE, IDLE, 0)], schedule)
-            yield found if part else []
+        idle: list[list[tuple[str, str, int]]] = [[]] * (max_over_ranks(len(parts)) - len(parts))
+        self.forward.prepare([*texts, IDLE] if idle else texts)
+        with self.policy.loaded(), self.policy.vae.loaded():
+            for part in parts + idle:
+                found = self._sample(part or [(IDLE, IDLE, 0)], schedule)
+                yield found if part else []
 
     def _sample(self, rows: Sequence[tuple[str, str, int]], schedule: NoiseSchedule) -> list[FinishedPicture]:
         names = [f"{uid if schedule.noisy else text} {number}" for uid, text, number in rows]
@@ -78,8 +79,7 @@ class DiffusionEngine:
                 return velocity(latents, times)
 
         other = reference if self.measures_kl else None
-        with self.policy.loaded():
-            found = sample(velocity, noise.to(self.forward.device), schedule, generators, other)
+        found = sample(velocity, noise.to(self.forward.device), schedule, generators, other)
         pixels = (self.policy.decode(found.latents[:, -1]) * 255).round().byte().numpy()
         latents, log_probs = found.latents.cpu(), found.log_probs.tolist()
         kl = [None] * len(rows) if found.kl is None else found.kl.tolist()

@@ -51,7 +51,10 @@ class DiffusionWorker(ModelWorker):
     def _build_forward(self, sp: SequenceParallel) -> StepForward:
         actor, family = self.config.actor, self.policy.family
         longest = self.options.max_prompt_length
-        prompts = PromptEncoder(family, self.policy.parts, self.device, min(longest, family.longest_prompt))
+        prompts = PromptEncoder(
+            family, self.policy.parts, self.device, min(longest, family.longest_prompt),
+            self.policy.text_encoders.loaded,
+        )  # fmt: skip
         return StepForward(
             family, self.policy.model, self.schedule, prompts,
             guidance=self.config.rollout.guidance_scale,
@@ -89,6 +92,7 @@ class DiffusionWorker(ModelWorker):
         """Update the policy on this rank's share of every mini batch."""
         reset_peak_memory(self.options.device)
         start = time.perf_counter()
+        self.forward.prepare(batch.non_tensor_batch["prompt_text"].tolist())  # other ranks sampled some rows
         with self.policy.loaded(with_optimizer=True):
             updated = self.actor.update(batch, 1.0, entropy_coef=entropy_coef, seed=seed)
         metrics = updated.metrics | {"perf/update_s": time.perf_counter() - start}

@@ -80,13 +80,13 @@ def build_model(
     empty = meta_model(config, dtype, model.trust_remote_code)
     empty.generation_config = load_generation_config(model, config)
     prepare_model(empty)
-    source = _on_rank0(lambda: _read_model(model, config, dtype, trainable, option))
+    source = on_rank0(lambda: _read_model(model, config, dtype, trainable, option))
     if head == "scalar":
         _agree_on_bias(empty, source)
     if trainable:
         select_trainable(empty, model, option, adapter)
         if adapter is not None:
-            _on_rank0(lambda: _adapt_source(source, model, adapter, option))
+            on_rank0(lambda: _adapt_source(source, model, adapter, option))
         if model.recomputed:
             recompute_blocks(empty, model.recomputed)
     else:
@@ -100,7 +100,7 @@ def build_model(
         check_divisible(empty, fsdp.expert_parallel_size, expert_option(option))
         experts, expert_mesh = divide_over_ranks(empty, mesh, fsdp.expert_parallel_size)
     shard_model(empty, mesh, fsdp, experts=experts, expert_mesh=expert_mesh)
-    _fill(empty, source, fsdp, mesh, torch.device(device))
+    fill_model(empty, source, fsdp, mesh, torch.device(device), torch_dtype(fsdp.mp_buffer_dtype))
     empty.train(trainable)
     return empty
 
@@ -213,7 +213,7 @@ def weights_dtype(fsdp: FSDPConfig, *, is_whole: bool) -> torch.dtype:
     return torch_dtype(fsdp.torch_dtype or ("fp32" if is_whole else "bf16"))
 
 
-def _on_rank0(function: Callable[[], T]) -> T | None:
+def on_rank0(function: Callable[[], T]) -> T | None:
     """Call a function on rank 0 and return its result there; its error is raised on all ranks.
 
     Else the others would wait in the next collective.
@@ -243,12 +243,13 @@ def _adapt_source(
         set_adapter(source, read_adapter(Path(model.lora.path), where), hub.of_module, where)
 
 
-def _fill(
-    model: PreTrainedModel,
-    source: PreTrainedModel | None,
+def fill_model(
+    model: nn.Module,
+    source: nn.Module | None,
     fsdp: FSDPConfig,
     mesh: DeviceMesh,
     device: torch.device,
+    buffer_dtype: torch.dtype | None = None,  # None keeps that of each buffer
 ) -> None:
     """Allocate a sharded model on the meta device and copy the values of rank 0's source model."""
     given = {} if source is None else dict(source.named_parameters()) | dict(source.named_buffers())
@@ -259,7 +260,7 @@ def _fill(
     for name, buffer in list(model.named_buffers()):  # non-persistent ones too
         whole = _from_rank0(given.get(name), buffer.shape, buffer.dtype, device)
         if whole.is_floating_point():
-            whole = whole.to(torch_dtype(fsdp.mp_buffer_dtype))
+            whole = whole.to(buffer_dtype)
         owner, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, whole)
     _check_nothing_is_empty(model)
@@ -345,7 +346,7 @@ def _own_rows(param: DTensor, device: torch.device) -> Tensor:
     return distribute_tensor(every, param.device_mesh, param.placements, src_data_rank=None).to_local()
 
 
-def _check_nothing_is_empty(model: PreTrainedModel) -> None:
+def _check_nothing_is_empty(model: nn.Module) -> None:
     # a tensor that is neither parameter nor buffer stays on the meta device
     for name, module in model.named_modules():
         for key, value in vars(module).items():

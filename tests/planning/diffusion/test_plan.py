@@ -57,18 +57,39 @@ def phases_of(changes=None, machine=GPU):
     return {phase.name: phase for phase in plan.phases}
 
 
-def test_text_encoders_and_vae_are_on_a_gpu_in_their_phase_alone_and_in_host_memory_always():
+def test_text_encoders_are_on_a_gpu_in_their_phase_alone_and_a_vae_while_pictures_are_sampled():
     phases = phases_of()
 
     assert [name for name, phase in phases.items() if "text encoders" in phase.device] == ["encode"]
-    assert [name for name, phase in phases.items() if "VAE" in phase.device] == ["decode"]
-    assert {phase.host["text encoders and VAE"] for phase in phases.values()} == {6 * GIB}
+    assert [name for name, phase in phases.items() if "VAE" in phase.device] == ["gen", "decode"]
 
 
-def test_on_cpu_they_are_in_memory_once():
+def test_the_processes_of_a_node_share_text_encoders_and_vae():
+    for phase in phases_of().values():
+        assert phase.node["text encoders and VAE"] == 6 * GIB
+        assert phase.host["staging buffer"] == 64 << 20
+        assert "text encoders and VAE" not in phase.host
+
+
+def test_on_cpu_each_process_has_them_once():
     phases = phases_of({"trainer.device": "cpu"}, Machine("cpu", 0, 400 * GIB, "a node"))
 
-    assert not any({"text encoders", "VAE"} & set(phase.device) for phase in phases.values())
+    for phase in phases.values():
+        assert not {"text encoders", "VAE"} & set(phase.device)
+        assert phase.host["text encoders and VAE"] == 6 * GIB and "text encoders and VAE" not in phase.node
+
+
+def test_pictures_are_decoded_next_to_the_weights_that_sample():
+    held = phases_of({"worker.actor.offload.offload_params": True})["decode"].device
+
+    assert held["weights"] == 4096 // 4 and held["VAE"] == GIB and held["activations"] == 2 * GIB
+
+
+def test_the_first_rank_reads_a_weight_at_a_time():
+    load = phases_of()["load"]
+
+    assert load.first_rank == {"first rank reads": 2 * 64}
+    assert load.host.keys() == phases_of()["encode"].host.keys()
 
 
 def test_sampling_holds_the_activations_of_the_pictures_that_run_together():

@@ -46,7 +46,7 @@ class SD3(DiffusionFamily):
     def encode(self, pipeline: Any, texts: Sequence[str], max_length: int) -> Conditions:
         states, _, pooled, _ = pipeline.encode_prompt(
             prompt=list(texts), prompt_2=None, prompt_3=None, do_classifier_free_guidance=False,
-            max_sequence_length=max_length,
+            device=pipeline.text_encoder.device, max_sequence_length=max_length,
         )  # fmt: skip
         return {"encoder_hidden_states": states, "pooled_projections": pooled}
 
@@ -158,8 +158,9 @@ class Wan(DiffusionFamily):
 
     def encode(self, pipeline: Any, texts: Sequence[str], max_length: int) -> Conditions:
         states, _ = pipeline.encode_prompt(
-            prompt=list(texts), do_classifier_free_guidance=False, max_sequence_length=max_length
-        )
+            prompt=list(texts), do_classifier_free_guidance=False, max_sequence_length=max_length,
+            device=pipeline.text_encoder.device,
+        )  # fmt: skip
         return {"encoder_hidden_states": states}
 
     def latent_shape(self, pipeline: Any, size: Size) -> tuple[int, ...]:

@@ -18,6 +18,8 @@ from verl.planning.memory_plan import (
 )
 from verl.planning.planned_run import PlannedRun
 
+STAGED_BYTES = 1 << 26  # of a process while frozen models go to a GPU, see `diffusion/frozen_parts.py`
+
 
 def plan_pictures(run: PlannedRun, read: ReadPictures, machine: Machine) -> MemoryPlan:
     """Add up what is in memory at the same time in each phase of a step."""
@@ -26,14 +28,12 @@ def plan_pictures(run: PlannedRun, read: ReadPictures, machine: Machine) -> Memo
     shape = pictures.read(read)
     model = held_pictures(pictures, shape, run.trainer.world_size, machine.device)
     resting = {"weights": model.resting_weights, "optimizer": model.resting_state, "buffers": shape.buffers}
+    reads = {"first rank reads": memory_model.reading(shape.transformer)}
     phases = [
-        Phase("load", dict(resting), {"transformer": shape.transformer.stored}),
+        Phase("load", dict(resting), first_rank=reads),
         Phase("encode", resting | _fetched(machine, "text encoders", shape.text_encoders)),
-        _sampling(pictures, shape, model),
-        Phase(
-            "decode",
-            resting | _fetched(machine, "VAE", shape.vae) | {"activations": int(shape.decoding.peak)},
-        ),
+        _sampling(pictures, shape, model, machine),
+        _decoding(shape, model, machine),
         _updating(pictures, shape, model),
         Phase("save_checkpoint", dict(resting), {"copy": model.weights + model.state}),
     ]
@@ -41,9 +41,13 @@ def plan_pictures(run: PlannedRun, read: ReadPictures, machine: Machine) -> Memo
     picture = shape.pixels + (pictures.rollout.num_steps + 1) * shape.latent
     batch = run.batch_bytes + run.trainer.world_size * pictures.pictures * picture
     node = {"controller": NODE_BYTES, "batch": BATCH_COPIES * batch}
-    # The frozen models wait in host memory, also while one is on a GPU.
-    host = {"process": PROCESS_BYTES, "text encoders and VAE": shape.text_encoders + shape.vae}
-    host |= host_copies(run, [model])
+    host = {"process": PROCESS_BYTES} | host_copies(run, [model])
+    frozen = {"text encoders and VAE": shape.text_encoders + shape.vae}
+    if machine.device == "cpu":  # each process casts weights of another data type than its own
+        host |= frozen
+    else:
+        host["staging buffer"] = STAGED_BYTES
+        node |= frozen  # the pages of their files
     for phase in phases:
         phase.device.update({"context": context} if context else {})
         phase.host.update(host)
@@ -62,14 +66,28 @@ def _fetched(machine: Machine, name: str, size: int) -> Parts:
     return {} if machine.device == "cpu" else {name: size}
 
 
-def _sampling(pictures: PlannedPictures, shape: PictureShape, model: HeldModel) -> Phase:
+def _sampling(pictures: PlannedPictures, shape: PictureShape, model: HeldModel, machine: Machine) -> Phase:
     device, host = working_parts(model, is_update=False)
+    device |= _fetched(machine, "VAE", shape.vae)  # which decodes between calls of the sampler
     device |= {
         "buffers": shape.buffers,
         "gathered weights": memory_model.gathered(model.shape, model.setup),
         "activations": int(pictures.pictures_at_once * shape.velocity.peak),
     }
     return Phase("gen", device, host, size_option=pictures.sampling.size_option)
+
+
+def _decoding(shape: PictureShape, model: HeldModel, machine: Machine) -> Phase:
+    """Count the transformer too, whose root FSDP leaves gathered."""
+    device, host = working_parts(model, is_update=False)
+    device |= _fetched(machine, "VAE", shape.vae)
+    kept = model.shape.params if model.setup.keeps_gathered else model.shape.root
+    device |= {
+        "buffers": shape.buffers,
+        "gathered weights": model.setup.c * kept,
+        "activations": int(shape.decoding.peak),
+    }
+    return Phase("decode", device, host)
 
 
 def _updating(pictures: PlannedPictures, shape: PictureShape, model: HeldModel) -> Phase:

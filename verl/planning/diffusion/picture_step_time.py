@@ -13,7 +13,7 @@ from verl.planning.speed.workload import PassWork
 
 FLOAT32_SHARE = 1 / 15  # of bfloat16's speed: 67 of 989 on an H100, 19.5 of 312 on an A100; for a VAE
 TF32_SHARE = 1 / 2  # which cuDNN takes for the convolutions of a VAE in float32
-PAGEABLE_SHARE = 1 / 4  # of copies from page-locked memory; an estimate
+STAGED_SHARE = 1 / 4  # of copies from page-locked memory, which the host fills first; an estimate
 
 
 def predict_pictures(run: PlannedRun, read: ReadPictures, cluster: Cluster) -> StepTime:
@@ -40,10 +40,10 @@ def predict_pictures(run: PlannedRun, read: ReadPictures, cluster: Cluster) -> S
 
 
 def _encoding(pictures: PlannedPictures, shape: PictureShape, cluster: Cluster) -> PhaseTime:
-    """Text encoders travel to the GPU and back once."""
+    """Text encoders go to the GPU once."""
     parts = {
         "products": pictures.prompts * shape.encoding.products / cluster.products,
-        "copying text encoders": _there_and_back(shape.text_encoders, cluster),
+        "copying text encoders": _staged(shape.text_encoders, cluster),
     }
     return PhaseTime("encode", parts)
 
@@ -53,9 +53,7 @@ def _sampling(
 ) -> PhaseTime:
     steps = pictures.rollout.num_steps
     work, calls = shape.velocity.times(steps * pictures.pictures), steps * _calls(pictures)
-    parts = pass_parts(run, model, _operations(work), _pass(calls), cluster, is_update=False)
-    parts["offloading"] *= _calls(pictures)  # loaded for each call of the sampler
-    return PhaseTime("gen", parts)
+    return PhaseTime("gen", pass_parts(run, model, _operations(work), _pass(calls), cluster, is_update=False))
 
 
 def _decoding(pictures: PlannedPictures, shape: PictureShape, cluster: Cluster) -> PhaseTime:
@@ -64,7 +62,7 @@ def _decoding(pictures: PlannedPictures, shape: PictureShape, cluster: Cluster) 
         "convolutions": work.products / (TF32_SHARE * cluster.products),
         "attention": work.attention / (FLOAT32_SHARE * cluster.products),
         "elementwise": work.moved / cluster.memory,
-        "copying the VAE": _calls(pictures) * _there_and_back(shape.vae, cluster),
+        "copying the VAE": _staged(shape.vae, cluster),
     }
     return PhaseTime("decode", parts)
 
@@ -95,5 +93,5 @@ def _calls(pictures: PlannedPictures) -> int:
     return -(-pictures.pictures // pictures.pictures_at_once)
 
 
-def _there_and_back(size: int, cluster: Cluster) -> float:
-    return 2 * size / (PAGEABLE_SHARE * cluster.pcie)
+def _staged(size: int, cluster: Cluster) -> float:
+    return size / (STAGED_SHARE * cluster.pcie)
