@@ -7,6 +7,7 @@
     python3 benchmarks/memory_plan.py --sft            # supervised fine-tuning
     python3 benchmarks/memory_plan.py --sft --lora 16  # with adapters
     python3 benchmarks/memory_plan.py --start          # the first rank's start, above its shard
+    python3 benchmarks/memory_plan.py --pictures       # starts of both ranks of a diffusion run
 
 Prints the peak resident memory minus that of the process without a model. With two ranks it is the memory of
 the first rank, which also reads the files.
@@ -25,12 +26,15 @@ from verl.utils.cuda_builds import repair_cuda_builds
 repair_cuda_builds()  # before transformers is imported
 
 # isort: split
+import torch
 from step import MODEL
 
+from examples.quickstart.tiny_pipelines import save_tiny_sd3
 from tests.helpers.memory import PPO, SFT, SHAPES, Rows, make_case, measure_phases, planned_phases
+from tests.helpers.picture_memory import measure_picture_starts, save_larger_sd3
 from tests.helpers.start_memory import RANKS, measure_start, save_as_published
 from tests.virtual.shapes import SHAPES as PUBLISHED
-from verl.config.model import FSDPConfig, ModelConfig
+from verl.config.model import FSDPConfig, LoraConfig, ModelConfig
 from verl.models.tiny import save_tiny_model
 from verl.planning.memory_model import reading
 from verl.planning.model_sizes import read_shape
@@ -51,7 +55,11 @@ def main() -> None:
     parser.add_argument("--sft", action="store_true", help="supervised fine-tuning instead of GRPO")
     parser.add_argument("--lora", type=int, default=0, help="rank of the adapters; 0 trains all weights")
     parser.add_argument("--start", action="store_true", help="read one layer of 30B-A3B and two of 7B")
+    parser.add_argument("--pictures", action="store_true", help="start a Stable Diffusion 3 of 280 MiB")
     arguments = parser.parse_args()
+    if arguments.pictures:
+        measure_pictures()
+        return
     if arguments.start:
         measure_starts()
         return
@@ -91,6 +99,25 @@ def measure_starts() -> None:
                 above, held = (size / MIB for size in measure_start(model, fsdp, tiny))
                 ratio = (shard + reads) / (held + above)
                 sys.stdout.write(f"{name:10}{dtype:>8}{shard:8.0f}{reads:16.0f}{above:10.0f}{ratio:8.2f}\n")
+
+
+def measure_pictures() -> None:
+    """Print private MiB of two ranks above their shards: at most in a start, after it, after use."""
+    sys.stdout.write(
+        f"{'stored in':12}{'trained':>10}{'rank':>6}{'shard':>8}{'peak':>8}{'held':>8}{'used':>8}\n"
+    )
+    trained = {
+        "weights": LoraConfig(),
+        "adapters": LoraConfig(rank=4),
+        "DoRA": LoraConfig(rank=4, use_dora=True),
+    }
+    for dtype in (torch.bfloat16, torch.float16):
+        with tempfile.TemporaryDirectory() as name:
+            tiny, folder = save_tiny_sd3(Path(name) / "tiny"), save_larger_sd3(Path(name) / "larger", dtype)
+            for rank, starts in enumerate(measure_picture_starts(folder, tiny, list(trained.values()))):
+                for kind, start in zip(trained, starts, strict=True):
+                    sizes = "".join(f"{size / MIB:8.0f}" for size in start)
+                    sys.stdout.write(f"{str(dtype)[6:]:12}{kind:>10}{rank:6}{sizes}\n")
 
 
 if __name__ == "__main__":

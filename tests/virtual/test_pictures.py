@@ -23,6 +23,7 @@ CASES = {
 }
 NO_STATE_YET = ("encode", "gen", "decode")  # of the first step
 TOLERANCE = 0.15
+STAGED, LOADED = "diffusion/frozen_parts.py:StagingBuffer.copy", "distributed/offload.py:HostMemory.load"
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -43,3 +44,23 @@ def test_the_plan_is_near_the_tracked_peak_and_counts_the_operations(cluster, na
     for phase, (work, number) in counts.items():
         expected = number * (work.products + work.attention)
         assert phases[phase].total_flops == pytest.approx(expected, rel=0.01), phase
+
+
+def test_each_model_is_copied_to_the_device_once_in_a_phase_and_weights_are_not_copied_back(cluster):
+    setup = replace(
+        FEW, layers=1, offload=True, at_once=1, responses=3, updates=1
+    )  # three calls of the sampler
+    phases, planned = (
+        measured("sd3.5-medium", setup, 8) for measured in (cluster.measure, planned_pictures_run)
+    )
+
+    def copied(phase, place):
+        return phases[phase].copies.get(place, [0, 0])[1]
+
+    staged, loaded = (f"in verl/{place}" for place in (STAGED, LOADED))
+    assert copied("encode", staged) == pytest.approx(planned.shape.text_encoders, rel=1e-3)
+    assert copied("gen", staged) == pytest.approx(planned.shape.vae, rel=1e-3)
+    assert copied("gen", loaded) == pytest.approx(planned.model.weights, rel=1e-3)
+    assert copied("update_actor", staged) == 0, "its prompts are known"
+    returned = sum(size for place, (_, size) in phases["gen"].copies.items() if place.startswith("out"))
+    assert returned < planned.shape.buffers + 100 * planned.shape.latent

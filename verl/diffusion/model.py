@@ -78,6 +78,7 @@ class DiffusionModel(TrainedModel):
             self.model.enable_gradient_checkpointing()
         self._shard(fsdp, world_size, source)
         self._prepare_training(device, fsdp, config.offload, config.optim, training_steps)
+        self.offloader.settle()  # what is offloaded leaves the device before text encoders need it
 
     def _read(self, folder: Path, dtype: torch.dtype, seed: int) -> Any:
         """Open the transformer of the files, with its adapters at their first values."""
