@@ -63,6 +63,12 @@ class ContinuedSampling:
         self.version = 0  # of the engine's weights
         self._options = SamplingOptions()  # of all open requests, but for `n`
         self._open: dict[Any, OpenRequest] = {}  # by uid
+        self._ended: list[FinishedResponse] = []  # whole, as an interruption found them
+
+    @property
+    def num_unfinished(self) -> int:
+        """Number of submitted responses that `step` has not returned yet."""
+        return sum(len(opened.begun) for opened in self._open.values())
 
     def submit(
         self,
@@ -88,7 +94,7 @@ class ContinuedSampling:
 
     def step(self, at_most: int = 1) -> list[FinishedResponse]:
         """Advance all requests as `RolloutEngine.step` does, and return the responses that are whole now."""
-        finished = [self._joined(response) for response in self.engine.step(at_most)]
+        finished = self._take_ended() or [self._joined(response) for response in self.engine.step(at_most)]
         for response in finished:
             begun = self._open[response.uid].begun
             del begun[response.sample]
@@ -102,10 +108,11 @@ class ContinuedSampling:
             opened = self._open.pop(uid, None)
             if opened is not None:
                 self.engine.abort([uid, *(SampleId(uid, sample) for sample in opened.begun)])
+                self._ended = [response for response in self._ended if response.uid != uid]
 
     def interrupt(self) -> list[FinishedResponse]:
-        """Drop all requests, and return what each unfinished response has, for `submit`."""
-        begun = [self._joined(response) for response in self.engine.interrupt()]
+        """Drop all requests, and return what each response that `step` has not returned has, for `submit`."""
+        begun = self._take_ended() + [self._joined(response) for response in self.engine.interrupt()]
         self._open.clear()
         return begun
 
@@ -114,6 +121,7 @@ class ContinuedSampling:
         """Stop for a change of weights inside the block, and continue with those of `version`."""
         for response in map(self._joined, self.engine.interrupt()):
             self._open[response.uid].begun[response.sample] = response
+        self._ended.clear()  # they are among those begun
         yield
         self.version = version
         self._resume(list(self._open))
@@ -125,11 +133,18 @@ class ContinuedSampling:
             if opened.is_whole:
                 whole.setdefault(opened.n, []).append(opened.request)
             else:
-                rest += [self._continuation(opened.request, begun) for begun in opened.begun.values()]
+                begun = opened.begun.values()
+                self._ended += [each for each in begun if each.finish_reason != INTERRUPTED]
+                unfinished = [each for each in begun if each.finish_reason == INTERRUPTED]
+                rest += [self._continuation(opened.request, each) for each in unfinished]
         for n, requests in whole.items():
             self.engine.submit(requests, replace(self._options, n=n))
         if rest:
             self.engine.submit(rest, self._options)
+
+    def _take_ended(self) -> list[FinishedResponse]:
+        ended, self._ended = self._ended, []
+        return ended
 
     def _continuation(self, request: RolloutRequest, begun: FinishedResponse) -> RolloutRequest:
         num_tokens = len(begun.token_ids)

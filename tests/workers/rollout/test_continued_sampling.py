@@ -125,6 +125,42 @@ def test_an_interruption_before_the_first_token_changes_nothing(engine_and_model
     }
 
 
+def test_a_response_that_ended_before_an_interruption_is_returned_once_as_it_is(
+    engine_and_models, sampling, monkeypatch
+):
+    engine, models = engine_and_models
+    request = text_requests()[0]
+    begun_of = engine._begun
+
+    def begun():
+        """As of an engine that samples while it is not stepped, and ended a response meanwhile."""
+        return [
+            replace(response, finish_reason=INTERRUPTED if response.sample else "stop")
+            for response in begun_of()
+        ]
+
+    monkeypatch.setattr(engine, "_begun", begun)
+    sampling.submit([request], OPTIONS)
+    sampling.step(3)
+    take_weights(sampling, models, 1)
+
+    (ended,) = sampling.step()
+    assert (ended.sample, ended.finish_reason, ended.versions) == (0, "stop", [0] * 3)
+    assert sampling.num_unfinished == 2
+    found = finish(sampling)
+    assert {(key, len(response.versions)) for key, response in found.items()} == {
+        ((request.uid, 1), 24),
+        ((request.uid, 2), 24),
+    }
+
+    sampling.submit([request], OPTIONS)
+    sampling.step(3)
+    (ended, *others) = sampling.interrupt()
+    sampling.submit([request], OPTIONS, {request.uid: {each.sample: each for each in (ended, *others)}})
+    assert sampling.interrupt()[0] == ended
+    assert engine.num_unfinished == 0
+
+
 @pytest.mark.nightly
 def test_a_seed_gives_the_same_tokens_after_the_same_interruptions(engine_and_models, sampling):
     _, models = engine_and_models

@@ -102,7 +102,7 @@ class AgentDriver:
     def _follow(self) -> list[FinishedResponse]:
         """Do what came since the last steps of the engine, and return the conversations that ended."""
         engine, leader = self.sampling.engine, self._leader
-        step: Step = engine.agree(None if leader is None else leader.next(engine.num_unfinished > 0))
+        step: Step = engine.agree(None if leader is None else leader.next(self.sampling.num_unfinished > 0))
         self.sampling.abort(step.aborted)
         for uid in step.aborted:
             self._turns.pop(uid, None)

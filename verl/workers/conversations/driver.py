@@ -294,7 +294,7 @@ class ConversationDriver:
         missing = self._num_calling - len(answers)
         arrived: list[tuple[Any, list[Observation]]] = []
         if self.pool is not None and missing:
-            arrived = self.pool.ready(0.0 if answers or self.sampling.engine.num_unfinished else WAIT_S)
+            arrived = self.pool.ready(0.0 if answers or self.sampling.num_unfinished else WAIT_S)
             while self.in_lockstep and sum(key in self._open for key, _ in arrived) < missing:
                 arrived += self.pool.ready(WAIT_S)
         arrived = self._agree(arrived)

@@ -187,7 +187,7 @@ class RolloutEngine(ABC):
             del self._unfinished[uid]
 
     def interrupt(self) -> list[FinishedResponse]:
-        """Drop all requests, and return what each unfinished response has, perhaps no token yet."""
+        """Drop all requests, and return what each unreturned response has: nothing, or all, by its reason."""
         begun = self._begun()
         self._abort_all()
         return begun
@@ -270,7 +270,7 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def _begun(self) -> list[FinishedResponse]:
-        """Return a copy of what each unfinished response has, with the reason `INTERRUPTED`."""
+        """Return what each unfinished response has, with the reason `INTERRUPTED` unless it just ended."""
 
     @abstractmethod
     def _drop(self, uids: set[Any]) -> None:
