@@ -78,7 +78,8 @@ def build_model(
     adapter = adapter_config(model, option) if trainable else None
     dtype = weights_dtype(fsdp, is_whole=trainable and adapter is None)
     empty = meta_model(config, dtype, model.trust_remote_code)
-    empty.generation_config = load_generation_config(model, config)
+    assert model.model_path is not None, "required when the config was checked"
+    empty.generation_config = load_generation_config(model.model_path, config)
     prepare_model(empty)
     source = on_rank0(lambda: _read_model(model, config, dtype, trainable, option))
     if head == "scalar":
@@ -171,12 +172,18 @@ def apply_overrides(
             setattr(config, key, value)
 
 
-def load_generation_config(model: ModelConfig, config: PreTrainedConfig) -> GenerationConfig:
-    assert model.model_path is not None, "required when the config was checked"
+def load_generation_config(path: str, config: PreTrainedConfig) -> GenerationConfig:
     try:
-        return GenerationConfig.from_pretrained(model.model_path)
+        return GenerationConfig.from_pretrained(path)
     except OSError:
         return GenerationConfig.from_model_config(config)
+
+
+def end_token_ids(tokenizer: Any, generation_config: Any) -> frozenset[int]:
+    """Tokens that end a response: the tokenizer's and the generation config's, as in vLLM."""
+    ends = generation_config.eos_token_id
+    ends = ends if isinstance(ends, list) else [ends]
+    return frozenset(end for end in [tokenizer.eos_token_id, *ends] if end is not None)
 
 
 def adapter_config(model: ModelConfig, option: str) -> AdapterConfig | None:

@@ -24,7 +24,7 @@ from verl.models.families.interface import MediaFamily, MediaShape, Medium
 from verl.models.families.registry import family_of, media_family_of
 from verl.models.hub_names import auto_class
 from verl.models.mixture.routing import ChoicePass, ExpertChoices
-from verl.workers.model_builder import read_config
+from verl.workers.model_builder import end_token_ids, read_config
 from verl.workers.rollout.hf.batches import PreparedPrompt, RunningBatch
 from verl.workers.rollout.interface import (
     INTERRUPTED,
@@ -236,10 +236,3 @@ class HFRollout(RolloutEngine):
         with self.choices.running(ChoicePass(records=True)) as found:
             output = self.model(**inputs)
         return output.logits[:, -1].float(), found.routes().unflatten(0, input_ids.shape)
-
-
-def end_token_ids(tokenizer: Any, generation_config: Any) -> frozenset[int]:
-    """Tokens that end a response: the tokenizer's and the generation config's, as in vLLM."""
-    ends = generation_config.eos_token_id
-    ends = ends if isinstance(ends, list) else [ends]
-    return frozenset(end for end in [tokenizer.eos_token_id, *ends] if end is not None)
