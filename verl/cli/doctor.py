@@ -35,9 +35,16 @@ from verl.planning.device_defaults import load_run_config
 from verl.trainer.command import make_parser
 from verl.trainer.run.exit_status import FAILED, told
 from verl.utils.cuda_builds import REMEDY, is_broken, repair_cuda_builds, repair_environment
-from verl.utils.version_check import NAME, VLLM_PACKAGES, check_versions, find_version, matches, name_clash
+from verl.utils.version_check import (
+    ENGINE_PACKAGES,
+    NAME,
+    check_versions,
+    find_version,
+    matches,
+    name_clash,
+)
 
-IMPORTS = ("torch", "transformers", "ray", "vllm")
+IMPORTS = ("torch", "transformers", "ray")
 IMPORT_TIMEOUT_S = 300
 PLAIN_CODE = "from transformers import AutoProcessor, LlamaForCausalLM"
 REPAIR = "from verl.utils.cuda_builds import repair_cuda_builds; repair_cuda_builds()"
@@ -64,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = load_run_config(PPOConfig, switches.options) if switches.options else None
     except ConfigError as error:
         return told(error)
-    engine, trainer = ("vllm", None) if config is None else (config.engine, config.trainer)
+    engine, trainer = (default_engine(), None) if config is None else (config.engine, config.trainer)
     findings = []
     for finding in run_checks(engine, trainer, tries_imports=not switches.quick):
         findings.append(finding)
@@ -84,9 +91,9 @@ def run_checks(engine: str, trainer: RunConfig | None, *, tries_imports: bool) -
     yield check_supported(engine)
     yield check_requirements()
     yield check_name()
-    yield check_vllm()
+    yield check_engines()
     if tries_imports:
-        yield check_imports()
+        yield check_imports([*IMPORTS, *([engine] if engine in ENGINE_PACKAGES else [])])
         yield check_plain_transformers()
     device, num_gpus = ("auto", 0) if trainer is None else (trainer.device, trainer.n_gpus_per_node)
     gpus = list_gpus()
@@ -107,10 +114,17 @@ def run_checks(engine: str, trainer: RunConfig | None, *, tries_imports: bool) -
     yield checks.check_sandbox()
 
 
+def default_engine() -> str:
+    """Return the rollout engine that is installed: vLLM unless only another one is."""
+    return next((name for name, packages in ENGINE_PACKAGES.items() if find_version(*packages)), "vllm")
+
+
 def check_supported(engine: str) -> Finding:
-    """Check that Python, torch, vLLM, torchvision and transformers are supported together."""
+    """Check that Python, torch, the engine, torchvision and transformers are supported together."""
     names = ("torch", "torchvision", "transformers", "ray")
-    versions = {name: find_version(name) for name in names} | {"vllm": find_version(*VLLM_PACKAGES)}
+    versions = {name: find_version(name) for name in names}
+    if engine in ENGINE_PACKAGES:
+        versions[engine] = find_version(*ENGINE_PACKAGES[engine])
     found = ", ".join(f"{name} {version or 'missing'}" for name, version in versions.items())
     found = f"Python {platform.python_version()}, {found}"
     try:
@@ -140,18 +154,20 @@ def check_name() -> Finding:
     return judge("package name", found, remedy, warns=remedy)
 
 
-def check_vllm() -> Finding:
-    """Check that vLLM is installed once: its two packages overwrite each other's files."""
-    installed = {name: found for name in VLLM_PACKAGES if (found := find_version(name))}
-    if len(installed) > 1:
-        remedy = f"pip uninstall -y {' '.join(installed)}, then install the one for this machine"
-        return Finding("vllm", Level.FAIL, f"{installed} write the same files", remedy)
+def check_engines() -> Finding:
+    """Check that there is a rollout engine, and vLLM once: its two packages overwrite each other's files."""
+    packages = [name for names in ENGINE_PACKAGES.values() for name in names]
+    installed = {name: found for name in packages if (found := find_version(name))}
+    clashing = [name for name in ENGINE_PACKAGES["vllm"] if name in installed]
+    if len(clashing) > 1:
+        remedy = f"pip uninstall -y {' '.join(clashing)}, then install the one for this machine"
+        return Finding("engines", Level.FAIL, f"{' and '.join(clashing)} write the same files", remedy)
     remedy = f"pip install '{NAME}[cpu]' or '{NAME}[gpu]'; without it only `worker.rollout.name=hf` works"
-    found = " ".join(name for item in installed.items() for name in item)
-    return judge("vllm", found or "not installed", remedy, warns=not installed)
+    found = ", ".join(f"{name} {version}" for name, version in installed.items())
+    return judge("engines", found or "not installed", remedy, warns=not installed)
 
 
-def check_imports(modules: Sequence[str] = IMPORTS) -> Finding:
+def check_imports(modules: Sequence[str]) -> Finding:
     """Import the heavy packages in a separate process, which takes some ten seconds."""
     command = [sys.executable, "-c", IMPORT_CODE, *modules]
     try:

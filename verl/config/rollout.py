@@ -44,7 +44,7 @@ GPU_SEQUENCES, CPU_SEQUENCES = 512, 256
 CPU_BLOCK = 32
 MAX_CPU_CACHE = 1 << 30  # vLLM fills it with zeros at start, 2 seconds for each GiB
 
-ENGINES = ("vllm", "hf")
+ENGINES = ("vllm", "sglang", "hf")
 FP8 = "fp8"
 OBJECT_STORE, COLLECTIVE = "object_store", "collective"  # ways of weights
 UNSUPPORTED_SAMPLING = ("min_p", "logit_bias")  # vLLM does not apply them to drafted tokens
@@ -119,7 +119,7 @@ class RolloutConfig:
 
     name: str = option(
         "vllm",
-        "Rollout engine: vLLM, or transformers for reference.",
+        "Rollout engine: vLLM, SGLang, or transformers for reference.",
         choices=ENGINES,
         extension="rollout engine",
     )

@@ -63,11 +63,11 @@ class PlannedEngine:
         return size // self.options.tensor_parallel_size
 
     def share(self, policy: ModelShape, machine: Machine) -> dict[str, Any]:
-        """Return the fields of a `Phase` by which vLLM's share of a GPU must hold what it cannot do without.
+        """Return the fields of a `Phase` by which a share of a GPU must hold what the engine needs.
 
         It refuses to start if no sequence of the model's length fits into the cache.
         """
-        if not on_gpu(machine.device) or self.options.name != "vllm":
+        if not on_gpu(machine.device) or self.options.name == "hf":
             return {}
         ranks, size = self.options.tensor_parallel_size, self.max_model_len
         needed = {
@@ -100,7 +100,9 @@ class PlannedEngine:
             parts["a layer to quantize"] = self.number * (layer + layer // self.options.tensor_parallel_size)
         if on_gpu(machine.device):
             parts["engine"] = int(self.options.gpu_memory_utilization * machine.device_bytes)
-            if self.options.name == "vllm":  # float32, made after vLLM measured what is left for its cache
+            if (
+                self.options.name != "hf"
+            ):  # float32, made after the engine measured what is left for its cache
                 parts["logits"] = 4 * self.options.sequences_at_once(on_gpu=True) * policy.vocab
         elif self.options.name == "hf":
             parts["weights in exchange"] = self.weights(policy)

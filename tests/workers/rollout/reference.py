@@ -2,7 +2,9 @@
 """Log-probs of a response by plain transformers, with which the engines are compared."""
 
 from dataclasses import replace
+from importlib.util import find_spec
 
+import pytest
 import torch
 
 from verl.config.rollout import RolloutConfig
@@ -12,6 +14,17 @@ from verl.workers.rollout.interface import EngineSetup, RolloutRequest, Sampling
 
 PROMPTS = [[40, 41, 42], [50, 51, 52, 53, 54, 55], [60, 61]]
 OPTIONS = SamplingOptions(n=2, max_tokens=24)
+
+
+def engine_params(*names, marks=()):
+    """The engines of these names, for `parametrize`; those whose packages are missing are skipped."""
+    reason = "not installed: `make test` has vLLM, `make test-sglang` has SGLang"
+    return [
+        pytest.param(
+            name, marks=[*marks, pytest.mark.skipif(name != "hf" and find_spec(name) is None, reason=reason)]
+        )
+        for name in names
+    ]
 
 
 def rollout_config(**changes):
@@ -97,6 +110,6 @@ def text_references(models, requests, temperature=1.0):
 def finish(sampling):
     """All responses that are being sampled, by (uid, sample)."""
     found = []
-    while sampling.engine.num_unfinished:
+    while sampling.num_unfinished:
         found += sampling.step(100)
     return {(response.uid, response.sample): response for response in found}

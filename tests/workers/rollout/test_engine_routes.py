@@ -6,6 +6,7 @@ import torch
 
 from tests.workers.rollout.reference import (
     collect,
+    engine_params,
     hub_tensors,
     load_model,
     rollout_config,
@@ -33,6 +34,7 @@ DRAFTS = SpeculativeConfig("ngram", num_tokens=3, prompt_lookup_min=1, prompt_lo
 ENGINES = {
     "hf": dict(name="hf"),
     "vllm": dict(name="vllm", max_num_batched_tokens=256),
+    "sglang": dict(name="sglang"),
     "drafts": dict(name="vllm", max_num_batched_tokens=256, speculative=DRAFTS),
 }
 
@@ -41,7 +43,7 @@ ENGINES = {
     scope="module",
     params=[
         "hf",
-        pytest.param("vllm", marks=pytest.mark.heavy),
+        *engine_params("vllm", "sglang", marks=[pytest.mark.heavy]),
         pytest.param("drafts", marks=[pytest.mark.heavy, pytest.mark.nightly("verl/models/mixture")]),
     ],
 )

@@ -12,6 +12,7 @@ from tests.workers.rollout.media import picture
 from tests.workers.rollout.reference import (
     change_weights,
     collect,
+    engine_params,
     hub_tensors,
     load_model,
     reference_log_probs,
@@ -106,7 +107,7 @@ def qwen2_5_vl(tmp_path_factory):
     return path, model, AutoProcessor.from_pretrained(path)
 
 
-@pytest.fixture(scope="module", params=["hf", "vllm"])
+@pytest.fixture(scope="module", params=engine_params("hf", "vllm", "sglang"))
 def engine(request, qwen2_5_vl, single_process):
     path, model, _ = qwen2_5_vl
     engine = build_rollout_engine(rollout_config(name=request.param), setup_of(path))

@@ -39,6 +39,13 @@ def _build_hf(config: Any, setup: EngineSetup) -> RolloutEngine:
     return HFRollout(config, setup)
 
 
+@ROLLOUT_ENGINES.register("sglang")
+def _build_sglang(config: Any, setup: EngineSetup) -> RolloutEngine:
+    from verl.workers.rollout.sglang.sglang_rollout import SGLangRollout  # noqa: PLC0415 - as above
+
+    return SGLangRollout(config, setup)
+
+
 def import_rollout_engine(name: str, device: str) -> None:
     """Import the packages of an engine ahead of building it, if they take seconds."""
     if name == "vllm":
