@@ -58,7 +58,7 @@ def mixture(tmp_path_factory):
 
 
 def interrupted_after_a_token(sampling, submitted):
-    """What each response has, once all have a token; `submitted` submits them with what they have."""
+    """Interrupt until every response has a token; `submitted` submits what each has so far."""
     begun = {}
     while True:
         submitted(begun)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is changed in SGLang's scheduler, without it: draws by seed, truncation, buckets of weights."""
+"""Changes to SGLang's scheduler, tested without it: draws by seed, truncation, buckets of weights."""
 
 import pytest
 import torch
 from transformers import Qwen2Config
 
 from verl.workers.rollout.interface import SamplingOptions
-from verl.workers.rollout.sglang.loaded_weights import FLAT, LAYOUT, flatten, has_own_head, unflatten
+from verl.workers.rollout.sglang.loaded_weights import flatten, has_own_head, unflatten
 from verl.workers.rollout.sglang.scheduler import draw, truncated, uniform
 from verl.workers.rollout.sglang.sglang_requests import sampling_params
 
@@ -79,7 +79,7 @@ def test_a_bucket_gives_back_its_tensors_whatever_their_types():
 
     bucket = flatten(tensors)
 
-    found = dict(unflatten(bucket[FLAT], bucket[LAYOUT]))
+    found = dict(unflatten(bucket))
     assert list(found) == ["a", "b", "c", "d"]
     for name, tensor in tensors:
         assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor)

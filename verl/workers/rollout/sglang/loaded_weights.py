@@ -6,18 +6,17 @@ it was where the family's module has a head of its own.
 """
 
 import importlib
-import math
+import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from verl.distributed.weights.buckets import BucketLayout
+
 FLAT, LAYOUT = "flat", "layout"  # keys of a bucket of weights
 TIED_HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
-ALIGNMENT = 16  # bytes
-
-Layout = list[tuple[str, str, tuple[int, ...], int]]  # name, data type, shape and first byte of each tensor
 
 
 def marking(theirs: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -37,7 +36,7 @@ def load_bucket(
 ) -> tuple[bool, str]:
     """Load a bucket of weights, made by `flatten`, as `WeightUpdater.update_weights_from_tensor`."""
     model = updater.get_model()
-    weights = list(unflatten(named_tensors[FLAT], named_tensors[LAYOUT]))
+    weights = list(unflatten(named_tensors))
     if has_own_head(model, updater.model_config.hf_config):
         weights += [(TIED_HEAD, value) for name, value in weights if name.endswith(EMBEDDING)]
     model.load_weights(weights)
@@ -72,23 +71,18 @@ def has_own_head(model: nn.Module, config: Any) -> bool:
     return TIED_HEAD in params and all(params[TIED_HEAD] is not each for each in embeddings)
 
 
-def flatten(named_tensors: list[tuple[str, Tensor]]) -> dict[str, Any]:
+def flatten(bucket: list[tuple[str, Tensor]]) -> dict[str, Any]:
     """Copy tensors into one of bytes, with the layout by which `unflatten` takes them apart."""
-    layout, size = [], 0
-    for name, tensor in named_tensors:
-        layout.append((name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), size))
-        size += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
-    flat = torch.empty(size, dtype=torch.uint8, device=named_tensors[0][1].device)
-    for (_, copy), (_, tensor) in zip(unflatten(flat, layout), named_tensors, strict=True):
+    layout = BucketLayout.of(0, bucket)
+    flat = torch.empty(layout.num_bytes, dtype=torch.uint8, device=bucket[0][1].device)
+    for (_, copy), (_, tensor) in zip(layout.views(flat), bucket, strict=True):
         copy.copy_(tensor)
-    return {FLAT: flat, LAYOUT: layout}
+    return {FLAT: flat, LAYOUT: pickle.dumps(layout)}  # SGLang unpickles no classes but its own
 
 
-def unflatten(flat: Tensor, layout: Layout) -> Iterator[tuple[str, Tensor]]:
-    """Yield names and tensors in the memory of `flat`."""
-    for name, dtype_name, shape, start in layout:
-        dtype = getattr(torch, dtype_name)
-        yield name, flat[start : start + dtype.itemsize * math.prod(shape)].view(dtype).view(shape)
+def unflatten(flattened: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the names and tensors that `flatten` joined; they share its memory."""
+    return pickle.loads(flattened[LAYOUT]).views(flattened[FLAT])
 
 
 def wide_weights(model: nn.Module) -> list[str]:

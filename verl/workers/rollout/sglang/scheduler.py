@@ -192,9 +192,8 @@ def draw(weights: Tensor, numbers: Tensor) -> Tensor:
     """Return the token (B,) at which the cumulated weights (B, V) pass a number (B,) of [0, 1)."""
     cumulated = weights.double().cumsum(-1)
     whole = cumulated[:, -1:]
-    reached = torch.minimum(
-        numbers[:, None] * whole, whole.nextafter(torch.zeros_like(whole))
-    )  # never all of it
+    below = whole.nextafter(torch.zeros_like(whole))  # a product may be rounded up to all of it
+    reached = torch.minimum(numbers[:, None] * whole, below)
     return torch.searchsorted(cumulated, reached, right=True)[:, 0].int()  # the first above has a weight
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from verl.distributed.device import is_gpu
 from verl.distributed.fsdp import torch_dtype
+from verl.distributed.weights.buckets import own_buckets
 from verl.models.auto import AutoProcessor, AutoTokenizer
 from verl.models.families.registry import trained_part
 from verl.workers.model_builder import end_token_ids, load_generation_config, read_config
@@ -84,7 +85,7 @@ class SGLangRollout(RolloutEngine):
         self._check_idle()
         self._wake(["weights"])
         self._lead("begin_sync")
-        for bucket in self._buckets(named_tensors):
+        for _, bucket in own_buckets(self._cast(named_tensors), rank=0, world_size=1, size=BUCKET_BYTES):
             flat = flatten(bucket)  # lives until SGLang has copied it
             self._lead("load", self.ranks.gather(bytes(ForkingPickler.dumps(flat))))
         self._lead("end_sync")
@@ -121,7 +122,8 @@ class SGLangRollout(RolloutEngine):
         """Have the first rank run a command, for which the others wait."""
         if self.ranks.leads:
             self.process.do(name, *arguments)
-        self.process.check()
+        else:
+            self.process.check()
         self.agree(None)
 
     def _wake(self, tags: Sequence[str]) -> None:
@@ -130,19 +132,10 @@ class SGLangRollout(RolloutEngine):
             self._lead("resume", tags)
             self.asleep = tuple(tag for tag in self.asleep if tag not in tags)
 
-    def _buckets(self, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
-        bucket: list[tuple[str, Tensor]] = []
-        size = 0
+    def _cast(self, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in named_tensors:
-            cast = tensor.is_floating_point() and _end(name) not in self.wide
-            tensor = tensor.detach().to(self.dtype) if cast else tensor.detach()
-            if bucket and size + tensor.nbytes > BUCKET_BYTES:
-                yield bucket
-                bucket, size = [], 0
-            bucket.append((name, tensor))
-            size += tensor.nbytes
-        if bucket:
-            yield bucket
+            is_cast = tensor.is_floating_point() and _end(name) not in self.wide
+            yield name, tensor.detach().to(self.dtype) if is_cast else tensor.detach()
 
     def _sampling(self) -> AbstractContextManager[Any]:
         return nullcontext()  # draws nothing in this process
@@ -154,9 +147,7 @@ class SGLangRollout(RolloutEngine):
             if isinstance(request.media, PendingMedia):
                 request.media.start()
         try:
-            for (
-                request
-            ) in requests:  # SGLang samples from the first while threads process the media of the others
+            for request in requests:  # SGLang samples while threads process the media of later ones
                 self._start(request, sampling)
         except BaseException:
             self._drop({request.uid for request in requests})
@@ -201,8 +192,7 @@ class SGLangRollout(RolloutEngine):
         return media_prompt(request.prompt_token_ids, request.media, self.processor, self.hf_config)
 
     def _advance(self) -> list[FinishedResponse]:
-        self.process.check()
-        taken = self.agree(self.process.take(STEP_S) if self.ranks.leads else None)
+        taken = self.agree(self.process.take(STEP_S) if self.ranks.leads else self.process.check())
         return [self._response(each) for each in taken]
 
     def _begun(self) -> list[FinishedResponse]:
