@@ -186,6 +186,7 @@ config: $(INSTALLED)      ## regenerate the files that list every option
 	$(RUN) -m verl.trainer.main --print-options > docs/options.md.new
 	mv docs/options.md.new docs/options.md
 	$(RUN) -m tests.architecture.migration
+	$(RUN) -m tests.architecture.engines
 
 ##@ Documentation
 

@@ -11,16 +11,6 @@ def problems_of(**changes):
     return list(replace(RolloutConfig(), **changes).problems("worker.rollout"))
 
 
-def test_each_method_gets_its_own_arguments_of_vllm():
-    assert SpeculativeConfig("ngram", 5, 1, 3).engine_arguments() == {
-        "method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 1, "prompt_lookup_max": 3,
-    }  # fmt: skip
-    assert SpeculativeConfig("suffix", 8, suffix_max_cached_requests=0).engine_arguments() == {
-        "method": "suffix", "num_speculative_tokens": 8, "suffix_decoding_max_tree_depth": 24,
-        "suffix_decoding_max_cached_requests": 0,
-    }  # fmt: skip
-
-
 @pytest.mark.parametrize(("name", "value"), [("min_p", 0.1), ("logit_bias", {5: 1.0})])
 def test_sampling_that_drafts_would_not_follow_is_refused(name, value):
     options = SpeculativeConfig("ngram")

@@ -77,19 +77,6 @@ class SpeculativeConfig:
     def is_used(self) -> bool:
         return self.method is not None
 
-    def engine_arguments(self) -> dict[str, Any]:
-        """Return vLLM's `speculative_config`."""
-        arguments: dict[str, Any] = {"method": self.method, "num_speculative_tokens": self.num_tokens}
-        if self.method == "ngram":
-            return arguments | {
-                "prompt_lookup_min": self.prompt_lookup_min,
-                "prompt_lookup_max": self.prompt_lookup_max,
-            }
-        return arguments | {
-            "suffix_decoding_max_tree_depth": self.suffix_max_tree_depth,
-            "suffix_decoding_max_cached_requests": self.suffix_max_cached_requests,
-        }
-
     def problems(self, path: str) -> Iterator[str]:
         if self.prompt_lookup_min > self.prompt_lookup_max:
             low, high = self.prompt_lookup_min, self.prompt_lookup_max
@@ -215,6 +202,11 @@ class RolloutConfig:
         " `max_num_batched_tokens`.",
         minimum=1,
     )
+    engine_arguments: dict[str, Any] = option(
+        dict,
+        "Further arguments of vLLM's `LLM`, or of SGLang's `ServerArgs`, such as"
+        " {attention_backend: FLASH_ATTN}; refused are those on which a run depends.",
+    )
     multi_turn: MultiTurnConfig = option(MultiTurnConfig, "Conversations with tools.")
     speculative: SpeculativeConfig = option(SpeculativeConfig, "Speculative decoding.")
 
@@ -249,6 +241,10 @@ class RolloutConfig:
         if self.quantization is not None:
             yield from self._quantization(path)
         yield from self.speculative.engine_problems(path, self.name, self.val_override_config)
+        if self.engine_arguments:  # the names are in files of the engine
+            from verl.config.rules.engine_argument_rules import engine_argument_problems  # noqa: PLC0415
+
+            yield from engine_argument_problems(path, self.name, self.engine_arguments)
         for name, value in self.val_override_config.items():
             yield from self._sampling_problems(f"`{path}.val_override_config.{name}`", str(name), value)
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-from transformers import Qwen2Config
+from transformers import Qwen2_5_VLConfig, Qwen2Config
 
-from tests.workers.rollout.reference import rollout_config
-from verl.workers.rollout.vllm.llm_arguments import _cpu_arguments
+from tests.workers.rollout.reference import rollout_config, setup_of
+from verl.config.rollout import SpeculativeConfig
+from verl.workers.rollout.vllm.llm_arguments import _cpu_arguments, engine_arguments, speculative_arguments
 
 
 def test_the_cpu_cache_holds_the_sequences_up_to_one_gib_and_four_of_any_length():
@@ -20,3 +21,24 @@ def test_the_cpu_cache_holds_the_sequences_up_to_one_gib_and_four_of_any_length(
     assert short == 256 * 5 * one_block
     assert long == 1 << 30
     assert longest == 4 * 31251 * one_block
+
+
+def test_each_method_gets_its_own_arguments_of_vllm():
+    assert speculative_arguments(SpeculativeConfig("ngram", 5, 1, 3)) == {
+        "method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 1, "prompt_lookup_max": 3,
+    }  # fmt: skip
+    assert speculative_arguments(SpeculativeConfig("suffix", 8, suffix_max_cached_requests=0)) == {
+        "method": "suffix", "num_speculative_tokens": 8, "suffix_decoding_max_tree_depth": 24,
+        "suffix_decoding_max_cached_requests": 0,
+    }  # fmt: skip
+
+
+def test_further_arguments_replace_those_of_the_run_and_join_its_mappings():
+    config = rollout_config(
+        engine_arguments={"block_size": 64, "limit_mm_per_prompt": {"video": 1}}, limit_images=2
+    )
+
+    arguments = engine_arguments(config, setup_of("model"), Qwen2_5_VLConfig())
+
+    assert arguments["block_size"] == 64
+    assert arguments["limit_mm_per_prompt"] == {"image": 2, "video": 1}

@@ -4,6 +4,7 @@
 import os
 from typing import Any
 
+from verl.config.parsing import merged
 from verl.distributed.device import is_gpu
 from verl.distributed.fsdp import torch_dtype
 from verl.models.layer_configs import layer_heads
@@ -45,18 +46,27 @@ def engine_arguments(config: Any, setup: EngineSetup, hf_config: Any, max_length
     )
     if setup.override_config:
         arguments["json_model_override_args"] = dict(setup.override_config)
-    if is_gpu(setup.device):
-        return arguments | dict(
-            mem_fraction_static=config.gpu_memory_utilization,
-            enable_memory_saver=True,
-            disable_cuda_graph=config.enforce_eager,
-            enable_fp32_lm_head=True,
-        )
+    arguments |= (
+        _gpu_arguments(config) if is_gpu(setup.device) else _cpu_arguments(config, hf_config, max_length)
+    )
+    return merged(arguments, config.engine_arguments)
+
+
+def _gpu_arguments(config: Any) -> dict[str, Any]:
+    return dict(
+        mem_fraction_static=config.gpu_memory_utilization,
+        enable_memory_saver=True,
+        disable_cuda_graph=config.enforce_eager,
+        enable_fp32_lm_head=True,
+    )
+
+
+def _cpu_arguments(config: Any, hf_config: Any, max_length: int) -> dict[str, Any]:
     text = hf_config.get_text_config()
     token_bytes = torch_dtype(config.dtype).itemsize * sum(
         2 * heads.keys * heads.dim for heads in layer_heads(text)
     )
-    return arguments | dict(
+    return dict(
         attention_backend="torch_native",
         mm_attention_backend="sdpa",
         disable_cuda_graph=True,

@@ -9,7 +9,8 @@ from typing import Any
 from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from verl.config.rollout import CPU_BLOCK, FP8
+from verl.config.parsing import merged
+from verl.config.rollout import CPU_BLOCK, FP8, SpeculativeConfig
 from verl.distributed.device import is_gpu
 from verl.distributed.fsdp import torch_dtype
 from verl.models.families.registry import family_of, trained_part
@@ -54,20 +55,41 @@ def engine_arguments(config: Any, setup: EngineSetup, hf_config: Any) -> dict[st
         arguments["enable_prompt_embeds"] = True
     elif setup.takes_embeddings:
         arguments["enable_mm_embeds"] = True
-    # From our config, once: vLLM may call the function again for a config that it has changed.
-    ours = family.engine_overrides(hf_config)
-    changes = dict(overrides=dict(setup.override_config), ours=ours, head_dtype=_head_dtype(setup.device))
-    if any(changes.values()) or family.embeds_prompts:
-        arguments["hf_overrides"] = partial(_overridden, **changes)
+    arguments |= _override_arguments(setup, hf_config)
     if config.quantization is not None:
         arguments["quantization"] = QUANTIZATIONS[config.quantization]
     if config.speculative.is_used:
-        arguments["speculative_config"] = config.speculative.engine_arguments()
+        arguments["speculative_config"] = speculative_arguments(config.speculative)
     if config.limit_images and "image" in family.kinds and not family.embeds_prompts:
         arguments["limit_mm_per_prompt"] = {"image": config.limit_images}
     if setup.device == "cpu":
-        return arguments | _cpu_arguments(config, hf_config, arguments["max_model_len"])
-    return arguments | _cuda_arguments(config, hf_config)
+        arguments |= _cpu_arguments(config, hf_config, arguments["max_model_len"])
+    else:
+        arguments |= _cuda_arguments(config, hf_config)
+    return merged(arguments, config.engine_arguments)
+
+
+def _override_arguments(setup: EngineSetup, hf_config: Any) -> dict[str, Any]:
+    # From our config, once: vLLM may call the function again for a config that it has changed.
+    ours = family_of(hf_config).engine_overrides(hf_config)
+    changes = dict(overrides=dict(setup.override_config), ours=ours, head_dtype=_head_dtype(setup.device))
+    if any(changes.values()) or family_of(hf_config).embeds_prompts:
+        return {"hf_overrides": partial(_overridden, **changes)}
+    return {}
+
+
+def speculative_arguments(options: SpeculativeConfig) -> dict[str, Any]:
+    """Return vLLM's `speculative_config`."""
+    arguments: dict[str, Any] = {"method": options.method, "num_speculative_tokens": options.num_tokens}
+    if options.method == "ngram":
+        return arguments | {
+            "prompt_lookup_min": options.prompt_lookup_min,
+            "prompt_lookup_max": options.prompt_lookup_max,
+        }
+    return arguments | {
+        "suffix_decoding_max_tree_depth": options.suffix_max_tree_depth,
+        "suffix_decoding_max_cached_requests": options.suffix_max_cached_requests,
+    }
 
 
 def _cpu_arguments(config: Any, hf_config: Any, max_model_len: int) -> dict[str, Any]:
