@@ -28,7 +28,7 @@ from verl.models.tiny import save_tiny_model
 from verl.workers.continued_sampling import ContinuedSampling
 from verl.workers.rollout.engines import build_rollout_engine
 from verl.workers.rollout.interface import INTERRUPTED, SamplingOptions
-from verl.workers.rollout.sglang.sglang_process import SGLangDiedError
+from verl.workers.rollout.sglang.sglang_process import SGLangDiedError, SGLangFailedError
 
 pytestmark = [
     pytest.mark.heavy,
@@ -200,21 +200,21 @@ def with_a_weight_left_out(engine, model):
 
 
 @pytest.mark.parametrize(
-    ("what", "reason"),
+    ("what", "error", "reason"),
     [
-        (during_sampling, "scheduler_0 ended with exit code -9"),
-        (during_a_sync, "scheduler_0 ended with exit code -9"),
-        (during_an_idle_time, "scheduler_0 ended with exit code -9"),
-        (with_a_weight_left_out, r"did not reach parameters .*layers\.1\.mlp"),
+        (during_sampling, SGLangDiedError, "scheduler_0 ended with exit code -9"),
+        (during_a_sync, SGLangDiedError, "scheduler_0 ended with exit code -9"),
+        (during_an_idle_time, SGLangDiedError, "scheduler_0 ended with exit code -9"),
+        (with_a_weight_left_out, SGLangFailedError, r"did not reach parameters .*layers\.1\.mlp"),
     ],
 )
-def test_an_engine_that_ends_says_why_and_leaves_no_process(tmp_path, what, reason):
+def test_an_engine_that_ends_says_why_and_leaves_no_process(tmp_path, what, error, reason):
     engine, model = start(tmp_path)
     engine.sync_weights(hub_tensors(model))
     processes = [psutil.Process(engine.process.child.pid)]
     processes += processes[0].children(recursive=True)
 
-    with pytest.raises(SGLangDiedError, match=reason):
+    with pytest.raises(error, match=reason):
         what(engine, model)
 
     engine.close()

@@ -14,6 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.elastic.utils.distributed import get_free_port
 
+from verl.distributed.weights.peer_lost import PeerLostError
 from verl.utils.processes.child_process import ChildProcess
 from verl.workers.rollout.sglang.sglang_server import (
     STARTED,
@@ -27,8 +28,12 @@ from verl.workers.rollout.sglang.sglang_server import (
 )
 
 
-class SGLangDiedError(RuntimeError):
-    """SGLang has ended with all that it sampled."""
+class SGLangDiedError(PeerLostError):
+    """A process of SGLang was killed or crashed, with all that it sampled; another engine may do better."""
+
+
+class SGLangFailedError(RuntimeError):
+    """SGLang has ended by an error of its own or of its requests, which would come again."""
 
 
 class EngineProcess:
@@ -107,18 +112,22 @@ class EngineProcess:
         except (EOFError, OSError) as error:
             raise self._death() from error
         if isinstance(message, Failed):
-            raise self._death(message.why)
+            self._end()
+            error = SGLangFailedError if message.is_error else SGLangDiedError
+            raise error(f"SGLang failed:\n{message.why.rstrip()}")
         if isinstance(message, Reply):
             return message
         self.sampled.append(message)
         return None
 
-    def _death(self, why: str = "") -> SGLangDiedError:
+    def _death(self) -> SGLangDiedError:
+        end = self._end()
+        return SGLangDiedError(f"SGLang's process {end}\n{self.child.crash_report()}".rstrip())
+
+    def _end(self) -> str:
         end = self.child.describe_end()
         self.folder.cleanup()
-        if why:
-            return SGLangDiedError(f"SGLang failed:\n{why.rstrip()}")
-        return SGLangDiedError(f"SGLang's process {end}\n{self.child.crash_report()}".rstrip())
+        return end
 
 
 class EngineGroup:

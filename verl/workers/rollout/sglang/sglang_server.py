@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from verl.workers.rollout.sglang.scheduler import run_scheduler
 
@@ -72,6 +72,7 @@ class Failed(NamedTuple):
     """The engine cannot continue."""
 
     why: str
+    is_error: bool = True  # raised by SGLang, or by what it was asked; else a process was killed or crashed
 
 
 def serve(launch: Launch, connection: Connection) -> None:
@@ -131,9 +132,7 @@ class Server:
     def _watch(self) -> None:
         """Wait for the end of the scheduler of a rank that does not lead."""
         self.engine._scheduler_init_result.block_until_scheduler_exits()
-        why = self.reason.read_text() if self.reason.exists() else "a scheduler has ended"
-        self._send(Failed(why))
-        os._exit(1)
+        self._send_end("a scheduler has ended")
 
     def _fail(self) -> None:
         """Report that a scheduler has ended, as SGLang's watchdog found, and end."""
@@ -144,8 +143,12 @@ class Server:
         codes = [
             f"{name} ended with exit code {process.exitcode}" for process, name in watched if process.exitcode
         ]
-        why = self.reason.read_text() if self.reason.exists() else ""
-        self._send(Failed("\n".join([*codes, why])))
+        self._send_end(*codes)
+
+    def _send_end(self, *ends: str) -> NoReturn:
+        """Send why the schedulers ended, and end."""
+        is_error = self.reason.exists()
+        self._send(Failed("\n".join([*ends, self.reason.read_text() if is_error else ""]), is_error))
         os._exit(1)
 
     def _read(self) -> None:
