@@ -123,4 +123,3 @@ def test_a_run_in_turn_whose_sglang_scheduler_is_killed_ends_with_the_reason(arg
     assert run.end() != 0
     assert "scheduler_0 ended with exit code -9" in run.stderr
     assert (tmp_path / "global_step_1").is_dir() and 1 in read_metrics(tmp_path)
-    assert not schedulers(run)
