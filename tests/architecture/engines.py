@@ -4,6 +4,8 @@
 An engine has an ability if a test of it says so.
 """
 
+import re
+
 from tests.architecture.source import ROOT
 from verl.config.rules.engine_argument_rules import own_arguments
 
@@ -90,13 +92,11 @@ TABLES = {"## What each engine can do": abilities, "## Arguments that are refuse
 
 
 def with_tables(text: str) -> str:
-    """Return the page with the tables that belong below its headings, instead of those that it has."""
+    """Return the page with its tables generated again."""
     for heading, table in TABLES.items():
-        before, found, after = text.partition(f"{heading}\n")
-        assert found, f"docs/engines.md needs the heading {heading!r}"
-        introduction, _, rest = after.partition("\n|")
-        _, _, rest = f"\n|{rest}".partition("|\n\n")
-        text = f"{before}{found}{introduction}\n{table()}" + (f"\n{rest}" if rest else "")
+        found = re.search(rf"{heading}\n.*?\n((?:\|[^\n]*\n)+)", text, re.DOTALL)
+        assert found, f"docs/engines.md needs the heading {heading!r} with a table"
+        text = text[: found.start(1)] + table() + text[found.end(1) :]
     return text
 
 

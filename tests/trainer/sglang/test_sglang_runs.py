@@ -4,7 +4,6 @@
 import os
 import signal
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -14,7 +13,7 @@ from transformers import AutoTokenizer
 
 from tests.faults.runs import Run
 from tests.helpers.training import QUICKSTART, quickstart_arguments, read_metrics, train
-from tests.workers.rollout.reference import load_model, reference_log_probs
+from tests.workers.rollout.reference import load_model, needs_engine, reference_log_probs
 from verl.checkpoint.merger import merge_checkpoint
 from verl.models.tiny import save_tiny_model
 from verl.viewer.rollout_store import step_files
@@ -22,10 +21,7 @@ from verl.viewer.rollout_store import step_files
 sys.path.insert(0, str(QUICKSTART))
 from shapes import write_questions
 
-pytestmark = [
-    pytest.mark.heavy,
-    pytest.mark.skipif(find_spec("sglang") is None, reason="not installed: `make test-sglang` has it"),
-]
+pytestmark = [pytest.mark.heavy, needs_engine("sglang")]
 
 REWARD = Path(__file__).parents[1] / "scored_by_letters.py"
 OWN = ["worker.hybrid_engine=false", "trainer.n_gpus_for_rollout=1"]

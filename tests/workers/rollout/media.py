@@ -8,13 +8,13 @@ import numpy as np
 import torch
 from PIL import Image
 
-from tests.workers.rollout.reference import reference_log_probs
+from tests.workers.rollout.reference import change_weights, collect, hub_tensors, reference_log_probs
 from verl.data.media.decoded import DecodedMedia, media_in_order, shape_of
 from verl.models.families.interface import KINDS, EncodedMedium
 from verl.models.families.mrope import continue_positions
 from verl.models.families.registry import family_of
 from verl.models.families.tiny_sizes import TinyModel
-from verl.workers.rollout.interface import EmbeddedMedia, RolloutRequest
+from verl.workers.rollout.interface import EmbeddedMedia, RolloutRequest, SamplingOptions
 
 
 def picture(seed, height=60, width=90):
@@ -103,3 +103,16 @@ def largest_media_difference(model, processor, requests, responses, temperature=
         for key, response in responses.items()
     }
     return max(differences.values()), differences
+
+
+def check_media_after_syncs(engine, model, processor):
+    """Compare log-probs of all kinds of prompts with the model's, after two syncs of changed weights."""
+    requests = media_requests(processor.tokenizer)
+
+    for seed, temperature in ((1, 1.0), (2, 0.7)):
+        change_weights(model, seed)
+        engine.sync_weights(hub_tensors(model))
+        responses = collect(engine, requests, SamplingOptions(n=2, temperature=temperature, max_tokens=12))
+
+        largest, differences = largest_media_difference(model, processor, requests, responses, temperature)
+        assert largest < 1e-4, {key: value for key, value in differences.items() if value > 1e-4}

@@ -16,15 +16,15 @@ PROMPTS = [[40, 41, 42], [50, 51, 52, 53, 54, 55], [60, 61]]
 OPTIONS = SamplingOptions(n=2, max_tokens=24)
 
 
-def engine_params(*names, marks=()):
-    """The engines of these names, for `parametrize`; those whose packages are missing are skipped."""
+def needs_engine(name):
+    """The mark of a test that is skipped where the engine's package is missing."""
     reason = "not installed: `make test` has vLLM, `make test-sglang` has SGLang"
-    return [
-        pytest.param(
-            name, marks=[*marks, pytest.mark.skipif(name != "hf" and find_spec(name) is None, reason=reason)]
-        )
-        for name in names
-    ]
+    return pytest.mark.skipif(name != "hf" and find_spec(name) is None, reason=reason)
+
+
+def engine_params(*names, marks=()):
+    """The engines of these names, for `parametrize`."""
+    return [pytest.param(name, marks=[*marks, needs_engine(name)]) for name in names]
 
 
 def rollout_config(**changes):

@@ -48,7 +48,7 @@ class RenamedKeys:
     def keys(self) -> Mapping[str, RenamedKey]:
         """Every entry by its key, including those of repeated sections."""
         data, repeated = self.data, {}
-        listed = {key: _entry(text) for table in data["keys"].values() for key, text in table.items()}
+        listed = {key: read_entry(text) for table in data["keys"].values() for key, text in table.items()}
         for section, (original, ours, replacement) in data["repeats"].items():
             for key, (option, note) in listed.items():
                 if key.startswith(f"{original}."):
@@ -84,7 +84,8 @@ class RenamedKeys:
         return f"`{key}` is {self.program}'s name for `{option}`" + (note and f": {note}")
 
 
-def _entry(text: str) -> RenamedKey:
+def read_entry(text: str) -> RenamedKey:
+    """Read `OPTION`, `OPTION; REMARK` or `none; REASON`."""
     option, _, note = text.partition("; ")
     return RenamedKey(None if option == "none" else option, note)
 

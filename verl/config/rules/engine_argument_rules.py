@@ -8,9 +8,11 @@ from fnmatch import fnmatchcase
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
+
+from verl.config.hints.renamed_keys import RenamedKey, read_entry
 
 OWN_ARGUMENTS = Path(__file__).parents[1] / "hints" / "engine_arguments.yaml"
 # Files of an engine's package, and the class in them that declares the arguments; None is all classes.
@@ -18,13 +20,6 @@ SOURCES: dict[str, tuple[str, str | None]] = {
     "vllm": ("engine/arg_utils.py", "EngineArgs"),
     "sglang": ("srt/arg_groups/fields/*.py", None),
 }
-
-
-class OwnArgument(NamedTuple):
-    """An argument of an engine that the run sets itself."""
-
-    option: str | None  # that sets it
-    reason: str  # without an option, why the run depends on it
 
 
 def engine_argument_problems(path: str, engine: str, arguments: Mapping[str, Any]) -> Iterator[str]:
@@ -49,17 +44,13 @@ def engine_argument_problems(path: str, engine: str, arguments: Mapping[str, Any
 
 
 @cache
-def own_arguments() -> dict[str, dict[str, OwnArgument]]:
-    """Arguments that runs set themselves, by engine and pattern of names."""
+def own_arguments() -> dict[str, dict[str, RenamedKey]]:
+    """Arguments that runs set themselves, by engine and pattern of names: the option, or the reason."""
     tables = yaml.safe_load(OWN_ARGUMENTS.read_text(encoding="utf-8"))
     return {
-        engine: {pattern: _entry(text) for pattern, text in table.items()} for engine, table in tables.items()
+        engine: {pattern: read_entry(text) for pattern, text in table.items()}
+        for engine, table in tables.items()
     }
-
-
-def _entry(text: str) -> OwnArgument:
-    option, _, reason = text.partition("; ")
-    return OwnArgument(None if option == "none" else option, reason)
 
 
 @cache

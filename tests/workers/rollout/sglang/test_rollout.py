@@ -4,7 +4,6 @@
 import os
 import signal
 from dataclasses import replace
-from importlib.util import find_spec
 
 import psutil
 import pytest
@@ -18,6 +17,7 @@ from tests.workers.rollout.reference import (
     largest_difference,
     largest_difference_by_version,
     load_model,
+    needs_engine,
     rollout_config,
     setup_of,
     text_references,
@@ -30,10 +30,7 @@ from verl.workers.rollout.engines import build_rollout_engine
 from verl.workers.rollout.interface import INTERRUPTED, SamplingOptions
 from verl.workers.rollout.sglang.sglang_process import SGLangDiedError, SGLangFailedError
 
-pytestmark = [
-    pytest.mark.heavy,
-    pytest.mark.skipif(find_spec("sglang") is None, reason="not installed: `make test-sglang` has it"),
-]
+pytestmark = [pytest.mark.heavy, needs_engine("sglang")]
 
 LONG = SamplingOptions(n=2, temperature=0.8, max_tokens=150, ignore_eos=True)
 

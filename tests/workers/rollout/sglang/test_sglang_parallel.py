@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """An SGLang engine cut over two tensor-parallel ranks."""
 
-from importlib.util import find_spec
-
 import pytest
 
 from tests.helpers.distributed import run_distributed
@@ -12,6 +10,7 @@ from tests.workers.rollout.reference import (
     hub_tensors,
     largest_difference,
     load_model,
+    needs_engine,
     rollout_config,
     setup_of,
     text_requests,
@@ -20,14 +19,11 @@ from verl.models.tiny import save_tiny_model
 from verl.workers.rollout.engines import build_rollout_engine
 from verl.workers.rollout.interface import SamplingOptions
 
-pytestmark = [
-    pytest.mark.heavy,
-    pytest.mark.skipif(find_spec("sglang") is None, reason="not installed: `make test-sglang` has it"),
-]
+pytestmark = [pytest.mark.heavy, needs_engine("sglang")]
 
 
 def roll_out(rank, world_size, path):
-    """What one rank returned after two syncs, and how far its log-probs are from the model's."""
+    """Return one rank's tokens after each of two syncs, and its largest log-prob error."""
     engine = build_rollout_engine(rollout_config(name="sglang", tensor_parallel_size=2), setup_of(path))
     model = load_model(path)
     sampled, differences = [], []

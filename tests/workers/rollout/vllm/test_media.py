@@ -9,6 +9,7 @@ import torch
 from transformers import AutoProcessor
 
 from tests.workers.rollout.media import (
+    check_media_after_syncs,
     embedded,
     largest_media_difference,
     media_references,
@@ -51,16 +52,7 @@ def family(request, tmp_path_factory, single_process):
 
 
 def test_log_probs_equal_the_models_after_each_sync_with_the_same_media(family):
-    engine, model, processor = family
-    requests = media_requests(processor.tokenizer)
-
-    for seed, temperature in ((1, 1.0), (2, 0.7)):
-        change_weights(model, seed)
-        engine.sync_weights(hub_tensors(model))
-        responses = collect(engine, requests, SamplingOptions(n=2, temperature=temperature, max_tokens=12))
-
-        largest, differences = largest_media_difference(model, processor, requests, responses, temperature)
-        assert largest < 1e-4, {key: value for key, value in differences.items() if value > 1e-4}
+    check_media_after_syncs(*family)
 
 
 def test_features_give_the_log_probs_of_their_pixels_after_each_sync(family):
