@@ -13,7 +13,7 @@ from verl.planning.speed.workload import pass_work
 QUICK = ("7b on 8",)  # the others are slow
 NO_STATE_YET = ("gen", "old", "ref")  # of the first step
 PLANNED_NAMES = {"sync_weights": "gen"}
-TOLERANCE = 0.1
+TOLERANCE = 0.05
 MEASURED = ("aten.mm", "aten.addmm", "aten._grouped_mm")  # products, the last of experts
 
 
@@ -28,7 +28,7 @@ CASE = pytest.mark.parametrize(
 
 @pytest.mark.nightly("verl/planning", "verl/workers")
 @CASE
-def test_the_plan_is_within_a_tenth_of_the_tracked_peak_and_counts_what_a_rank_does(cluster, case):
+def test_the_plan_is_within_a_twentieth_of_the_tracked_peak_and_counts_what_a_rank_does(cluster, case):
     phases, plan = cluster.measure(case.shape, case.setup(), case.ranks), planned(case)
 
     ratios = {}

@@ -240,15 +240,19 @@ def logit_chunk(shape: ModelShape, setup: ModelSetup, batch: MicroBatch) -> int:
 
 
 def saved_activations(shape: ModelShape, setup: ModelSetup, batch: MicroBatch) -> int:
-    """Activations saved for the backward pass when the forward pass ends, without the head's."""
+    """Activations of all layers, saved for the backward pass when the forward pass ends."""
     c, share = setup.c, setup.checkpointing
     total = shape.text.kept(c, share) * batch.tokens
     total += (shape.text.layers - shape.text.recomputed(share)) * c * shape.text.adapted_experts
     if shape.tower is not None:
         total += shape.tower.kept(c, share) * batch.patches
-    total += c * shape.router_logits * batch.tokens
-    last_norm = (NORM_BYTES + 2 * c) * shape.text.hidden * batch.tokens
-    return total + last_norm + c * shape.text.hidden * batch.responses
+    return total + c * shape.router_logits * batch.tokens
+
+
+def _last_activations(shape: ModelShape, setup: ModelSetup, batch: MicroBatch) -> int:
+    """Activations of the last norm and of the head's input, freed before the last layer runs backward."""
+    c, hidden = setup.c, shape.text.hidden
+    return (NORM_BYTES + 2 * c) * hidden * batch.tokens + c * hidden * batch.responses
 
 
 def log_prob_peak(shape: ModelShape, setup: ModelSetup, batch: MicroBatch) -> int:
@@ -271,24 +275,30 @@ def _gpu_log_prob_peak(shape: ModelShape, setup: ModelSetup, batch: MicroBatch) 
     root, layer = c * shape.root, c * text.held(setup.expert_ranks)
     in_layer, states = text.transient(c, batch.tokens), c * text.hidden * batch.tokens
     in_layer += c * text.adapted_experts + text.arrived(c, batch.tokens, setup.expert_ranks)
-    # Divided experts arrive after the rest of their layer.
-    arrived = layer if setup.expert_ranks == 1 else c * (text.params - text.experts)
-    entering = states
-    if shape.tower is not None and batch.patches:  # its layers come first
+    if shape.tower is not None and batch.patches:
         in_layer = max(in_layer, shape.tower.transient(c, batch.patches))
-        arrived, entering = c * shape.tower.params, shape.tower.transient(c, batch.patches)
-    # What the root received is freed once the first layer has arrived too.
-    first = (1 if is_alone else 2) * (root + arrived) + entering
     middle = root + (1 if is_alone else 3) * layer + in_layer
     head = root + (0 if is_alone else layer) + states + c * text.hidden * batch.responses
-    return max(first, middle, head + logit_chunk(shape, setup, batch))
+    return max(_first_layer(shape, setup, batch), middle, head + logit_chunk(shape, setup, batch))
+
+
+def _first_layer(shape: ModelShape, setup: ModelSetup, batch: MicroBatch) -> int:
+    """Gathered weights when the first layer begins: what the root received is freed only then."""
+    text, c = shape.text, setup.c
+    # Divided experts arrive after the rest of their layer.
+    layer = text.params if setup.expert_ranks == 1 else text.params - text.experts
+    entering = c * text.hidden * batch.tokens
+    if shape.tower is not None and batch.patches:  # its layers come first
+        layer, entering = shape.tower.params, shape.tower.transient(c, batch.patches)
+    return (1 if setup.ranks == 1 else 2) * c * (shape.root + layer) + entering
 
 
 def update_peak(shape: ModelShape, setup: ModelSetup, batch: MicroBatch) -> int:
     """Peak of a forward and backward pass, in addition to weights, gradients and optimizer state."""
     before = setup.c * shape.root + saved_activations(shape, setup, batch)
     return max(
-        before + _head_backward(shape, setup, batch),
+        _first_layer(shape, setup, batch),
+        before + _last_activations(shape, setup, batch) + _head_backward(shape, setup, batch),
         before + _layer_backward(shape, setup, batch),
         _root_backward(shape, setup),
     )
