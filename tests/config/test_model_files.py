@@ -180,6 +180,17 @@ def test_a_folder_that_is_no_model_is_told_with_what_it_is(here):
     assert problem.endswith("not a model: set it to a folder with the adapter merged into owner/base")
 
 
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize(("key", "size"), [("num_hidden_layers", 0), ("hidden_size", -64), ("vocab_size", 0)])
+def test_a_config_with_sizes_that_no_model_has_is_told_with_the_key(here, nested, key, size):
+    config = {"num_hidden_layers": 2, "hidden_size": 64, "vocab_size": 128, key: size}
+    (here / "tiny2/config.json").write_text(json.dumps({"text_config": config} if nested else config))
+
+    problem = folder_problem(str(here / "tiny2"), "worker.actor.model")
+
+    assert problem == f"({here / 'tiny2'}): config.json says `{key}` {size}: no model has it, correct the file"
+
+
 def test_a_model_without_weights_is_told_unless_it_is_a_checkpoint_to_export(here):
     model, exported = here / "tiny-model", here / "actor/huggingface"
     exported.mkdir(parents=True)

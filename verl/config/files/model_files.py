@@ -30,6 +30,7 @@ EMBEDDINGS = ("embed_tokens.weight", "wte.weight")  # the ends of their names
 HUB_TIMEOUT_S = 3.0
 HUB_REPOSITORY = re.compile(r"(?!.*(--|\.\.|\.git$))\w([\w.-]*\w)?/\w([\w.-]{0,94}\w)?")  # as on the hub
 LENGTHS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length")
+SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 FIXED_ROPES = {"su", "longrope", "llama3", "default", "mrope"}  # `factor` does not lengthen them
 
 
@@ -122,10 +123,12 @@ def folder_problem(model: str, option: str, *, has_lora: bool = True) -> str | N
         has_lora: The section has options of adapters.
     """
     folder = Path(model)
-    if not folder.is_dir() or (folder / CONFIG).is_file() or (folder / POLICY).is_dir():
+    if (config := read_json(folder / CONFIG)) is not None:
+        text = config.get("text_config") or config
+        wrong = [f"`{key}` {text[key]}" for key in SIZES if isinstance(text.get(key), int) and text[key] <= 0]
+        return f"({folder}): {CONFIG} says {wrong[0]}: no model has it, correct the file" if wrong else None
+    if not folder.is_dir() or any((folder / name).exists() for name in (CONFIG, POLICY, PIPELINE)):
         return None  # a checkpoint has its config deeper
-    if (folder / PIPELINE).is_file():
-        return None
     adapter = read_json(folder / ADAPTER)
     if adapter is not None:
         base = adapter.get("base_model_name_or_path") or "its base model"
@@ -220,8 +223,7 @@ def _sizes_in(path: Path, size: int, _changed: int) -> list[tuple[str, tuple[int
 
 def hub_problem(model: str) -> str | None:
     """Say that a model is not a folder and cannot be downloaded: the hub's client tries for a minute."""
-    reason = hub_unreachable() if local_folder(model) is None else None
-    if reason is None:
+    if local_folder(model) is not None or (reason := hub_unreachable()) is None:
         return None
     return (
         f"({model}) is not a folder here, was not downloaded, and {reason}: run `hf download {model}` first"
