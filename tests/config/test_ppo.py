@@ -325,6 +325,10 @@ MODES = {
             "`trainer.async_training.deterministic` must be false with `worker.rollout.multi_turn.agent`",
         ),
         (
+            ("worker.rollout.name=sglang", "trainer.async.deterministic=true"),
+            "`trainer.async_training.deterministic` must be false with `worker.rollout.name=sglang`",
+        ),
+        (
             ("algorithm.adv_estimator=remax",),
             "`algorithm.adv_estimator` remax samples greedy responses first",
         ),

@@ -98,6 +98,17 @@ def test_a_sleeping_engine_keeps_graphs_and_buffers_on_the_gpu():
     assert not any("sleeping engine" in phase.device for phase in phases_of(make_config(), NODE).values())
 
 
+@pytest.mark.parametrize("machine", [GPU, NODE])
+def test_an_engine_in_processes_of_its_own_takes_more_host_memory(machine):
+    taken = {
+        name: phases_of(make_config({"worker.rollout.name": name}), machine)["old"].host["process"]
+        for name in ("hf", "vllm", "sglang")
+    }
+
+    assert taken["vllm"] - taken["hf"] == GIB // 4
+    assert taken["sglang"] - taken["hf"] == int(1.2 * GIB), "a server and a scheduler, 0.6 GiB each"
+
+
 def test_the_sampler_holds_float32_logits_of_all_sequences_that_run_at_once():
     config = make_config({"worker.rollout.max_num_seqs": 64})
 

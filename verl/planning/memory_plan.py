@@ -28,7 +28,8 @@ plan_pictures = deferred("verl.planning.diffusion.memory", "plan_pictures")  # w
 read_pictures = deferred("verl.planning.diffusion.shapes", "read_pictures")  # imports diffusers
 
 PROCESS_BYTES = int(0.85 * GIB)  # of a worker without models; on CPU with a tiny one it took 0.8 GiB
-VLLM_BYTES = GIB // 4  # of its code in a worker's process; an estimate
+# Of an engine's code: vLLM's in a worker's process, estimated; SGLang's two of its own, measured on CPU.
+ENGINE_BYTES = {"vllm": GIB // 4, "sglang": int(1.2 * GIB)}
 NODE_BYTES = 2 * GIB  # of the controller, Ray's own processes and those of the reward function
 CONTEXT_BYTES = 1 * GIB  # of a GPU, for kernels and NCCL's buffers
 # Of a GPU while vLLM sleeps, by `enforce_eager`: its NCCL groups, workspaces, and CUDA graphs; estimates.
@@ -240,7 +241,7 @@ def _server_processes(shapes: Shapes, machine: Machine) -> Parts:
     parts: Parts = {}
     for server, shape in shapes.items():
         options, weights = server.options, server.weights(shape)
-        held = PROCESS_BYTES + VLLM_BYTES
+        held = PROCESS_BYTES + ENGINE_BYTES["vllm"]
         if machine.device == "cpu":
             held += weights + SERVED_CACHE_BYTES
         elif options.colocate:
@@ -266,7 +267,7 @@ def _common(run: PlannedRun, models: Sequence[HeldModel], machine: Machine) -> t
     device: Parts = {"context": context} if context else {}
     process, offloaded = PROCESS_BYTES, 0
     if engine is not None:
-        process += VLLM_BYTES if engine.options.name == "vllm" else 0
+        process += ENGINE_BYTES.get(engine.options.name, 0)
         if machine.device == "cpu":
             device["engine"] = engine.weights(policy) + engine.cpu_cache(policy)
         elif engine.options.name == "hf":

@@ -73,17 +73,17 @@ def _growth(most: int, trainer: TrainerConfig, rollout: RolloutConfig) -> Iterat
 def _continued(worker: WorkerConfig, algorithm: AlgorithmConfig, training: AsyncConfig) -> Iterator[str]:
     mode = f"`trainer.async_training.mode={training.mode}`"
     other = ONE_STEP_OFF if training.samples_ahead else "off"
-    remedy = f"set `trainer.async_training.mode={other}`"
-    if training.deterministic and worker.rollout.multi_turn.agent is not None:
+    agent, engine = worker.rollout.multi_turn.agent, worker.rollout.name
+    if training.deterministic and (agent is not None or engine == "sglang"):
+        cause = f"name={engine}" if agent is None else "multi_turn.agent"
         yield (
-            "`trainer.async_training.deterministic` must be false with `worker.rollout.multi_turn.agent`,"
-            " got true: agents call the policy when they like; set it to false, or use tools or an"
-            " environment"
+            f"`trainer.async_training.deterministic` must be false with `worker.rollout.{cause}`, got true:"
+            " where responses are interrupted depends on time; set it to false"
         )
     if "reward_baselines" in algorithm.needs:
         yield (
             f"`algorithm.adv_estimator` {algorithm.adv_estimator} samples greedy responses first,"
-            f" which {mode} does not do: {remedy}"
+            f" which {mode} does not do: set `trainer.async_training.mode={other}`"
         )
 
 
