@@ -185,15 +185,14 @@ class FSDPConfig:
     enable_cpu_offload: bool = option(False, "Keep the shards in CPU memory and copy them on use.")
     enable_rank0_init: bool = option(True, "Read the weights on rank 0 and broadcast them.")
     use_orig_params: bool = option(False, "Keep the model's own parameters.")
-    torch_dtype: str | None = dtype_option(
-        None, "Data type of the stored weights; null is fp32 for training and bf16 for the reference."
-    )
+    torch_dtype: str | None = dtype_option(None, "Type of stored weights; null is fp32 to train, else bf16.")
     fsdp_size: int = option(
         -1, "Ranks per copy of the weights; -1 is all, fewer is hybrid sharding.", minimum=1, also=(-1,)
     )
     expert_parallel_size: int = option(
         1, "Ranks that share a layer's experts; must divide the ranks per copy and the experts.", minimum=1
     )
+    tensor_parallel_size: int = option(1, "Ranks that share each layer, in a node.", minimum=1)
     mp_param_dtype: str = dtype_option("bf16", "Data type of weights and activations in computation.")
     mp_reduce_dtype: str = dtype_option("fp32", "Data type of the gradient reduction.")
     mp_buffer_dtype: str = dtype_option("fp32", "Data type of buffers such as rotary frequencies.")

@@ -263,8 +263,8 @@ class RunTree:
 
     @property
     def dp_size(self) -> int:
-        """Number of groups of `sp_size` ranks; each group trains on sequences of its own."""
-        return self.world_size // self.sp_size
+        """Number of groups of ranks that share rows; each group trains on sequences of its own."""
+        return self.world_size // (self.sp_size * self.worker.actor.fsdp.tensor_parallel_size)
 
     def input_problems(self) -> Iterator[str]:
         """Yield a sentence for each missing input that every kind of run needs."""
@@ -301,13 +301,16 @@ class RunTree:
         shared = "`worker.actor.ulysses_size` x `worker.actor.ring_size`"
         yield from divisible(WORLD, self.world_size, shared, self.sp_size)
         for section, fsdp in sharding.items():
+            ranks, name = (WORLD, self.world_size), f"`{section}.fsdp.fsdp_size`"
             if fsdp.fsdp_size > 0:
-                name = f"`{section}.fsdp.fsdp_size`"
-                yield from divisible(WORLD, self.world_size, name, fsdp.fsdp_size)
-            ranks = (WORLD, self.world_size)
+                yield from divisible(*ranks, name, fsdp.fsdp_size)
             if 0 < fsdp.fsdp_size < self.world_size:
-                ranks = (f"`{section}.fsdp.fsdp_size`", fsdp.fsdp_size)
+                ranks = (name, fsdp.fsdp_size)
             yield from divisible(*ranks, f"`{section}.fsdp.expert_parallel_size`", fsdp.expert_parallel_size)
+        if any(fsdp.tensor_parallel_size > 1 for fsdp in sharding.values()):
+            from verl.config.rules.tensor_parallel_rules import tensor_parallel_problems  # noqa: PLC0415 - rare
+
+            yield from tensor_parallel_problems(self, sharding)
 
     def dp_problems(self, name: str, sequences: int) -> Iterator[str]:
         """Yield a sentence unless each data parallel rank gets the same number of sequences."""

@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 from verl.distributed.device import is_gpu
 from verl.distributed.expert_parallel import shard_experts
 
+TENSOR = "tp"  # axis of a mesh: ranks that share each layer, see `tensor_parallel.py`
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # torch's names
 
 
@@ -49,17 +50,19 @@ class ShardOptions(Protocol):
     def mp_reduce_dtype(self) -> str: ...
 
 
-def make_mesh(world_size: int, fsdp_size: int, device: str) -> DeviceMesh:
+def make_mesh(world_size: int, fsdp_size: int, device: str, tp_size: int = 1) -> DeviceMesh:
     """Build the device mesh that a model is sharded over.
 
     `fsdp_size` ranks share one copy of the model; -1 or the world size uses all of them. Fewer ranks give
-    hybrid sharding: replicas on the axis "ddp", shards on the axis "fsdp".
+    hybrid sharding: replicas on the axis "ddp", shards on the axis "fsdp". Several `tp_size` neighbors share
+    each layer on the axis "tp".
     """
-    if fsdp_size <= 0 or fsdp_size >= world_size:
-        return init_device_mesh(device, (world_size,), mesh_dim_names=("fsdp",))
-    if world_size % fsdp_size:
+    size = fsdp_size if 0 < fsdp_size < world_size else world_size
+    if world_size % size:
         raise ValueError(f"`fsdp.fsdp_size` ({fsdp_size}) must divide the number of processes ({world_size})")
-    return init_device_mesh(device, (world_size // fsdp_size, fsdp_size), mesh_dim_names=("ddp", "fsdp"))
+    axes = {"ddp": world_size // size, "fsdp": size // tp_size, TENSOR: tp_size}
+    names = tuple(name for name, length in axes.items() if length > 1 or name == "fsdp")
+    return init_device_mesh(device, tuple(axes[name] for name in names), mesh_dim_names=names)
 
 
 def shard_model(
@@ -73,7 +76,7 @@ def shard_model(
 ) -> None:
     """Shard a transformers model in place: divided experts, each block, vision blocks included, the rest."""
     options: dict[str, Any] = {
-        "mesh": mesh,
+        "mesh": mesh[tuple(name for name in mesh.mesh_dim_names or () if name != TENSOR)],
         # False keeps parameters gathered from forward to backward.
         "reshard_after_forward": None if config.enable_full_shard else False,
         "mp_policy": MixedPrecisionPolicy(

@@ -8,9 +8,12 @@ axis, because its all-to-all moves the most data::
     dp_index        0  0  0  0  1  1  1  1
     ring_index      0  0  1  1  0  0  1  1
     ulysses_index   0  1  0  1  0  1  0  1
+
+Under tensor parallelism each rank here is `tp_size` neighbors with the same tokens; groups have one of each.
 """
 
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -31,29 +34,32 @@ class SequenceParallel:
     ring_group: dist.ProcessGroup | None = None  # by ring_index
     dp_group: dist.ProcessGroup | None = None  # ranks with the same index, by dp_index
     gather_chunks: int = 1  # chunks in which media features are gathered
+    is_first: bool = True  # of the ranks with the same rows
 
     @classmethod
-    def build(cls, ulysses_size: int, ring_size: int, gather_chunks: int = 1) -> "SequenceParallel":
+    def build(cls, ulysses_size: int, ring_size: int, gather_chunks: int = 1, tp_size: int = 1) -> Self:
         """Create the process groups; collective over all ranks."""
-        size, world_size = ulysses_size * ring_size, dist.get_world_size()
-        if min(ulysses_size, ring_size) < 1 or world_size % size:
+        size, world_size = ulysses_size * ring_size * tp_size, dist.get_world_size()
+        if size < 1 or world_size % size:
             raise ValueError(
                 f"{world_size} ranks cannot be divided by `ulysses_size` ({ulysses_size}) x `ring_size`"
-                f" ({ring_size}): set them so that their product divides the number of devices"
+                f" ({ring_size}) x `tensor_parallel_size` ({tp_size}): their product must divide the devices"
             )
-        ranks = torch.arange(world_size).view(-1, ring_size, ulysses_size)  # (dp, ring, ulysses)
-        dp_index, index = divmod(dist.get_rank(), size)
+        every = torch.arange(world_size).view(-1, size)  # (dp, ring x ulysses x tp)
+        ranks = every.view(-1, ring_size, ulysses_size, tp_size).movedim(3, 1).flatten(0, 1)
+        dp_index, place = divmod(dist.get_rank(), size)
         return cls(
             ulysses_size,
             ring_size,
-            index,
-            len(ranks),
+            place // tp_size,
+            len(every),
             dp_index,
-            _new_group(ranks.flatten(1)),
+            _new_group(ranks.flatten(1)),  # of (dp x tp, ring, ulysses)
             _new_group(ranks.flatten(0, 1)),
             _new_group(ranks.transpose(1, 2).flatten(0, 1)),
-            dist.group.WORLD if size == 1 else _new_group(ranks.flatten(1).T, even_alone=True),
+            dist.group.WORLD if size == 1 else _new_group(every.T, even_alone=True),
             gather_chunks,
+            place == 0,
         )
 
     @property

@@ -23,7 +23,7 @@ class DeferredLogits:
 
     UNCHANGING: ClassVar[tuple[str, ...]] = ("float", "contiguous", "to")
 
-    def __init__(self, hidden: Tensor, head: nn.Linear, transform: LogitTransform = LogitTransform()) -> None:  # noqa: B008 (immutable)
+    def __init__(self, hidden: Tensor, head: Any, transform: LogitTransform = LogitTransform()) -> None:  # noqa: B008 (immutable)
         self.hidden, self.head, self.transform = hidden, head, transform
 
     def __mul__(self, factor: float) -> "DeferredLogits":
@@ -75,7 +75,7 @@ class DeferredLogits:
                 "the head's weight is not available after the forward pass: keep it in the root FSDP group"
             )
         hidden = self.hidden.flatten(0, 1).index_select(0, rows)
-        return HeadLogits(hidden, weight, self.head.bias, self.transform._replace(temperature=temperature))
+        return self.head.factors(hidden, self.transform._replace(temperature=temperature))
 
     def log_probs(
         self,
@@ -95,7 +95,7 @@ class DeferredLogits:
 
     def values(self, rows: Tensor) -> Tensor:
         """Compute float32 scores of the packed tokens `rows` (M,), without the model's logit transform."""
-        hidden, weight, bias, _ = self.head_logits(rows)
+        hidden, weight, bias, *_ = self.head_logits(rows)
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         values = torch.mv(hidden.to(dtype), weight[0].to(dtype))  # not a column: FSDP does not support views
         return values if bias is None else values + bias.to(dtype)
@@ -115,3 +115,6 @@ class DeferringHead(nn.Linear):
         if self.is_deferred:
             return DeferredLogits(hidden, self)
         return F.linear(hidden, self.weight, self.bias)
+
+    def factors(self, hidden: Tensor, transform: LogitTransform) -> HeadLogits:
+        return HeadLogits(hidden, self.weight, self.bias, transform)

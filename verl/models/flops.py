@@ -63,9 +63,12 @@ class FlopsCounter:
         counter.done
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        """Read the shapes of a model on any device; `requires_grad` marks what is trained."""
-        family, self.done = family_of(model.config), 0.0
+    def __init__(self, model: PreTrainedModel, ranks: int = 1) -> None:
+        """Read the shapes of a model on any device; `requires_grad` marks what is trained.
+
+        `ranks` share each layer.
+        """
+        family, self.done, self.ranks = family_of(model.config), 0.0, ranks
         self.encoders: dict[Sense, EncoderShape] = {}
         if isinstance(family, MediaFamily):
             self.encoders = {sense: EncoderShape(model, family, sense) for sense in family.encoders}
@@ -73,7 +76,9 @@ class FlopsCounter:
 
     def count(self, work: PackedWork, media: Iterable[Medium] = ()) -> tuple[float, float]:
         """Count this rank's part of a forward and of a backward pass; it encodes all of `media`."""
-        forward, backward = (part / work.ranks for part in self.text.count(work.groups, work.to_head))
+        forward, backward = (
+            part / (work.ranks * self.ranks) for part in self.text.count(work.groups, work.to_head)
+        )
         for medium in media:
             own = self.encoders["audio" if medium.kind == "audio" else "vision"].count(medium)
             forward, backward = forward + own[0], backward + own[1]

@@ -69,6 +69,7 @@ def linear_log_probs(
         raise ValueError(f"one target per hidden state: {shapes}")
     policy = autocast_head(policy)
     rows = chunk_rows([policy], chunk_bytes)
+    targets = targets if policy.part is None else policy.part.own(targets)
     return TokenLogProbs(*_LinearLogProbs.apply(*policy, targets, with_entropy, with_sum_squares, rows))
 
 
@@ -87,6 +88,7 @@ def linear_kl(
 
     Returns (N,) float32 nats, never negative. Gradients do not reach the reference.
     """
+    reference = reference if policy.part is None else policy.part.cut(reference)
     (hidden, weight, *_), (ref_hidden, ref_weight, *_) = policy, reference
     if len(hidden) != len(ref_hidden) or len(weight) != len(ref_weight):
         raise ValueError(
@@ -108,7 +110,8 @@ class _LinearLogProbs(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         transform: LogitTransform,
-        targets: Tensor,
+        part: Any,
+        targets: Tensor,  # in the part; -1 for others
         with_entropy: bool,
         with_sum_squares: bool,
         rows: int,
@@ -122,6 +125,8 @@ class _LinearLogProbs(torch.autograd.Function):
         softmax = softmax_for(hidden.device.type)
         for chunk, (products,) in chunks([HeadLogits(hidden, weight, bias, transform)], rows):
             softmax.log_probs(products, targets[chunk], rows_of(results, chunk))
+        if part is not None:
+            part.join_log_probs(results, targets)
         ctx.save_for_backward(hidden, weight, bias, targets, lse, entropy)
         ctx.transform, ctx.rows = transform, rows
         ctx.set_materialize_grads(False)
@@ -136,7 +141,7 @@ class _LinearLogProbs(torch.autograd.Function):
             raise NotImplementedError("`sum_squared_probs` has no gradient: detach it before use in a loss")
         hidden, weight, bias, targets, lse, entropy = ctx.saved_tensors
         if grad_log_probs is None and grad_entropy is None:
-            return (None,) * 8
+            return (None,) * 9
         if grad_log_probs is None:
             grad_log_probs = torch.zeros_like(lse)
         given = LogProbGradients(lse, grad_log_probs, entropy, grad_entropy)
@@ -147,7 +152,7 @@ class _LinearLogProbs(torch.autograd.Function):
             return softmax.log_prob_gradient(products[0], targets[chunk], part, hidden.dtype, grad_bias)
 
         heads = [HeadLogits(hidden, weight, bias, ctx.transform)]
-        return *head_gradients(ctx, heads, lse.dtype, chunk_grad), *(None,) * 5
+        return *head_gradients(ctx, heads, lse.dtype, chunk_grad), *(None,) * 6
 
 
 class _LinearKL(torch.autograd.Function):
@@ -158,18 +163,21 @@ class _LinearKL(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         transform: LogitTransform,
+        part: Any,
         reference: HeadLogits,
         is_forward: bool,
         rows: int,
     ) -> Tensor:
         accurate = torch.promote_types(hidden.dtype, torch.float32)
         kl, lse, ref_lse, mean_gap = (hidden.new_empty(len(hidden), dtype=accurate) for _ in range(4))
-        results = KLStatistics(kl, lse, mean_gap)
+        results = KLStatistics(kl, lse, mean_gap, None if part is None else ref_lse)
         if is_forward:  # the two models change places
             results = KLStatistics(kl, ref_lse, mean_gap, lse)
         softmax = softmax_for(hidden.device.type)
         for chunk, (p, q) in chunks([HeadLogits(hidden, weight, bias, transform), reference], rows):
             softmax.kl(*((q, p) if is_forward else (p, q)), rows_of(results, chunk))
+        if part is not None:
+            part.join_kl(results)
         needed = (None, ref_lse) if is_forward else (mean_gap, None)
         ctx.save_for_backward(hidden, weight, bias, *reference[:3], lse, *needed)
         ctx.transforms, ctx.rows = (transform, reference.transform), rows
@@ -188,7 +196,7 @@ class _LinearKL(torch.autograd.Function):
             p, q = products
             return softmax.kl_gradient(p, q, rows_of(given, chunk), hidden.dtype, grad_bias)
 
-        return *head_gradients(ctx, [policy, reference], lse.dtype, chunk_grad), *(None,) * 4
+        return *head_gradients(ctx, [policy, reference], lse.dtype, chunk_grad), *(None,) * 5
 
 
 @cache  # so that a missing package is reported once

@@ -174,7 +174,8 @@ def _candidates(run: PlannedRun, key: str, machine: Machine) -> tuple[str, list[
     if name != COMPILE.rpartition(".")[2]:
         return "", list(shares_of(model))
     replays = "routes are replayed" if planned.router_replay != "off" else ""
-    reason = machine.no_compiler or replays or uncompiled(model, machine.device)
+    divided = "ranks share layers" if planned.fsdp.tensor_parallel_size > 1 else ""
+    reason = machine.no_compiler or replays or divided or uncompiled(model, machine.device)
     return (reason, []) if reason else ("", [True])
 
 

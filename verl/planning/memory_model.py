@@ -6,7 +6,7 @@ backward. `docs/memory.md` compares the results with measured peaks.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from verl.distributed.backends import on_gpu
 
@@ -144,6 +144,21 @@ class ModelShape:
     @property
     def trained_head(self) -> int:
         return min(self.head, self.trained_root)
+
+    def part(self, ranks: int) -> "ModelShape":
+        """Return the part of a dense model on each of `ranks` ranks that share its layers; norms are few."""
+        if ranks == 1:
+            return self
+        text = replace(
+            self.text,
+            intermediate=self.text.intermediate // ranks,
+            heads=self.text.heads // ranks,
+            kv_heads=self.text.kv_heads // ranks,
+            params=self.text.params // ranks,
+        )
+        divided = ("params", "stored", "trained", "trained_stored", "root", "trained_root")
+        counts = {name: getattr(self, name) // ranks for name in divided}
+        return replace(self, vocab=max(1, self.vocab // ranks), text=text, **counts)
 
     def divides_into(self, size: int) -> bool:
         """Return whether the experts of a layer can be divided over `size` ranks."""

@@ -66,6 +66,7 @@ class HeldModel:
 
     planned: PlannedModel
     shape: ModelShape
+    part: ModelShape  # that a rank runs, smaller than `shape` where ranks share layers
     setup: ModelSetup
     weights: int
     gradients: int
@@ -151,7 +152,7 @@ def held_model(model: PlannedModel, world_size: int, device: str, read_shape: Re
         )
     setup = ModelSetup(
         device=device,
-        ranks=fsdp.shards(world_size),
+        ranks=fsdp.shards(world_size) // fsdp.tensor_parallel_size,
         c=NUMBER_BYTES[fsdp.mp_param_dtype],
         r=NUMBER_BYTES[fsdp.mp_reduce_dtype],
         checkpointing=model.model.recomputed,
@@ -161,14 +162,15 @@ def held_model(model: PlannedModel, world_size: int, device: str, read_shape: Re
         expert_ranks=fsdp.expert_parallel_size,
         reduces_once=fsdp.reduces_once(world_size),
     )
-    weights = memory_model.weights(shape, setup)
-    gradients = memory_model.gradients(shape, setup) if is_trained else 0
-    state = memory_model.optimizer_state(shape, setup) if is_trained else 0
+    part = shape.part(fsdp.tensor_parallel_size)
+    weights = memory_model.weights(part, setup)
+    gradients = memory_model.gradients(part, setup) if is_trained else 0
+    state = memory_model.optimizer_state(part, setup) if is_trained else 0
     is_streamed = on_gpu(device) and fsdp.enable_cpu_offload
     offloads_weights = is_streamed or (on_gpu(device) and model.offload.offload_params)
     offloads_state = is_streamed or (on_gpu(device) and model.offload.offload_optimizer)
     resting = (0 if offloads_weights else weights, 0 if offloads_state else state)
-    return HeldModel(model, shape, setup, weights, gradients, state, *resting, is_streamed)
+    return HeldModel(model, shape, part, setup, weights, gradients, state, *resting, is_streamed)
 
 
 def _resting(models: Sequence[HeldModel], *, without: HeldModel | None = None) -> int:
@@ -195,8 +197,8 @@ def _phase(run: PlannedRun, models: Sequence[HeldModel], model: HeldModel, each:
         features = 2 * model.setup.c * model.shape.text.hidden * batch.media
         batch = replace(batch, patches=0)
     formula = memory_model.update_peak if each.is_update else memory_model.log_prob_peak
-    taken = formula(model.shape, model.setup, batch)
-    gathered = min(taken, memory_model.gathered(model.shape, model.setup))
+    taken = formula(model.part, model.setup, batch)
+    gathered = min(taken, memory_model.gathered(model.part, model.setup))
     device, host = working_parts(model, is_update=each.is_update)
     device |= {"gathered weights": gathered, "activations": taken - gathered}
     if features:

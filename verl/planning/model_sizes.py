@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from verl.config.model import FSDPConfig, ModelConfig
 from verl.distributed.fsdp import fsdp_blocks
+from verl.models.divided_layers import check_divides, tensor_option
 from verl.models.families.interface import DEFAULT_PATCHES, is_part
 from verl.models.families.registry import family_of
 from verl.models.hub_names import meta_model
@@ -74,20 +75,23 @@ def read_shape(
 
 
 def check_model(planned: PlannedModel) -> ModelShape | None:
-    """Check which weights of a model a run trains, and how, and that its experts can be divided as asked.
+    """Check which weights of a model a run trains, and how, and that it can be divided as asked.
 
     Needs no weights and no devices. Returns the sizes of a trained model.
 
     Raises:
         FileNotFoundError: The folder has no config that can be read.
         ValueError: A pattern matches nothing, an adapter cannot be used, nothing is left to train, the
-            experts of its tokens cannot be replayed, or `expert_parallel_size` and the optimizer cannot
-            divide them.
+            experts of its tokens cannot be replayed, `expert_parallel_size` and the optimizer cannot divide
+            them, or `tensor_parallel_size` cannot divide its layers.
     """
     optim, option, size = planned.optim, planned.option, planned.fsdp.expert_parallel_size
-    if optim is None and size == 1:
+    ranks = planned.fsdp.tensor_parallel_size
+    if optim is None and size == ranks == 1:
         return None
     empty = _meta_model(planned.model, option, planned.head)
+    if ranks > 1:
+        check_divides(empty, ranks, tensor_option(option))
     if optim is not None:
         check_replay(empty, planned.router_replay)
         select_trainable(empty, planned.model, option, adapter_config(planned.model, option))

@@ -130,8 +130,9 @@ class ModelWorker(DeviceWorker):
 
     def _divide(self, actor: PolicyConfig, feature_chunks: int = 1) -> SequenceParallel:
         """Divide rows and sequences over the ranks; collective."""
-        sp = SequenceParallel.build(actor.ulysses_size, actor.ring_size, feature_chunks)
-        self.set_axis("train", sp.dp_index, sp.dp_size, is_first=sp.index == 0)
+        tp_size = actor.fsdp.tensor_parallel_size
+        sp = SequenceParallel.build(actor.ulysses_size, actor.ring_size, feature_chunks, tp_size)
+        self.set_axis("train", sp.dp_index, sp.dp_size, is_first=sp.is_first)
         self.checkpoints, self.models = AsyncWriter(), []
         return sp
 
@@ -183,7 +184,7 @@ class ModelWorker(DeviceWorker):
         towers = [model.tower for model in self.models if model.tower is not None]
         if not towers:
             return {}
-        own = sum(tower.num_encoded for tower in towers) if self.setup.sp.index == 0 else 0
+        own = sum(tower.num_encoded for tower in towers) if self.setup.sp.is_first else 0
         count = torch.tensor(own - self.reported_media, device=self.device)
         self.reported_media = own
         dist.all_reduce(count)

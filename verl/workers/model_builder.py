@@ -18,11 +18,13 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from verl.config.model import FSDPConfig, ModelConfig
 from verl.distributed.fsdp import offload_policy, shard_model, sharded_parameters, torch_dtype
+from verl.distributed.tensor_parallel import tensor_axis
+from verl.models.divided_layers import divide_layers, tensor_option
 from verl.models.families.registry import load_config, register_family
 from verl.models.hub_names import HubNames, auto_class, meta_model
 from verl.models.lora import set_adapter
@@ -97,6 +99,8 @@ def build_model(
     if model.runs_tiles(is_trained=trainable):
         tile_mlps(empty)
     experts, expert_mesh = [], None
+    if (axis := tensor_axis(mesh)) is not None:
+        divide_layers(empty, axis, tensor_option(option))
     if fsdp.expert_parallel_size > 1:
         check_divisible(empty, fsdp.expert_parallel_size, expert_option(option))
         experts, expert_mesh = divide_over_ranks(empty, mesh, fsdp.expert_parallel_size)
@@ -331,13 +335,17 @@ def _fill_shard(source: Tensor | None, param: nn.Parameter, device: torch.device
     """Send a weight from rank 0 in blocks of rows, of which each rank keeps its part."""
     assert isinstance(param, DTensor), "made by fully_shard"
     local, value = param.to_local(), None if source is None else stored_value(source)
-    own = _own_rows(param, device)
+    own, columns = _own_places(param, 0, device), None
+    if any(place.is_shard(1) for place in param.placements):
+        columns = _own_places(param, 1, device)
     rows = max(1, BLOCK_BYTES * len(param) // param.nbytes)
     for start in range(0, len(param), rows):
         size = torch.Size([min(rows, len(param) - start), *param.shape[1:]])
         block = _from_rank0(None if value is None else value[start : start + rows], size, param.dtype, device)
         [kept] = torch.where((own >= start) & (own < start + rows))
-        local.index_copy_(0, kept.to(local.device), block[own[kept] - start].to(local.device))
+        part = block[own[kept] - start]
+        part = part if columns is None else part[:, columns]
+        local.index_copy_(0, kept.to(local.device), part.to(local.device))
 
 
 def _from_rank0(value: Tensor | None, size: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -346,11 +354,17 @@ def _from_rank0(value: Tensor | None, size: torch.Size, dtype: torch.dtype, devi
     return whole
 
 
-def _own_rows(param: DTensor, device: torch.device) -> Tensor:
-    """(rows of this rank,) int64: their indices; shards of divided experts are not contiguous."""
-    every = torch.arange(len(param), device=device)
+def _own_places(param: DTensor, dim: int, device: torch.device) -> Tensor:
+    """(rows or columns of this rank,) int64: their indices; shards of divided parts are not contiguous."""
+    every = torch.arange(param.shape[dim], device=device)
+    places = [place if _divides(place, dim) else Replicate() for place in param.placements]
+    places = [Shard(0) if place.is_shard(dim) else place for place in places] if dim else places
     # without a source rank nothing is sent: each rank takes its own shard
-    return distribute_tensor(every, param.device_mesh, param.placements, src_data_rank=None).to_local()
+    return distribute_tensor(every, param.device_mesh, places, src_data_rank=None).to_local()
+
+
+def _divides(place: Placement, dim: int) -> bool:
+    return getattr(place, "dim", None) == dim
 
 
 def _check_nothing_is_empty(model: nn.Module) -> None:

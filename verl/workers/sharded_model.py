@@ -68,7 +68,7 @@ class ShardedModel(TrainedModel):
         self.model: PreTrainedModel = build_model(
             model,
             fsdp,
-            mesh=make_mesh(setup.world_size, fsdp.fsdp_size, setup.device.type),
+            mesh=make_mesh(setup.world_size, fsdp.fsdp_size, setup.device.type, fsdp.tensor_parallel_size),
             device=setup.device,
             trainable=optim is not None,
             head=head,
@@ -76,7 +76,7 @@ class ShardedModel(TrainedModel):
         )
         self.adapter = None if optim is None else adapter_config(model, option)
         self._prepare_training(setup.device, fsdp, offload, optim, training_steps)
-        self.flops = FlopsCounter(self.model)
+        self.flops = FlopsCounter(self.model, fsdp.tensor_parallel_size)
         self.tower = self._frozen_tower(frozen_senses(model))
         self.forward = self._forward(PackedForward)
         with self.loaded():

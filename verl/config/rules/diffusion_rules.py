@@ -36,6 +36,7 @@ REQUIRED: dict[str, Any] = {  # of the section `worker`: features of text runs a
     "reward_model.model.model_path": None,
     "actor.ring_size": 1,
     "actor.fsdp.expert_parallel_size": 1,
+    "actor.fsdp.tensor_parallel_size": 1,
     "actor.router_replay": "off",
     "actor.entropy_coef": 0,
 }

@@ -60,13 +60,14 @@ class EagerSoftmax:
 
     Gradients overwrite the policy's products. They are returned in `dtype`, possibly as a view of the same
     memory whose rows lie apart, and their sum over the tokens is added to `grad_bias` if it is given.
+    Targets of -1 have no product; their log-probabilities mean nothing.
     """
 
     def log_probs(self, policy: HeadProducts, targets: Tensor, results: LogProbStatistics) -> None:
         for rows in blocks(policy.values):
             log_probs, lse, entropy, sum_squares = rows_of(results, rows)
             z = logits_of(policy, rows, lse.dtype)
-            target_logits = z.gather(1, targets[rows, None])[:, 0]
+            target_logits = z.gather(1, targets[rows, None].clamp(min=0))[:, 0]
             largest = z.amax(1)
             z.sub_(largest[:, None])
             unnormalised = z.exp()
@@ -98,7 +99,8 @@ class EagerSoftmax:
                 p = log_p.exp()
                 gradient = log_p.add_(entropy[:, None]).mul_(grad_entropy[:, None]).add_(grads)
                 gradient = gradient.mul_(p).neg_()
-            gradient.scatter_add_(1, targets[rows, None], grads.to(gradient.dtype))
+            own = targets[rows, None]
+            gradient.scatter_add_(1, own.clamp(min=0), grads.to(gradient.dtype) * (own >= 0))
             return gradient.mul_(slope)
 
         return overwrite(policy.values, block_gradient, dtype, grad_bias)

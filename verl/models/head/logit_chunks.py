@@ -41,6 +41,7 @@ class HeadLogits(NamedTuple):
     weight: Tensor  # (V, hidden size), in the dtype of `hidden`
     bias: Tensor | None = None  # (V,)
     transform: LogitTransform = LogitTransform()
+    part: Any = None  # the `VocabularyPart` of weight and bias, if other ranks have the others
 
     def of_tokens(self, tokens: Tensor) -> "HeadLogits":
         """Return the factors of some of the tokens, (M,) int64."""
@@ -50,6 +51,7 @@ class HeadLogits(NamedTuple):
         """Return the factors of the logits of the first `size` tokens of the vocabulary."""
         if size == len(self.weight):
             return self
+        assert self.part is None, "runs with teachers do not divide the vocabulary over ranks"
         return self._replace(weight=self.weight[:size], bias=None if self.bias is None else self.bias[:size])
 
 
@@ -92,7 +94,7 @@ def chunks(heads: Sequence[HeadLogits], rows: int) -> Iterator[tuple[slice, list
     ]
     for start, stop in spans(num_tokens, rows):
         products = [
-            HeadProducts(_product(head.hidden[start:stop], head.weight, buffer[: stop - start]), *head[2:])
+            HeadProducts(_product(head.hidden[start:stop], head.weight, buffer[: stop - start]), *head[2:4])
             for head, buffer in zip(heads, buffers, strict=True)
         ]
         yield slice(start, stop), products
@@ -109,7 +111,7 @@ def head_gradients(
     chunk_grad: ChunkGradient,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Compute the gradients of the policy's hidden states, weight and bias."""
-    hidden, weight, bias, _ = heads[0]
+    hidden, weight, bias, *_ = heads[0]
     grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
     grad_weight, grad_bias = None, None
     if bias is not None and ctx.needs_input_grad[2]:

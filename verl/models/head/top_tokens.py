@@ -41,6 +41,7 @@ def top_tokens(head: HeadLogits, k: int, chunk_bytes: int | None = None) -> TopT
     """Find the k most likely tokens at each position."""
     if not 0 < k < len(head.weight):
         raise ValueError(f"k must be from 1 to {len(head.weight) - 1}, one less than the vocabulary, got {k}")
+    _check_whole(head)
     head = autocast_head(head)
     ids = torch.empty(len(head.hidden), k, dtype=torch.int64, device=head.hidden.device)
     for chunk, (products,) in chunks([head], chunk_rows([head], chunk_bytes)):
@@ -58,8 +59,17 @@ def linear_top_log_probs(policy: HeadLogits, ids: Tensor, chunk_bytes: int | Non
     """
     if len(ids) != len(policy.hidden):
         raise ValueError(f"one row of ids per hidden state: {tuple(ids.shape)}, {tuple(policy.hidden.shape)}")
+    _check_whole(policy)
     policy = autocast_head(policy)
-    return _LinearTopLogProbs.apply(*policy, ids, chunk_rows([policy], chunk_bytes))
+    return _LinearTopLogProbs.apply(*policy[:4], ids, chunk_rows([policy], chunk_bytes))
+
+
+def _check_whole(head: HeadLogits) -> None:
+    if head.part is not None:
+        raise NotImplementedError(
+            "the most likely tokens of a vocabulary that is divided over ranks are not found: set"
+            " `fsdp.tensor_parallel_size` to 1"
+        )
 
 
 class _LinearTopLogProbs(torch.autograd.Function):

@@ -132,8 +132,8 @@ class Updater:
         self.optimizer, self.scheduler = training.optimizer, training.scheduler
         self.ppo_epochs = ppo_epochs
         self.max_response_length = float(training.max_response_length)
-        self.dp_size, self.world_size = dist.get_world_size(self.group), dist.get_world_size()
-        self.reduces_once = config.fsdp.reduces_once(self.world_size)
+        self.dp_size = dist.get_world_size(self.group)
+        self.reduces_once = config.fsdp.reduces_once(dist.get_world_size())
         self.mini_batch_rows = config.global_batch_size * training.rollout_n // self.dp_size
         self.metrics = MetricSums(forward.device)
         self.grad_norms: list[float] = []
@@ -178,9 +178,9 @@ class Updater:
         # Gradients are scattered over the ranks of a copy every time: keeping them until the last micro batch
         # would hold an unsharded gradient of the whole model on every device.
         # FSDP averages gradients over all ranks, but the loss is the sum of their losses: of other rows and,
-        # where a sequence is sharded, of other tokens of the same rows.
+        # where a sequence is sharded, of other tokens of the same rows; not of the same tokens.
         loss = self.balance.add_to(loss, self.metrics)
-        (loss * self.world_size).backward()
+        (loss * self.dp_size * self.forward.sp.size).backward()
 
     def step(self) -> None:
         """Clip the gradients and take an optimizer step, or skip it if they are not finite."""
