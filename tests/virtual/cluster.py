@@ -202,7 +202,7 @@ def worker_config(folder: Path, setup: Setup, ranks: int) -> Any:
     plain = ModelConfig(model_path=path, enable_gradient_checkpointing=setup.checkpointing)
     policy = replace(plain, lora=LoraConfig(rank=setup.lora_rank), freeze_vision_tower=setup.freeze_tower)
     common: dict[str, Any] = dict(
-        global_batch_size=setup.prompts * ranks // (setup.ulysses * setup.ring),
+        global_batch_size=setup.prompts * ranks // (setup.ulysses * setup.ring * setup.tensor_parallel),
         micro_batch_size_per_device_for_update=setup.rows_at_once,
         micro_batch_size_per_device_for_experience=setup.rows_at_once,
         dynamic_batching=setup.dynamic,
@@ -210,8 +210,9 @@ def worker_config(folder: Path, setup: Setup, ranks: int) -> Any:
         offload=OffloadConfig(setup.offload, setup.offload),
     )
     fsdp = FSDPConfig(
-        fsdp_size=setup.fsdp_size, torch_dtype=setup.dtype, expert_parallel_size=setup.expert_parallel
-    )
+        fsdp_size=setup.fsdp_size, torch_dtype=setup.dtype, expert_parallel_size=setup.expert_parallel,
+        tensor_parallel_size=setup.tensor_parallel,
+    )  # fmt: skip
     parallel: dict[str, Any] = dict(
         ulysses_size=setup.ulysses, ring_size=setup.ring, divide_short_sequences=setup.always_shards
     )

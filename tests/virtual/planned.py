@@ -62,6 +62,9 @@ CASES = (
     Case("14b", 16, {"fsdp_size": 8}),
     Case("7b", 16, {"fsdp_size": 8, "optimizer": "adamw_bf16", "dtype": "bf16"}),
     Case("72b", 64),
+    Case("7b", 8, {"tensor_parallel": 2}),
+    Case("32b", 16, {"tensor_parallel": 8, "checkpointing": False}),
+    Case("72b", 64, {"tensor_parallel": 8}),
     Case("30b-a3b", 8),
     Case("30b-a3b", 16, {"expert_parallel": 4}),
     Case("30b-a3b", 32, {"expert_parallel": 8, "fsdp_size": 16}),
@@ -112,7 +115,9 @@ def _without_media(run: PlannedRun, setup: Setup) -> PlannedRun:
 def _config(folder: Path, case: Case, setup: Setup) -> PPOConfig:
     return PPOConfig(
         data=DataConfig(
-            rollout_batch_size=setup.prompts * case.ranks // (setup.ulysses * setup.ring),
+            rollout_batch_size=setup.prompts
+            * case.ranks
+            // (setup.ulysses * setup.ring * setup.tensor_parallel),
             max_prompt_length=setup.prompt_length,
             max_response_length=setup.response_width,
         ),

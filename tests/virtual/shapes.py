@@ -103,6 +103,7 @@ class Setup:
     ring: int = 1
     fsdp_size: int = -1
     expert_parallel: int = 1
+    tensor_parallel: int = 1
     optimizer: str = "adamw"
     dtype: str | None = None  # of the stored weights, `fsdp.torch_dtype`
     lora_rank: int = 0

@@ -179,13 +179,14 @@ class ModelSetup:
     """Options of a rank that holds and runs a model."""
 
     device: str  # of `BACKENDS`
-    ranks: int  # that share one copy of the weights
+    ranks: int  # that share one copy of the weights, or of the part on each rank that shares layers
     c: int  # bytes of a number in forward and backward
     r: int = 4  # bytes of a gradient while it is summed over ranks
     checkpointing: float = True  # share of the blocks whose activations are recomputed, the first ones
     keeps_gathered: bool = False  # layers stay gathered from forward to backward
     optimizer: str = "adamw"
     expert_ranks: int = 1  # that the experts of a layer are divided over
+    layer_ranks: int = 1  # that each layer is divided over
     is_compiled: bool = False  # blocks of the text: their elementwise operations are fused
     reduces_once: bool = False  # copies of the weights sum their gradients once in an optimizer step
 

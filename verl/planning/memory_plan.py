@@ -160,9 +160,10 @@ def held_model(model: PlannedModel, world_size: int, device: str, read_shape: Re
         keeps_gathered=not fsdp.enable_full_shard,
         optimizer="adamw" if model.optim is None else model.optim.strategy,
         expert_ranks=fsdp.expert_parallel_size,
+        layer_ranks=fsdp.tensor_parallel_size,
         reduces_once=fsdp.reduces_once(world_size),
     )
-    part = shape.part(fsdp.tensor_parallel_size)
+    part = shape.part(setup.layer_ranks)
     weights = memory_model.weights(part, setup)
     gradients = memory_model.gradients(part, setup) if is_trained else 0
     state = memory_model.optimizer_state(part, setup) if is_trained else 0

@@ -116,7 +116,10 @@ class PlannedEngine:
     def _gathered(self, policy: ModelShape, setup: ModelSetup, largest: int, in_slices: bool) -> int:
         """Memory to gather a weight of `largest` bytes, or experts of as many in slices."""
         # Its shard in the engine's type, what all ranks sent, and the whole weight that is made of it.
-        copies = 1 if setup.ranks == 1 else 2 + 1 / setup.ranks
+        ranks = setup.ranks * setup.layer_ranks
+        copies = 1 if ranks == 1 else 2 + 1 / ranks
+        if setup.ranks > 1 and setup.layer_ranks > 1:  # the part of the ranks that share layers comes first
+            copies += 1 / setup.layer_ranks
         if in_slices and largest > SLICE_BYTES:
             # This slice, the one before, and a part of one rank's experts.
             part = min(SLICE_BYTES, largest // setup.expert_ranks) if setup.expert_ranks > 1 else 0
@@ -172,6 +175,10 @@ class PlannedRun:
     def shared_engine(self) -> PlannedEngine | None:
         """The engine in each process that trains."""
         return None if self.engine is None or self.engine.own else self.engine
+
+    def row_groups(self, world_size: int) -> int:
+        """Return the groups of ranks that have different rows."""
+        return world_size // (self.lengths.ranks * self.planned_models[0].fsdp.tensor_parallel_size)
 
     @property
     def passes(self) -> list[PlannedPass]:

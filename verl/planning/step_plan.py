@@ -92,7 +92,7 @@ def make_sft_plan(
         HEADING,
         _processes(config.trainer),
         PlanLine("rows", str(actor.global_batch_size), str(rows), f"{max_length} tokens at most each"),
-        PlanLine("ranks that share a row", str(config.sp_size)),
+        PlanLine("ranks that share a row", str(config.world_size // config.dp_size)),
         _update_line("micro batches", actor, rows, max_length),
         PlanLine("optimizer steps", "1"),
         _steps_line(steps, config.trainer, actor.global_batch_size, ""),

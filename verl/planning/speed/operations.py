@@ -111,6 +111,7 @@ class Collectives:
     ring: float  # keys and values that travel around
     expert_sharding: float  # the same of divided experts, between the ranks that hold the same ones
     experts: float  # all-to-alls of tokens to divided experts and back
+    sums: float  # all-reduces of activations between ranks that share layers
 
 
 def _others_shards(params: float, experts: float, setup: ModelSetup) -> tuple[float, float]:
@@ -153,4 +154,9 @@ def collectives(
     around = states * 2 * cached * (ring - 1)
     routed = states * 2 * text.choices * text.hidden  # to the experts and back
     routed *= (setup.expert_ranks - 1) / setup.expert_ranks
-    return Collectives(sharding, replicas, heads, around, expert_sharding, routed)
+    # After attention and MLP, and in the backward pass of their inputs; a block that is computed again stops
+    # before the last sum. And after the embedding, and in the backward pass before the head.
+    summed = text.layers * ((4 + setup.checkpointing) if is_update else 2) + 1
+    summed = setup.c * text.hidden * (summed * work.tokens + is_update * work.responses)
+    sums = summed * 2 * (setup.layer_ranks - 1) / setup.layer_ranks  # each is sent and received
+    return Collectives(sharding, replicas, heads, around, expert_sharding, routed, sums)

@@ -101,7 +101,7 @@ class Predictor(Generic[C]):
         phases = _encoding(run, models[0], lengths, cluster)
         phases += [] if run.engine is None else _rollout(run, models[0], lengths, cluster)
         mfu = {}
-        tokens = run.rows * cluster.world_size / run.lengths.ranks
+        tokens = run.rows * run.row_groups(cluster.world_size)
         tokens *= lengths.prompt + lengths.responses.mean
         for model in models:
             for each in _passes(run, model):
@@ -109,7 +109,7 @@ class Predictor(Generic[C]):
                 phase = _pass_time(run, model, each, work, cluster)
                 phases.append(phase)
                 if each.is_update:
-                    needed = operations.needed_by_update(model.shape, work)
+                    needed = operations.needed_by_update(model.part, work)
                     mfu[each.phase] = needed / phase.seconds / cluster.gpu.peak
         phases += rest_of_step(run, models, cluster)
         gpus, engine = cluster.world_size, run.engine
@@ -130,7 +130,7 @@ def _passes(run: PlannedRun, model: HeldModel) -> list[PlannedPass]:
 def _pass_time(
     run: PlannedRun, model: HeldModel, each: PlannedPass, work: PassWork, cluster: Cluster
 ) -> PhaseTime:
-    shape, setup, update = model.shape, model.setup, each.is_update
+    shape, setup, update = model.part, model.setup, each.is_update
     if update:
         done = operations.update(shape, setup, work)
     else:
@@ -156,10 +156,10 @@ def pass_parts(
     parts = _kernels(done, cluster)
     computing = sum(parts.values())
     kernels = max(computing, work.micro_batches * _launch_seconds(model, work, is_update=is_update))
-    moved, sent = _moving_seconds(run, model, work, cluster, is_update=is_update)
+    moved, sent, summed = _moving_seconds(run, model, work, cluster, is_update=is_update)
     parts["launching kernels"] = kernels - computing
     parts["collectives"] = moved - HIDDEN_SHARE * min(moved, kernels)
-    parts["sending tokens"] = sent
+    parts["sending tokens"], parts["summing activations"] = sent, summed
     if is_update:
         parts["optimizer"] = OPTIMIZER_PASSES * model.weights * work.repeats / cluster.memory
     parts["offloading"] = _copied_bytes(model, is_update=is_update) / cluster.pcie
@@ -196,20 +196,24 @@ def _launch_seconds(model: HeldModel, work: PassWork, *, is_update: bool) -> flo
 
 def _moving_seconds(
     run: PlannedRun, model: HeldModel, work: PassWork, cluster: Cluster, *, is_update: bool
-) -> tuple[float, float]:
-    """Seconds in collectives and copies that products may hide, and in sending tokens to experts."""
-    setup, ulysses = model.setup, run.lengths.ranks // run.ring
-    copies = max(1, cluster.world_size // setup.ranks)  # of the weights, with hybrid sharding
+) -> tuple[float, float, float]:
+    """Return seconds in collectives and copies that products may hide, and in two kinds that they wait for.
+
+    These send tokens to experts, and sum the activations of ranks that share layers.
+    """
+    setup, ulysses, stride = model.setup, run.lengths.ranks // run.ring, model.setup.layer_ranks
+    copies = max(1, cluster.world_size // (setup.ranks * stride))  # of the weights, with hybrid sharding
     moved = operations.collectives(
-        model.shape, setup, work, is_update=is_update, copies=copies, ulysses=ulysses, ring=run.ring
+        model.part, setup, work, is_update=is_update, copies=copies, ulysses=ulysses, ring=run.ring
     )
-    seconds = moved.sharding / cluster.link(setup.ranks) + moved.heads / cluster.exchange(ulysses)
+    seconds = moved.sharding / cluster.link(setup.ranks, stride) + moved.heads / cluster.exchange(ulysses)
     seconds += moved.ring / cluster.link(run.ring, ulysses)
-    seconds += moved.replicas / cluster.link(copies, setup.ranks)
+    seconds += moved.replicas / cluster.link(copies, setup.ranks * stride)
     seconds += moved.expert_sharding / cluster.link(setup.expert_shards, setup.expert_ranks)
     if model.is_streamed:
         seconds += (1 + is_update) * work.micro_batches * model.weights / cluster.pcie
-    return seconds, moved.experts / cluster.exchange(setup.expert_ranks)
+    sent, summed = moved.experts / cluster.exchange(setup.expert_ranks), moved.sums / cluster.link(stride)
+    return seconds, sent, summed
 
 
 def _copied_bytes(model: HeldModel, *, is_update: bool) -> float:
@@ -227,14 +231,14 @@ def _rollout(
     run: PlannedRun, policy: HeldModel, lengths: ExpectedLengths, cluster: Cluster
 ) -> list[PhaseTime]:
     assert run.engine is not None
-    calls = max(1, round(run.rows * cluster.world_size / run.lengths.ranks / run.engine.options.n))
+    calls = max(1, round(run.rows * run.row_groups(cluster.world_size) / run.engine.options.n))
     engines = run.engine.own or max(1, cluster.world_size // run.engine.options.tensor_parallel_size)
     calls = max(1, round(calls / engines / run.engine.prompts))
     shape = policy.shape
     as_adapter = run.serves_adapters(USUAL_GPU)
     sampled = EngineSpeed(run.engine, shape, cluster, has_adapters=as_adapter).call_seconds(lengths)
     parts = {name: calls * value for name, value in sampled.items()}
-    ranks = policy.setup.ranks
+    ranks = policy.setup.ranks * policy.setup.layer_ranks
     gathered = run.engine.number * shape.params * (ranks - 1) / ranks
     sent = shape.trained / shape.params if as_adapter else 1.0
     sync = {
@@ -248,7 +252,7 @@ def _rollout(
 
 def rest_of_step(run: PlannedRun, models: list[HeldModel], cluster: Cluster) -> list[PhaseTime]:
     """Checkpoints, shared out among steps, and the controller."""
-    sequences = run.rows * cluster.world_size / run.lengths.ranks
+    sequences = run.rows * run.row_groups(cluster.world_size)
     parts = {"step": STEP_SECONDS, "sequences": SEQUENCE_SECONDS * sequences}
     phases = [PhaseTime("controller", parts)]
     if run.trainer.save_freq > 0:
