@@ -210,9 +210,10 @@ class VirtualGPU(TorchDispatchMode):
                 self.tally.add_copy("out", source.nbytes)
         if func is aten._grouped_mm.default:  # of experts: each row goes to one matrix
             self.tally.add_flops(str(func.overloadpacket), 2 * args[0].numel() * args[1].shape[-1])
-        formula = flop_registry.get(func.overloadpacket)
+        operation = aten.addmm if func is aten.addmm_.default else func.overloadpacket
+        formula = flop_registry.get(operation)
         if formula is not None and any(_kind(tensor) == TYPE for tensor in tensors):
-            self.tally.add_flops(str(func.overloadpacket), formula(*args, **kwargs, out_val=out))
+            self.tally.add_flops(str(operation), formula(*args, **kwargs, out_val=out))
 
     def _collective(self, func: Any, args: Any, kwargs: dict[str, Any], leaves: list[Any]) -> Any:
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
