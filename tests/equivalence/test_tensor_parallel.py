@@ -10,17 +10,19 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from torch.distributed.tensor import distribute_tensor
 
 from tests.equivalence.test_packed_forward import Features, load, reference
 from tests.equivalence.test_scalar_forward import load_scalar
 from tests.equivalence.test_shared_prompts import text_batch
 from tests.helpers.distributed import run_distributed
-from verl.config.model import FSDPConfig, ModelConfig
+from verl.config.model import FSDPConfig, LoraConfig, ModelConfig
 from verl.config.sft import SFTActorConfig
 from verl.distributed.fsdp import clip_grad_norm, make_mesh
 from verl.distributed.sequence_parallel import SequenceParallel
 from verl.distributed.weights.gathering import full_named_tensors
 from verl.models import tiled_mlp
+from verl.models.lora import adapters_disabled
 from verl.models.registry import check_model
 from verl.models.tiny import save_tiny_model
 from verl.workers.model_builder import build_model
@@ -76,9 +78,9 @@ def folders(tmp_path_factory):
     return {name: save_tiny_model(root / name, family, **own) for name, (family, own) in OPTIONS.items()}
 
 
-def divided(case, folder, world_size, **options):
+def divided(case, folder, world_size, lora=LoraConfig(), **options):  # noqa: B008 - immutable
     return build_model(
-        ModelConfig(str(folder), enable_gradient_checkpointing=case.checkpointing),
+        ModelConfig(str(folder), enable_gradient_checkpointing=case.checkpointing, lora=lora),
         FSDPConfig(torch_dtype="fp32", mp_param_dtype="fp32", enable_full_shard=case.full_shard),
         mesh=make_mesh(world_size, case.fsdp_size, "cpu", case.size),
         device="cpu",
@@ -189,6 +191,46 @@ def compared_with_references(rank, world_size, folders):
 
 def test_the_kl_divergence_and_its_gradient_are_those_of_whole_vocabularies(folders):
     for errors in run_distributed(compared_with_references, 2, folders):
+        assert max(errors) < 1e-5, errors
+
+
+def adapted(rank, world_size, folder):
+    """Differences of log-probs and gradients with adapters, and without, of whole and of divided layers."""
+    batch, found = text_batch(SIZES), []
+    for size in (1, 2):
+        torch.manual_seed(0)  # of the adapters' initial values
+        case = Case("qwen3", size, checkpointing=True)
+        model = divided(case, folder, world_size, lora=LoraConfig(rank=4))
+        for name, param in model.named_parameters():
+            if "lora_B" in name:  # zero at first
+                generator = torch.Generator().manual_seed(len(name))
+                values = torch.randn(param.shape, generator=generator) / 10
+                param.data.copy_(
+                    distribute_tensor(values, param.device_mesh, param.placements, src_data_rank=None)
+                )
+        sp = SequenceParallel.build(1, 1, tp_size=size)
+        forward = PackedForward(model, Features(), share_prompt=True, sp=sp)
+        rows = list(range(len(batch)))[sp.dp_index :: sp.dp_size]
+        log_probs = forward.log_probs(batch[rows], TEMPERATURE).log_probs
+        (log_probs.square().sum() * sp.dp_size).backward()
+        trained = [param for param in model.parameters() if param.requires_grad]
+        gradients = torch.cat([param.grad.full_tensor().flatten() for param in trained])
+        norm = clip_grad_norm(model, float("inf"))
+        with torch.no_grad(), adapters_disabled(model):
+            plain = forward.log_probs(batch[rows], TEMPERATURE).log_probs
+        found.append((rows, log_probs.detach(), plain, gradients, norm))
+    (own, *whole), (every, *parts) = found
+    places = [every.index(row) for row in own]
+    for number in (0, 1):
+        parts[number] = parts[number][places]
+    assert not torch.allclose(whole[0], whole[1], atol=1e-2), "adapters change log-probs"
+    errors = [(one - other).abs().max().item() for one, other in zip(whole[:2], parts[:2], strict=True)]
+    gradient = ((parts[2] - whole[2]).norm() / whole[2].norm()).item()
+    return [*errors, gradient, abs(parts[3] / whole[3] - 1)]
+
+
+def test_adapters_of_divided_layers_compute_and_learn_as_those_of_whole_ones(folders):
+    for errors in run_distributed(adapted, 2, folders["qwen3"]):
         assert max(errors) < 1e-5, errors
 
 

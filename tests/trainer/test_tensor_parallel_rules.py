@@ -77,7 +77,10 @@ def test_layers_that_the_ranks_share_evenly_are_accepted(folders):
             [f"{SIZE}=2", "worker.actor.model.compile_blocks=true"],
             r"must be 1 with `worker.actor.model.compile_blocks=true`",
         ),
-        ([f"{SIZE}=2", "worker.actor.model.lora.rank=4"], r"must be 1 with `worker.actor.model.lora.rank=4`"),
+        (
+            [f"{SIZE}=2", "worker.actor.model.lora.rank=4", "worker.actor.model.lora.use_dora=true"],
+            r"must be 1 with `worker.actor.model.lora.use_dora=true`: it needs false",
+        ),
         (
             [f"{SIZE}=2", "worker.actor.optim.strategy=muon"],
             r"must be 1 with `worker.actor.optim.strategy=muon`, .* use one of adamw",

@@ -4,6 +4,8 @@
 transformers' plan of a model says how: projections into heads and into the MLP by columns, those back by
 rows, and norms of heads as copies whose gradients are summed. The vocabulary is divided by rows of embedding
 and head, which may be one weight. All other parameters are whole, and all ranks compute the same with them.
+
+Of an adapter, the factor next to the divided side of its layer is divided like it, and the other is a copy.
 """
 
 import functools
@@ -14,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PretrainedConfig, PreTrainedModel
@@ -29,6 +32,7 @@ from verl.distributed.tensor_parallel import (
 from verl.models.deferred_logits import DeferredLogits, DeferringHead
 from verl.models.head.divided_vocabulary import VocabularyPart
 from verl.models.head.logit_chunks import HeadLogits, LogitTransform
+from verl.models.lora import adapted_layers
 from verl.models.scalar_head import is_scalar
 
 FAMILIES = ("llama", "qwen2", "qwen3")  # types of models that were compared with one process
@@ -49,6 +53,8 @@ def check_divides(model: PreTrainedModel, size: int, option: str) -> None:
     unknown = sorted(set(_plan(config).values()) - {COLUMNS, ROWS, COPIES})
     if unknown:
         raise ValueError(f"`{option}` ({size}) must be 1 for {name}, whose plan has {', '.join(unknown)}")
+    if any(layer.lora_variant for layer in adapted_layers(model).values()):
+        raise ValueError(f"`{option}` ({size}) must be 1 with DoRA, which needs the norms of whole rows")
     for what, length in _lengths(config).items():
         if length % size:
             fits = [
@@ -110,25 +116,40 @@ def _lengths(config: PretrainedConfig) -> dict[str, int]:
     return lengths | {"tokens of the vocabulary": config.vocab_size}
 
 
-def _by_columns(linear: nn.Module, axis: DeviceMesh) -> None:
-    for name, _ in list(linear.named_parameters(recurse=False)):
-        divide(linear, name, axis, 0)
-    linear.__class__ = ColumnLinear
+def _by_columns(module: nn.Module, axis: DeviceMesh) -> None:
+    linear, first, second = _with_adapters(module)
+    for each in (linear, *second):
+        for name, _ in list(each.named_parameters(recurse=False)):
+            divide(each, name, axis, 0)
+        each.__class__ = ColumnLinear
+    for each in first:
+        _as_copies(each, axis)
 
 
-def _by_rows(linear: nn.Module, axis: DeviceMesh) -> None:
-    divide(linear, "weight", axis, 1)
-    if linear.bias is not None:
-        divide(linear, "bias", axis, None)
-    linear.__class__ = RowLinear
-    vars(linear)["parts"] = axis.size()
-    linear.register_forward_hook(functools.partial(_sum_output, axis.get_group()))
+def _by_rows(module: nn.Module, axis: DeviceMesh) -> None:
+    linear, first, second = _with_adapters(module)
+    for each in (linear, *first):
+        divide(each, "weight", axis, 1)
+        if each.bias is not None:
+            divide(each, "bias", axis, None)
+        each.__class__ = RowLinear
+        vars(each)["parts"] = axis.size()
+    for each in second:  # applied to summands, so that an adapter and its layer are summed together
+        _as_copies(each, axis)
+    module.register_forward_hook(functools.partial(_sum_output, axis.get_group()))
 
 
-def _as_copies(norm: nn.Module, axis: DeviceMesh) -> None:
-    for name, _ in list(norm.named_parameters(recurse=False)):
-        divide(norm, name, axis, None)
-    norm.__class__ = _copied(type(norm))
+def _with_adapters(module: nn.Module) -> tuple[Any, list[Any], list[Any]]:
+    """Return a linear layer, and the first and the second factors of its adapters."""
+    if not isinstance(module, LoraLayer):
+        return module, [], []
+    return module.get_base_layer(), list(module.lora_A.values()), list(module.lora_B.values())
+
+
+def _as_copies(module: nn.Module, axis: DeviceMesh) -> None:
+    for name, _ in list(module.named_parameters(recurse=False)):
+        divide(module, name, axis, None)
+    module.__class__ = _copied(type(module))
 
 
 _DIVIDE = {COLUMNS: _by_columns, ROWS: _by_rows, COPIES: _as_copies}

@@ -90,12 +90,12 @@ def check_model(planned: PlannedModel) -> ModelShape | None:
     if optim is None and size == ranks == 1:
         return None
     empty = _meta_model(planned.model, option, planned.head)
-    if ranks > 1:
-        check_divides(empty, ranks, tensor_option(option))
     if optim is not None:
         check_replay(empty, planned.router_replay)
         select_trainable(empty, planned.model, option, adapter_config(planned.model, option))
         parameter_groups(empty, optim.lr, optim.lr_factors, f"{planned.section}.optim")
+    if ranks > 1:
+        check_divides(empty, ranks, tensor_option(option))
     if size > 1:
         check_divisible(empty, size, expert_option(option))
         if optim is not None and optim.strategy == "muon" and has_biases(empty):

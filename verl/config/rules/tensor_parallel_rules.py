@@ -66,8 +66,8 @@ def _required(run: RunTree, section: str, fsdp: FSDPConfig) -> Iterator[tuple[st
     owner = value_at(run, section) if section.startswith("worker.") else None
     model = getattr(owner, "model", actor.model)
     if isinstance(owner, TrainedModelConfig):
-        yield f"{section}.model.lora.rank", 0, model.lora.rank
-        yield f"{section}.model.lora.path", None, model.lora.path
+        yield f"{section}.model.lora.use_dora", False, model.lora.use_dora
+        yield f"{section}.model.lora.target_parameters", [], model.lora.target_parameters
     if model.compile_blocks is True:
         yield f"{section}.model.compile_blocks", False, True
 
