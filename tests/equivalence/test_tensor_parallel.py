@@ -27,6 +27,7 @@ from verl.models.registry import check_model
 from verl.models.tiny import save_tiny_model
 from verl.workers.model_builder import build_model
 from verl.workers.packing.forward import PackedForward
+from verl.workers.packing.sp_strategy import Strategy
 from verl.workers.roles.updater import Training
 from verl.workers.sft_worker import DataParallelSFT
 
@@ -46,6 +47,8 @@ class Case(NamedTuple):
     checkpointing: bool = False
     full_shard: bool = True
     micro_batches: int = 1
+    ulysses: int = 1
+    ring: int = 1
     tile: int = tiled_mlp.TILE
 
 
@@ -61,6 +64,8 @@ FOUR = [
     Case("untied", fsdp_size=2),
     Case("qwen3", full_shard=False),
     Case("wide", size=4, shared=True),
+    Case("wide", ulysses=2, shared=True, checkpointing=True),
+    Case("qwen3", ring=2, shared=True),
     Case("biased", size=2, tile=10, checkpointing=True),
 ]
 OPTIONS = {
@@ -118,8 +123,9 @@ def compare(case, folders, world_size):
     weights = weights_of(batch)
     log_probs, entropy, gradients, after = expected(folder, batch, weights)
     model = divided(case, folder, world_size)
-    sp = SequenceParallel.build(1, 1, tp_size=case.size)
+    sp = SequenceParallel.build(case.ulysses, case.ring, tp_size=case.size)
     forward = PackedForward(model, Features(), share_prompt=case.shared, sp=sp)
+    forward.strategies = [Strategy.SHARDED]
     rows = list(range(len(batch)))[sp.dp_index :: sp.dp_size]
     found = {"check": check_model(model), "log_probs": 0.0}
     for part in (rows[start :: case.micro_batches] for start in range(case.micro_batches)):
@@ -129,7 +135,7 @@ def compare(case, folders, world_size):
             (result.entropy - entropy[part]).abs().max(),
         )
         found["log_probs"] = max(found["log_probs"], *(error.item() for error in errors))
-        (loss_of(result.log_probs, result.entropy, weights[part]) * sp.dp_size).backward()
+        (loss_of(result.log_probs, result.entropy, weights[part]) * sp.dp_size * sp.size).backward()
     own = {name: param.grad.full_tensor() for name, param in model.named_parameters()}
     total = sum(grad.square().sum() for grad in gradients.values()).sqrt()
     found["gradients"] = max(((own[name] - grad).norm() / total).item() for name, grad in gradients.items())
@@ -265,7 +271,7 @@ def updated(rank, world_size, folder, cases):
     """Metrics and weights after two updates of several micro batches, for each division."""
     batch, found = text_batch(SIZES), []
     for case in cases:
-        sp = SequenceParallel.build(1, 1, tp_size=case.size)
+        sp = SequenceParallel.build(case.ulysses, case.ring, tp_size=case.size)
         model = divided(case, folder, world_size)
         optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
         training = Training(optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0))
@@ -290,7 +296,7 @@ def updated(rank, world_size, folder, cases):
         pytest.param(2, [Case(size=1), Case(size=2)], id="two ranks"),
         pytest.param(
             4,
-            [Case("qwen3", 1), Case("qwen3", 2), Case("qwen3", 2, fsdp_size=2)],
+            [Case("wide", 1), Case("wide"), Case("wide", fsdp_size=2), Case("wide", ulysses=2)],
             id="four ranks",
             marks=pytest.mark.nightly("verl/workers/roles", "verl/distributed"),
         ),
@@ -300,5 +306,6 @@ def test_updates_log_and_leave_what_those_of_whole_layers_do(folders, world_size
     for (metrics, weights), *others in run_distributed(updated, world_size, folders[cases[0].name], cases):
         assert metrics[0]["train/grad_norm"] > 0.5, "gradients are clipped"
         for own_metrics, own_weights in others:
-            assert own_metrics == [pytest.approx(each, rel=1e-5) for each in metrics]
+            for own, wanted in zip(own_metrics, metrics, strict=True):
+                assert {key: own[key] for key in wanted} == pytest.approx(wanted, rel=1e-5)
             assert abs(own_weights - weights).max() < 1e-5

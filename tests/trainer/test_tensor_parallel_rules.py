@@ -20,6 +20,7 @@ def folders(tmp_path_factory):
     return {
         "rows": root / "rows.jsonl",
         "qwen3": save_tiny_model(root / "qwen3", "qwen3"),
+        "six heads": save_tiny_model(root / "six", "qwen3", num_attention_heads=6),
         "odd": save_tiny_model(root / "odd", "qwen2", vocab_size=511),
         "mixture": save_tiny_model(root / "mixture", "qwen3_moe"),
         "media": save_tiny_model(root / "media", "qwen2_5_vl"),
@@ -47,6 +48,16 @@ def four_cores(monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 4)
 
 
+def test_ranks_that_share_layers_and_heads_of_sequences_divide_the_heads(folders):
+    sizes = [f"{SIZE}=2", "worker.actor.ulysses_size=2"]
+
+    check_models(planned_ppo(load(folders, "qwen3", *sizes)))
+    with pytest.raises(
+        ValueError, match=rf"`{SIZE}` \(2\) x `worker.actor.ulysses_size` \(2\) must divide the 6"
+    ):
+        check_models(planned_ppo(load(folders, "six heads", *sizes)))
+
+
 def test_layers_that_the_ranks_share_evenly_are_accepted(folders):
     config = load(folders, "qwen3", f"{SIZE}=2", f"{REF_SIZE}=2", "algorithm.disable_kl=false")
 
@@ -63,8 +74,10 @@ def test_layers_that_the_ranks_share_evenly_are_accepted(folders):
             r"`worker.actor.fsdp.fsdp_size` \(2\) must be divisible by `{}` \(4\)",
         ),
         ([f"{REF_SIZE}=2", "algorithm.disable_kl=false"], rf"`{REF_SIZE}` \(2\) must be 1 or `{{}}` \(1\)"),
-        ([f"{SIZE}=2", "worker.actor.ulysses_size=2"], r"`worker.actor.ulysses_size=2`: it needs 1"),
-        ([f"{SIZE}=2", "worker.actor.ring_size=2"], r"`worker.actor.ring_size=2`: it needs 1"),
+        (
+            [f"{SIZE}=2", "worker.actor.ulysses_size=2", "worker.actor.ring_size=2"],
+            r"must be divisible by `{}` x `worker.actor.ulysses_size` x `worker.actor.ring_size` \(8\)",
+        ),
         (
             [f"{SIZE}=2", "worker.actor.fsdp.expert_parallel_size=2"],
             r"must be 1 with `worker.actor.fsdp.expert_parallel_size=2`",

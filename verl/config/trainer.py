@@ -310,7 +310,7 @@ class RunTree:
         if any(fsdp.tensor_parallel_size > 1 for fsdp in sharding.values()):
             from verl.config.rules.tensor_parallel_rules import tensor_parallel_problems  # noqa: PLC0415 - rare
 
-            yield from tensor_parallel_problems(self, sharding)
+            yield from tensor_parallel_problems(self, sharding, divisible)
 
     def dp_problems(self, name: str, sequences: int) -> Iterator[str]:
         """Yield a sentence unless each data parallel rank gets the same number of sequences."""

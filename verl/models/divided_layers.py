@@ -9,8 +9,10 @@ Of an adapter, the factor next to the divided side of its layer is divided like 
 """
 
 import functools
+import math
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,34 +37,44 @@ from verl.models.head.logit_chunks import HeadLogits, LogitTransform
 from verl.models.lora import adapted_layers
 from verl.models.scalar_head import is_scalar
 
-FAMILIES = ("llama", "qwen2", "qwen3")  # types of models that were compared with one process
+# Types of models that were compared with one process; the file names the tests.
+TESTED = tuple(
+    line
+    for line in Path(__file__).with_name("divided_types.txt").read_text(encoding="utf-8").splitlines()
+    if not line.startswith("#")
+)
 COLUMNS, ROWS, COPIES = "colwise", "rowwise", "replicated_with_grad_allreduce"  # transformers' names
 
 
-def check_divides(model: PreTrainedModel, size: int, option: str) -> None:
+def check_divides(model: PreTrainedModel, size: int, option: str, ulysses: int = 1) -> None:
     """Raise a ValueError unless the layers of a model can be divided over `size` ranks.
 
-    `option` is the key of `tensor_parallel_size`.
+    `option` is the key of `tensor_parallel_size`. Of the heads of a part, `ulysses` ranks have a share each.
     """
     config, name = model.config, type(model).__name__
-    if config.model_type not in FAMILIES:
+    if config.model_type not in TESTED:
         raise ValueError(
             f"`{option}` ({size}) must be 1 for {name} ({config.model_type}): layers of"
-            f" {', '.join(FAMILIES)} can be divided; use `fsdp.fsdp_size` and `ulysses_size`"
+            f" {', '.join(TESTED)} can be divided; use `fsdp.fsdp_size` and `ulysses_size`"
         )
     unknown = sorted(set(_plan(config).values()) - {COLUMNS, ROWS, COPIES})
     if unknown:
         raise ValueError(f"`{option}` ({size}) must be 1 for {name}, whose plan has {', '.join(unknown)}")
     if any(layer.lora_variant for layer in adapted_layers(model).values()):
         raise ValueError(f"`{option}` ({size}) must be 1 with DoRA, which needs the norms of whole rows")
-    for what, length in _lengths(config).items():
+    lengths = _lengths(config)
+    for what, length in lengths.items():
         if length % size:
-            fits = [
-                number for number in range(1, size) if all(n % number == 0 for n in _lengths(config).values())
-            ]
+            fitting = math.gcd(*lengths.values())
+            below = max(number for number in range(1, size) if fitting % number == 0)
             raise ValueError(
-                f"`{option}` ({size}) must divide the {length} {what} of {name}: set it to {fits[-1]}"
+                f"`{option}` ({size}) must divide the {length} {what} of {name}: set it to {below}"
             )
+    if config.num_attention_heads % (size * ulysses):
+        raise ValueError(
+            f"`{option}` ({size}) x `worker.actor.ulysses_size` ({ulysses}) must divide the"
+            f" {config.num_attention_heads} attention heads of {name}: use `ring_size` instead"
+        )
 
 
 def tensor_option(model_option: str) -> str:
@@ -108,12 +120,12 @@ def _kind(plan: dict[str, str], name: str) -> str | None:
 
 
 def _lengths(config: PretrainedConfig) -> dict[str, int]:
-    lengths = {
+    return {
         "attention heads": config.num_attention_heads,
         "heads of keys and values": config.num_key_value_heads,
         "columns of the MLP (`intermediate_size`)": config.intermediate_size,
+        "tokens of the vocabulary": config.vocab_size,
     }
-    return lengths | {"tokens of the vocabulary": config.vocab_size}
 
 
 def _by_columns(module: nn.Module, axis: DeviceMesh) -> None:

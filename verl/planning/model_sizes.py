@@ -74,10 +74,10 @@ def read_shape(
     return shape
 
 
-def check_model(planned: PlannedModel) -> ModelShape | None:
+def check_model(planned: PlannedModel, ulysses: int = 1) -> ModelShape | None:
     """Check which weights of a model a run trains, and how, and that it can be divided as asked.
 
-    Needs no weights and no devices. Returns the sizes of a trained model.
+    Needs no weights and no devices; `ulysses` ranks share heads. Returns the sizes of a trained model.
 
     Raises:
         FileNotFoundError: The folder has no config that can be read.
@@ -95,7 +95,7 @@ def check_model(planned: PlannedModel) -> ModelShape | None:
         select_trainable(empty, planned.model, option, adapter_config(planned.model, option))
         parameter_groups(empty, optim.lr, optim.lr_factors, f"{planned.section}.optim")
     if ranks > 1:
-        check_divides(empty, ranks, tensor_option(option))
+        check_divides(empty, ranks, tensor_option(option), ulysses)
     if size > 1:
         check_divisible(empty, size, expert_option(option))
         if optim is not None and optim.strategy == "muon" and has_biases(empty):

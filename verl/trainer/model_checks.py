@@ -26,7 +26,7 @@ def check_models(run: PlannedRun) -> None:
         ValueError: A pattern matches nothing, or the experts cannot be divided as the options say.
     """
     for planned in run.models:
-        shape = check_model(planned)
+        shape = check_model(planned, run.lengths.ranks // run.ring)
         if shape is not None:
             logger.info("%s: %s", planned.role, shape.trained_text)
 

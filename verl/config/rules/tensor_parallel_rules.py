@@ -5,25 +5,28 @@ What was not shown to compute the same as one process is refused. Rules of the m
 heads, are in `models/divided_layers.py`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from verl.config.distillation import DistillationConfig
 from verl.config.model import FSDPConfig, TrainedModelConfig
 from verl.config.schema import value_at
-from verl.config.trainer import WORLD, RunTree, divisible
 
 ACTOR = "worker.actor"
 NODE = "`trainer.n_gpus_per_node`"
+WORLD = f"`trainer.nnodes` x {NODE}"
 OPTIMIZERS = ("adamw", "adamw_bf16", "adamw_bf16_sr")  # that update every number of a weight by itself
 
 
-def tensor_parallel_problems(run: RunTree, sharding: Mapping[str, FSDPConfig]) -> Iterator[str]:
+def tensor_parallel_problems(
+    run: Any, sharding: Mapping[str, FSDPConfig], divisible: Callable[..., Iterator[str]]
+) -> Iterator[str]:
     """Yield what is wrong with the models whose layers are divided.
 
     Args:
-        run: The config of a run.
+        run: The config of a run, a `RunTree`.
         sharding: The section `fsdp` of each loaded model, by the section that it is in.
+        divisible: The function of `trainer.py`, which imports this file.
     """
     ranks = run.worker.actor.fsdp.tensor_parallel_size
     for section, fsdp in sharding.items():
@@ -37,6 +40,9 @@ def tensor_parallel_problems(run: RunTree, sharding: Mapping[str, FSDPConfig]) -
             )
             continue
         yield from divisible(NODE, run.trainer.n_gpus_per_node, key, size)
+        shared = f"{key} x `{ACTOR}.ulysses_size` x `{ACTOR}.ring_size`"
+        if section == ACTOR and run.world_size % size == 0:  # otherwise the node has the cause
+            yield from divisible(WORLD, run.world_size, shared, size * run.sp_size)
         if 0 < fsdp.fsdp_size < run.world_size:
             yield from divisible(f"`{section}.fsdp.fsdp_size`", fsdp.fsdp_size, key, size)
         for option, wanted, value in _required(run, section, fsdp):
@@ -48,18 +54,13 @@ def tensor_parallel_problems(run: RunTree, sharding: Mapping[str, FSDPConfig]) -
                 f"{key} ({size}) must be 1 with `{section}.optim.strategy={optim.strategy}`, which computes"
                 f" with several numbers of a weight together: use one of {', '.join(OPTIMIZERS)}"
             )
-    if ranks > 1:
-        shared = f"`{ACTOR}.fsdp.tensor_parallel_size` x sequence parallelism"
-        yield from divisible(WORLD, run.world_size, shared, ranks * run.sp_size)
 
 
-def _required(run: RunTree, section: str, fsdp: FSDPConfig) -> Iterator[tuple[str, Any, Any]]:
+def _required(run: Any, section: str, fsdp: FSDPConfig) -> Iterator[tuple[str, Any, Any]]:
     """Yield options with the value that dividing layers needs, and the one they have."""
     yield f"{section}.fsdp.expert_parallel_size", 1, fsdp.expert_parallel_size
     yield f"{section}.fsdp.enable_cpu_offload", False, fsdp.enable_cpu_offload
     actor: Any = run.worker.actor
-    for name in ("ulysses_size", "ring_size"):
-        yield f"{ACTOR}.{name}", 1, getattr(actor, name)
     yield f"{ACTOR}.observers", (), getattr(actor, "observers", ())
     yield "distillation.enabled", False, getattr(run, "distillation", DistillationConfig()).enabled
     yield "trainer.diffusion", False, getattr(run.trainer, "diffusion", False)
