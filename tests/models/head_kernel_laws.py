@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl.models import fused_log_probs
-from verl.models.deferred_logits import DeferredLogits
+from verl.models.deferred_logits import DeferredLogits, DeferringHead
 from verl.models.fused_log_probs import linear_kl, linear_log_probs
 from verl.models.head import triton_softmax
 from verl.models.head.eager_softmax import (
@@ -238,6 +238,10 @@ def test_a_target_without_probability_has_a_log_prob_of_minus_infinity():
     head.bias[7] = -math.inf
 
     assert log_probs_by(KERNELS, head, torch.tensor([7])).log_probs.item() == -math.inf
+
+
+def test_a_target_of_another_rank_gives_no_number_by_torch_either():
+    assert math.isnan(log_probs_by(EAGER, products(1, 50), torch.tensor([-1])).log_probs.item())
 
 
 @pytest.mark.parametrize("target", [-1, 50])
@@ -540,7 +544,7 @@ def test_numerical_differentiation_agrees_in_double_precision(monkeypatch):
 
 
 def test_a_models_head_reads_the_same_through_the_kernels(monkeypatch):
-    head = torch.nn.Linear(12, 50, bias=False)
+    head = DeferringHead(12, 50, bias=False)
     hidden = numbers(1, 6, 12)
     rows, targets = torch.tensor([0, 2, 4]), torch.tensor([3, 49, 0])
     results = []
@@ -551,3 +555,16 @@ def test_a_models_head_reads_the_same_through_the_kernels(monkeypatch):
 
     assert_close(results[0].log_probs, results[1].log_probs, 5e-6)
     assert_close(results[0].entropy, results[1].entropy, 5e-6)
+
+
+@pytest.mark.parametrize("softmax", [EAGER, KERNELS], ids=["eager", "kernels"])
+def test_a_target_of_minus_one_leaves_out_its_own_part_of_the_gradient(softmax):
+    # tokens of other ranks, where the vocabulary is divided over several
+    head, targets = products(3, 40), targets_of(3, 40)
+    grads = numbers(2, 3, seed=5)
+
+    own = gradient_by(softmax, head, targets, torch.float32, grads, True)
+    elsewhere = gradient_by(softmax, head, torch.full_like(targets, -1), torch.float32, grads, True)
+
+    one_hot = torch.nn.functional.one_hot(targets, 40)
+    torch.testing.assert_close(own - elsewhere, one_hot * grads[0][:, None], atol=1e-6, rtol=0)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The softmax over a chunk of head products in torch operations, on blocks that stay in the cache."""
 
+import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple, TypeVar
 
@@ -60,14 +61,15 @@ class EagerSoftmax:
 
     Gradients overwrite the policy's products. They are returned in `dtype`, possibly as a view of the same
     memory whose rows lie apart, and their sum over the tokens is added to `grad_bias` if it is given.
-    Targets of -1 have no product; their log-probabilities mean nothing.
+    A target of -1 has no product, and NaN as its log-probability.
     """
 
     def log_probs(self, policy: HeadProducts, targets: Tensor, results: LogProbStatistics) -> None:
         for rows in blocks(policy.values):
             log_probs, lse, entropy, sum_squares = rows_of(results, rows)
             z = logits_of(policy, rows, lse.dtype)
-            target_logits = z.gather(1, targets[rows, None].clamp(min=0))[:, 0]
+            target, own = targets[rows, None].clamp(min=0), targets[rows] >= 0
+            target_logits = z.gather(1, target)[:, 0].where(own, math.nan)
             largest = z.amax(1)
             z.sub_(largest[:, None])
             unnormalised = z.exp()
