@@ -11,10 +11,12 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch.distributed.tensor import distribute_tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.equivalence.test_packed_forward import Features, load, reference
 from tests.equivalence.test_scalar_forward import load_scalar
 from tests.equivalence.test_shared_prompts import text_batch
+from tests.helpers.causal_families import FAMILIES, SMALL
 from tests.helpers.distributed import run_distributed
 from verl.config.model import FSDPConfig, LoraConfig, ModelConfig
 from verl.config.sft import SFTActorConfig
@@ -22,6 +24,7 @@ from verl.distributed.fsdp import clip_grad_norm, make_mesh
 from verl.distributed.sequence_parallel import SequenceParallel
 from verl.distributed.weights.gathering import full_named_tensors
 from verl.models import tiled_mlp
+from verl.models.divided_layers import TESTED
 from verl.models.lora import adapters_disabled
 from verl.models.registry import check_model
 from verl.models.tiny import save_tiny_model
@@ -159,6 +162,23 @@ def compare_all(rank, world_size, cases, folders):
 )
 def test_divided_layers_compute_and_learn_as_those_of_one_process(folders, world_size, cases):
     for found in run_distributed(compare_all, world_size, cases, folders):
+        for case, each in zip(cases, found, strict=True):
+            assert max(each.values()) < 1e-5, (case, each)
+
+
+def save_small(name, folder):
+    """Write a random model of a type in transformers' format."""
+    config = AutoConfig.for_model(name, **SMALL | FAMILIES[name])
+    AutoModelForCausalLM.from_config(config).float().save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.nightly("verl/models")
+def test_every_listed_type_of_model_computes_and_learns_as_in_one_process(tmp_path):
+    folders = {name: save_small(name, tmp_path / name) for name in TESTED}
+    cases = [Case(name, shared=True) for name in folders]
+
+    for found in run_distributed(compare_all, 2, cases, folders):
         for case, each in zip(cases, found, strict=True):
             assert max(each.values()) < 1e-5, (case, each)
 

@@ -57,9 +57,8 @@ def check_divides(model: PreTrainedModel, size: int, option: str, ulysses: int =
             f"`{option}` ({size}) must be 1 for {name} ({config.model_type}): layers of"
             f" {', '.join(TESTED)} can be divided; use `fsdp.fsdp_size` and `ulysses_size`"
         )
-    unknown = sorted(set(_plan(config).values()) - {COLUMNS, ROWS, COPIES})
-    if unknown:
-        raise ValueError(f"`{option}` ({size}) must be 1 for {name}, whose plan has {', '.join(unknown)}")
+    if reason := _obstacle(model):
+        raise ValueError(f"`{option}` ({size}) must be 1 for {name}, {reason}")
     if any(layer.lora_variant for layer in adapted_layers(model).values()):
         raise ValueError(f"`{option}` ({size}) must be 1 with DoRA, which needs the norms of whole rows")
     lengths = _lengths(config)
@@ -75,6 +74,23 @@ def check_divides(model: PreTrainedModel, size: int, option: str, ulysses: int =
             f"`{option}` ({size}) x `worker.actor.ulysses_size` ({ulysses}) must divide the"
             f" {config.num_attention_heads} attention heads of {name}: use `ring_size` instead"
         )
+
+
+def _obstacle(model: PreTrainedModel) -> str | None:
+    """Describe a part of a model that would not be divided, or computed otherwise."""
+    plan = _plan(model.config)
+    unknown = sorted(set(plan.values()) - {COLUMNS, ROWS, COPIES})
+    if unknown or COLUMNS not in plan.values():
+        return f"whose plan has {', '.join(unknown) or 'no layers'}"
+    if type(model.get_input_embeddings()) is not nn.Embedding:
+        return f"whose embedding is a {type(model.get_input_embeddings()).__name__}"
+    named = {name: _kind(plan, name) for name, _ in _layers(model)}
+    planned = tuple(f"{name}." for name, kind in named.items() if kind is not None)
+    inside = tuple({f"{name.rpartition('.')[0]}." for name, kind in named.items() if kind == COLUMNS})
+    for name, _ in model.named_parameters():
+        if name.startswith(inside) and not name.startswith(planned):
+            return f"whose plan lacks `{name}`"
+    return None
 
 
 def tensor_option(model_option: str) -> str:
