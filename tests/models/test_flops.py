@@ -276,3 +276,10 @@ def test_each_device_has_its_own_peak(name, teraflops):
 )
 def test_an_unknown_device_has_no_peak(name):
     assert find_gpu(name) is None
+
+
+def test_ranks_that_share_layers_share_their_operations(tmp_path):
+    config, _ = load_tiny(tmp_path, "qwen3")
+    whole, part = (FlopsCounter(meta_model(config), ranks) for ranks in (1, 2))
+
+    assert training(part, alone(LENGTH, 7), 5) == training(whole, alone(LENGTH, 7), 5) / 2

@@ -233,3 +233,13 @@ def test_more_tokens_never_take_less(peak):
     sizes = [peak(SHAPE, SETUP, MicroBatch(tokens, tokens // 2)) for tokens in range(2, 200, 7)]
 
     assert sizes == sorted(sizes)
+
+
+def test_a_part_of_divided_layers_is_a_smaller_model_with_whole_states():
+    part = SHAPE.part(2)
+
+    assert (part.params, part.stored, part.trained, part.root, part.vocab) == (130, 520, 130, 30, 5)
+    assert (part.text.params, part.text.intermediate, part.text.heads) == (50, 4, 1)
+    assert part.text.saved(2) == 64 + 16 + 32  # norms as before, half of the heads and of the product
+    assert weights(part, replace(SETUP, ranks=2)) == weights(SHAPE, replace(SETUP, ranks=4)) == 260
+    assert SHAPE.part(1) is SHAPE

@@ -427,3 +427,15 @@ def test_drawn_lengths_have_the_mean_that_is_asked_for():
 
     assert fmean(lengths) == pytest.approx(300, rel=0.03)
     assert max(lengths) <= 1000
+
+
+def test_layers_that_ranks_share_take_half_the_products_of_twice_the_rows_and_sums():
+    sizes = {f"worker.{role}.fsdp.tensor_parallel_size": 2 for role in ("actor", "ref")}
+    whole, divided = (predictor()(on_gpus(changes)) for changes in ({}, sizes))
+
+    for before, after in zip(whole.phases, divided.phases, strict=True):
+        assert after.name == before.name
+        if "products" in before.parts and before.name != "gen":
+            assert after.parts["products"] == pytest.approx(before.parts["products"], rel=0.01)
+            assert after.parts["summing activations"] > 0 == before.parts["summing activations"]
+    assert divided.tokens == whole.tokens

@@ -57,3 +57,18 @@ def test_copies_sum_gradients_once_in_an_optimizer_step_or_for_each_micro_batch(
     # A rank's shard in float32 travels around a ring twice, without its own part.
     assert once.replicas == pytest.approx(2 * (2 * 4 * 260 / 8 * 3 / 4))
     assert each == replace(once, replicas=3 * once.replicas)
+
+
+def test_ranks_that_share_layers_sum_the_states_of_all_tokens():
+    dense = replace(SHAPE, text=replace(STACK, experts=0, choices=0), experts=0, trained_experts=0)
+    setup = ModelSetup("cuda", ranks=4, c=2, layer_ranks=2)
+    forward, update = (collectives(dense.part(2), setup, WORK, is_update=update) for update in (False, True))
+
+    # States of 4 in two bytes travel around a ring of two twice, without a rank's own half: after attention,
+    # MLP and embedding; their gradients, of the head's 20 rows too; and after attention in a block that is
+    # computed again.
+    state = 2 * 4 * 2 / 2
+    assert forward.sums == pytest.approx((2 * 2 + 1) * 30 * state)
+    assert update.sums == pytest.approx(((2 * 2 + 1 + 2 * 2 + 2) * 30 + 20) * 2 * 4)
+    assert forward.sharding == pytest.approx(2 * 130 * 3 / 4)
+    assert collectives(dense, WHOLE, WORK, is_update=True).sums == 0
