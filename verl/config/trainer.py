@@ -258,13 +258,10 @@ class RunTree:
         return self.trainer.num_processes + self.num_serving
 
     @property
-    def sp_size(self) -> int:
-        return self.worker.actor.sp_size
-
-    @property
     def dp_size(self) -> int:
         """Number of groups of ranks that share rows; each group trains on sequences of its own."""
-        return self.world_size // (self.sp_size * self.worker.actor.fsdp.tensor_parallel_size)
+        actor = self.worker.actor
+        return self.world_size // (actor.sp_size * actor.fsdp.tensor_parallel_size)
 
     def input_problems(self) -> Iterator[str]:
         """Yield a sentence for each missing input that every kind of run needs."""
@@ -299,7 +296,7 @@ class RunTree:
         `sharding` has the section `fsdp` of each loaded model, by the section that it is in.
         """
         shared = "`worker.actor.ulysses_size` x `worker.actor.ring_size`"
-        yield from divisible(WORLD, self.world_size, shared, self.sp_size)
+        yield from divisible(WORLD, self.world_size, shared, self.worker.actor.sp_size)
         for section, fsdp in sharding.items():
             ranks, name = (WORLD, self.world_size), f"`{section}.fsdp.fsdp_size`"
             if fsdp.fsdp_size > 0:

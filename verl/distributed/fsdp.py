@@ -54,8 +54,7 @@ def make_mesh(world_size: int, fsdp_size: int, device: str, tp_size: int = 1) ->
     """Build the device mesh that a model is sharded over.
 
     `fsdp_size` ranks share one copy of the model; -1 or the world size uses all of them. Fewer ranks give
-    hybrid sharding: replicas on the axis "ddp", shards on the axis "fsdp". Several `tp_size` neighbors share
-    each layer on the axis "tp".
+    hybrid sharding: axes "ddp" of replicas and "fsdp" of shards. `tp_size` neighbors share layers: axis "tp".
     """
     size = fsdp_size if 0 < fsdp_size < world_size else world_size
     if world_size % size:

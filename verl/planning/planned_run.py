@@ -235,7 +235,7 @@ def planned_ppo(config: PPOConfig) -> PlannedRun:
         pictures = planned_pictures(data, config.worker, config.dp_size, reference=use_reference)
     return PlannedRun(
         config.trainer,
-        RowLengths(prompt, response, media=prompt, group=rollout.n, ranks=config.sp_size),
+        RowLengths(prompt, response, media=prompt, group=rollout.n, ranks=config.worker.actor.sp_size),
         () if pictures else (*models, *teachers),  # formulas are of language models
         batch_bytes,
         PlannedEngine(
@@ -291,7 +291,7 @@ def planned_sft(config: SFTConfig) -> PlannedRun:
         passes = (_pass("validation", "actor", actor, rows), *passes)
     return PlannedRun(
         config.trainer,
-        RowLengths(prompt=0, response=length, media=length, ranks=config.sp_size),
+        RowLengths(prompt=0, response=length, media=length, ranks=actor.sp_size),
         (PlannedModel("actor", actor.model, actor.fsdp, actor.offload, passes, actor.optim), *teachers),
         batch_bytes=8 * SFT_BATCH_TENSORS * actor.global_batch_size * length,
         rows=rows,

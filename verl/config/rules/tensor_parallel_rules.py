@@ -42,7 +42,7 @@ def tensor_parallel_problems(
         yield from divisible(NODE, run.trainer.n_gpus_per_node, key, size)
         shared = f"{key} x `{ACTOR}.ulysses_size` x `{ACTOR}.ring_size`"
         if section == ACTOR and run.world_size % size == 0:  # otherwise the node has the cause
-            yield from divisible(WORLD, run.world_size, shared, size * run.sp_size)
+            yield from divisible(WORLD, run.world_size, shared, size * run.worker.actor.sp_size)
         if 0 < fsdp.fsdp_size < run.world_size:
             yield from divisible(f"`{section}.fsdp.fsdp_size`", fsdp.fsdp_size, key, size)
         for option, wanted, value in _required(run, section, fsdp):

@@ -61,15 +61,14 @@ class EagerSoftmax:
 
     Gradients overwrite the policy's products. They are returned in `dtype`, possibly as a view of the same
     memory whose rows lie apart, and their sum over the tokens is added to `grad_bias` if it is given.
-    A target of -1 has no product, and NaN as its log-probability.
     """
 
     def log_probs(self, policy: HeadProducts, targets: Tensor, results: LogProbStatistics) -> None:
         for rows in blocks(policy.values):
             log_probs, lse, entropy, sum_squares = rows_of(results, rows)
             z = logits_of(policy, rows, lse.dtype)
-            target, own = targets[rows, None].clamp(min=0), targets[rows] >= 0
-            target_logits = z.gather(1, target)[:, 0].where(own, math.nan)
+            target = targets[rows, None]
+            target_logits = z.gather(1, target.clamp(min=0)).where(target >= 0, math.nan)[:, 0]
             largest = z.amax(1)
             z.sub_(largest[:, None])
             unnormalised = z.exp()
