@@ -44,11 +44,11 @@ def find_changes(old: Tensor, new: Tensor) -> Changes | None:
     words, tail = after[:end].view(WORD), after[end:]
     differs = before[:end].view(GROUP) != after[:end].view(GROUP)  # (N / 8,)
     if np.count_nonzero(differs) < DENSE * differs.size:
-        places = _changed_places(before[:end].view(WORD), words, np.flatnonzero(differs))
-        counts = np.bincount(places // BLOCK, minlength=_num_blocks(words)).astype(np.uint32)
-        parts = (counts, places.astype(WORD))  # modulo 65,536
-        if sum(part.nbytes for part in parts) <= _mask_bytes(words):
-            return _joined(words[places], parts, tail, has_mask=False)
+        places = _changed_places(before[:end], after[:end], np.flatnonzero(differs))
+        ends = np.searchsorted(places, np.arange(_num_blocks(words) + 1) * BLOCK)
+        positions = (np.diff(ends).astype(np.uint32), places.astype(WORD))  # modulo 65,536
+        if sum(part.nbytes for part in positions) <= _mask_bytes(words):
+            return _joined(words[places], positions, tail, has_mask=False)
     mask = before[:end].view(WORD) != words
     if np.count_nonzero(mask) * WORD.itemsize + _mask_bytes(words) + tail.size >= after.size:
         return None
@@ -74,10 +74,11 @@ def apply_changes(weights: Tensor, form: Form, data: Tensor) -> None:
 
 
 def _changed_places(old: np.ndarray, new: np.ndarray, groups: np.ndarray) -> np.ndarray:
-    """Return the positions of changed words, given those of the groups (G,) with changes."""
+    """Return the positions of changed words in bytes, given those of the groups (G,) with changes."""
     size = GROUP.itemsize // WORD.itemsize
-    differs = old.reshape(-1, size)[groups] != new.reshape(-1, size)[groups]  # (G, 4)
-    return (groups[:, None] * size + np.arange(size))[differs]
+    differs = old.view(GROUP)[groups].view(WORD) != new.view(GROUP)[groups].view(WORD)  # (G x 4,)
+    inside = np.flatnonzero(differs)
+    return groups[inside // size] * size + inside % size
 
 
 def _joined(

@@ -2,9 +2,9 @@
 """Send only the weights that changed, by the links of `verl.distributed.weights.server`.
 
 A rank that trains keeps its share of the two newest versions. An engine says which version it holds; if that
-is the other one, the thread that sends compares both and sends, for each bucket, the changes or all of it,
-whichever is smaller. They are found once for all engines. An engine that has joined, or has another version,
-gets everything.
+is the other one, the thread that sends looks for the changes of a bucket while the engine loads the one
+before, and sends them or the whole bucket, whichever is smaller. They are found once for all engines. An
+engine that has joined, or that missed a version, gets everything.
 
 Each rank of an engine keeps in host memory the buckets that it reads: together one copy of the weights. There
 it applies the changes, and loads whole tensors as with the other transports, since the weights in an engine
@@ -22,8 +22,8 @@ from verl.distributed.weights.buckets import BucketLayout
 from verl.distributed.weights.changes import Changes, Form, apply_changes, find_changes
 from verl.distributed.weights.peer_link import PeerLink
 from verl.distributed.weights.server import (
+    COMES,
     GONE,
-    VERSIONS,
     Arriving,
     HeldShare,
     RecycledMemory,
@@ -40,46 +40,45 @@ class Request(NamedTuple):
     held: int | None  # version that it has; None before the first
 
 
-class Found(NamedTuple):
-    """The changes of each bucket between two versions; None for one that is sent whole."""
+class Found:
+    """The changes between two versions, as far as a thread has looked for them."""
 
-    version: int
-    since: int
-    buckets: list[Changes | None]
+    def __init__(self) -> None:
+        self._buckets: dict[int, Changes | None] = {}
+        self._looking = threading.Lock()
+
+    def changes(self, number: int, base: HeldShare | None, share: HeldShare) -> Changes | None:
+        """Return the changes of a share's bucket, given by its place there; None to send all of it."""
+        with self._looking:
+            if number not in self._buckets and base is not None:
+                self._buckets[number] = _changes_between(number, base, share)
+            return self._buckets.get(number)
 
 
 class DeltaServer(WeightServer):
     """Sends an engine the changes since the version that it holds."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        self._finding = threading.Lock()  # guards what was found
-        self._found: list[Found] = []  # the last ones
+        self._found: dict[Request, Found] = {}  # of versions that are kept
         super().__init__(*arguments, **options)
 
     def _answer(self, link: PeerLink, request: Request) -> None:
         with self._kept(request.version) as share:
-            if share is None:
-                link.send_message(GONE)
-                return
-            changes = self._changes(share, request.held)
-            link.send_message([change and change.form for change in changes])
-            buckets = zip(changes, share.data, strict=True)
-            self._send(link, share, (whole if part is None else part.data for part, whole in buckets))
+            link.send_message(GONE if share is None else COMES)
+            if share is not None:
+                self._send(link, share, self._parts(link, request, share))
 
-    def _changes(self, share: HeldShare, held: int | None) -> list[Changes | None]:
-        everything: list[Changes | None] = [None] * len(share.data)
-        if held is None:
-            return everything
-        with self._finding:
-            for found in self._found:
-                if (found.version, found.since) == (share.version, held):
-                    return found.buckets
-            with self._kept(held) as base:
-                if base is None:
-                    return everything
-                found = Found(share.version, held, list(_changes_between(base, share)))
-            self._found = [*self._found, found][-VERSIONS:]
-        return found.buckets
+    def _parts(self, link: PeerLink, request: Request, share: HeldShare) -> Iterator[Tensor]:
+        """Yield the bytes to send for each bucket, and send their form before."""
+        with self._changed:
+            kept = {each.version for each in self._shares}
+            self._found = {each: found for each, found in self._found.items() if each.version in kept}
+            found = self._found.setdefault(request, Found())
+        for number, whole in enumerate(share.data):
+            with self._kept(request.held) as base:  # not longer: training does not wait for a slow engine
+                changes = found.changes(number, base, share)
+            link.send_message(changes and changes.form)
+            yield whole if changes is None else changes.data
 
 
 class DeltaReader(WeightReader):
@@ -108,12 +107,9 @@ class DeltaReader(WeightReader):
     def _request(self, version: int) -> Request:
         return Request(version, self._held)
 
-    def _note_answer(self, share: ServedShare, answer: list[Form | None]) -> None:
-        numbers = [layout.number for layout in share.buckets]
-        self._forms.update(zip(numbers, answer, strict=True))
-
     def _post(self, layout: BucketLayout, source: int, links: dict[int, PeerLink]) -> Arriving:
-        form = self._forms[layout.number] if source in links else None
+        form = links[source].receive_message(self.timeout_s) if source in links else None
+        self._forms[layout.number] = form
         if form is None:
             return super()._post(layout, source, links)
         data = self._change_memory.take(form.num_bytes)
@@ -141,11 +137,10 @@ class DeltaReader(WeightReader):
         return buffer.copy_(data)
 
 
-def _changes_between(base: HeldShare, share: HeldShare) -> Iterator[Changes | None]:
-    """Yield the changes of each bucket; None for one whose tensors are others, or that is sent whole."""
+def _changes_between(number: int, base: HeldShare, share: HeldShare) -> Changes | None:
+    if number >= len(base.layouts) or base.layouts[number] != share.layouts[number]:
+        return None  # holds other tensors
     for each in (base, share):
         if each.ready is not None:
             each.ready.synchronize()
-    for number, (layout, new) in enumerate(zip(share.layouts, share.data, strict=True)):
-        is_same = number < len(base.layouts) and base.layouts[number] == layout
-        yield find_changes(base.data[number], new) if is_same else None
+    return find_changes(base.data[number], share.data[number])

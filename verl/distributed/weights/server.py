@@ -201,7 +201,7 @@ class WeightServer:
             link.send(each, share.ready)
 
     @contextmanager
-    def _kept(self, version: int) -> Iterator[HeldShare | None]:
+    def _kept(self, version: int | None) -> Iterator[HeldShare | None]:
         """Keep the share of a version as it is inside the block; None if newer ones have its memory."""
         with self._changed:
             share = next((share for share in self._shares if share.version == version), None)
@@ -281,18 +281,13 @@ class WeightReader:
         for link in links.values():
             link.send_message(self._request(version))
         for source, link in links.items():
-            answer = link.receive_message(self.timeout_s)
-            if answer == GONE:
+            if link.receive_message(self.timeout_s) == GONE:
                 raise PeerLostError(f"training rank {source} has newer weights than version {version}")
-            self._note_answer(shares[source], answer)
         return links
 
     def _request(self, version: int) -> Any:
         """Return the message that asks for a version."""
         return version
-
-    def _note_answer(self, share: ServedShare, answer: Any) -> None:
-        """Read the answer to a request; here it only says that the buckets follow."""
 
     def _link_to(self, server: ServerAddress) -> PeerLink:
         if server not in self._links:
