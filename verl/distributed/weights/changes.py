@@ -56,7 +56,7 @@ def find_changes(old: Tensor, new: Tensor) -> Changes | None:
 
 
 def apply_changes(weights: Tensor, form: Form, data: Tensor) -> None:
-    """Change the bytes (N,) of an old bucket to those that were encoded; all in host memory."""
+    """Turn the bytes (N,) of the old bucket into the encoded ones, in host memory."""
     after, changes = weights.numpy(), data.numpy()
     end = _end_of_groups(after)
     words = after[:end].view(WORD)
