@@ -267,6 +267,10 @@ GROWING = (*OWN, "trainer.n_gpus_for_rollout=2", "trainer.async.mode=stream")
             "`worker.rollout.weight_transport` must be 'auto' with `worker.hybrid_engine=true`",
         ),
         (
+            ("worker.rollout.weight_transport=delta",),
+            "`worker.rollout.weight_transport` must be 'auto' with `worker.hybrid_engine=true`, got 'delta'",
+        ),
+        (
             ("trainer.async.mode=one_step_off",),
             "`trainer.async_training.mode` must be 'off' or 'partial' with `worker.hybrid_engine=true`",
         ),

@@ -16,6 +16,7 @@ import torch
 from tests.helpers.distributed import run_distributed
 from tests.helpers.nightly import by_day
 from tests.helpers.weights import TENSORS
+from verl.distributed.weights.delta import DeltaReader, DeltaServer
 from verl.distributed.weights.peer_lost import PeerLostError
 from verl.distributed.weights.server import RecycledMemory, WeightReader, WeightServer
 
@@ -84,7 +85,7 @@ def test_published_weights_stay_as_they_were_while_training_changes_them():
         assert dict(reader.named_tensors(1, shares))["weight"].equal(torch.ones(1000))
 
 
-def read_by_both_kinds_of_engines(rank, world_size, folder):
+def read_by_both_kinds_of_engines(rank, world_size, folder, server_type, reader_type):
     """Publish a model of two ranks for an engine of both and for two of one; return what differs."""
     import torch.distributed as dist
 
@@ -101,11 +102,14 @@ def read_by_both_kinds_of_engines(rank, world_size, folder):
         device=CPU,
         trainable=True,
     )
-    server = WeightServer(rank, world_size, CPU, HERE, on_lost=print, bucket_bytes=40_000)
-    readers = {"one": WeightReader(0, 1, CPU, HERE), "two": WeightReader(rank, world_size, CPU, HERE)}
+    server = server_type(rank, world_size, CPU, HERE, on_lost=print, bucket_bytes=40_000)
+    readers = {"one": reader_type(0, 1, CPU, HERE), "two": reader_type(rank, world_size, CPU, HERE)}
     differences, num_buckets = [], []
     whole = [(name, torch.float32) for name in ("whole", "again")] + [("bf16", torch.bfloat16)]
     for version, (kind, dtype) in enumerate([*whole, ("adapters", None)]):
+        with torch.no_grad():
+            for param in list(model.parameters())[version::3]:
+                param.mul_(1 + 2**-8 * version)
         select = is_adapter if kind == "adapters" else lambda _: True
         expected = dict(full_named_tensors(model, dtype, select))
         shares = [None] * world_size
@@ -124,13 +128,14 @@ def read_by_both_kinds_of_engines(rank, world_size, folder):
     return differences, num_buckets, len(expected)
 
 
-def test_engines_of_one_and_two_ranks_read_the_shards_of_two_bit_for_bit(tmp_path):
+@pytest.mark.parametrize("ends", [(WeightServer, WeightReader), (DeltaServer, DeltaReader)])
+def test_engines_of_one_and_two_ranks_read_the_shards_of_two_bit_for_bit(ends, tmp_path):
     from verl.models.tiny import save_tiny_model  # not in the processes of the other tests
 
     save_tiny_model(tmp_path, "qwen2", tie_word_embeddings=True)
 
     for differences, num_buckets, num_adapters in run_distributed(
-        read_by_both_kinds_of_engines, 2, str(tmp_path)
+        read_by_both_kinds_of_engines, 2, str(tmp_path), *ends
     ):
         assert differences == [] and num_adapters > 20
         assert num_buckets[0] == num_buckets[1] > num_buckets[2] > 10

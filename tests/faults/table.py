@@ -38,6 +38,7 @@ FAULTS = {  # what the run does, by fault, in the order of the table
     "a worker is killed, no restarts": f"ends with rank, phase and cause; {NEXT}",
     "a rollout engine is killed, `trainer.async.mode=stream`": ANOTHER,
     "a rollout engine is killed, `trainer.async.mode=stream`, `collective` weights": ANOTHER,
+    "a rollout engine is killed, `trainer.async.mode=stream`, `delta` weights": ANOTHER,
     "a rollout engine is stopped (SIGSTOP), `trainer.async.mode=stream`": ANOTHER,
     "a rollout engine is killed, `trainer.async.mode=off`": ANOTHER,
     "a rollout engine is killed, no restarts are left, `trainer.async.mode=stream`": OTHERS,

@@ -75,9 +75,11 @@ def test_a_run_whose_worker_is_stopped_restarts(tmp_path, text_arguments, undist
 OWN = ["worker.hybrid_engine=false", "trainer.n_gpus_per_node=1", "trainer.n_gpus_for_rollout=1"]
 STREAM = "trainer.async.mode=stream"
 COLLECTIVE = "worker.rollout.weight_transport=collective"
+DELTA = "worker.rollout.weight_transport=delta"
 LOSSES = {  # options, and the signal
     f"a rollout engine is killed, `{STREAM}`": ((STREAM,), signal.SIGKILL),
     f"a rollout engine is killed, `{STREAM}`, `collective` weights": ((STREAM, COLLECTIVE), signal.SIGKILL),
+    f"a rollout engine is killed, `{STREAM}`, `delta` weights": ((STREAM, DELTA), signal.SIGKILL),
     f"a rollout engine is stopped (SIGSTOP), `{STREAM}`": ((STREAM,), signal.SIGSTOP),
     "a rollout engine is killed, `trainer.async.mode=off`": ((), signal.SIGKILL),
 }
@@ -100,6 +102,12 @@ def test_a_run_whose_only_rollout_engine_is_lost_continues_with_another(
         counts = ("engine_restarts", "engines", "buffer", "in_flight")
         assert [run.steps[-1].metrics[f"async/{name}"] for name in counts] == [1.0, 1.0, 0.0, 0.0]
         assert all(logged.metrics["async/staleness_max"] <= 1.0 for logged in run.steps)
+    if DELTA in options:  # the new engine gets everything
+        sent, whole = (
+            [logged.metrics[f"async/weights_{name}_gb"] for logged in run.steps] for name in ("sent", "whole")
+        )
+        is_whole = [part == everything for part, everything in zip(sent, whole, strict=True) if everything]
+        assert is_whole[0] and any(is_whole[1:]) and not all(is_whole)
     record(fault, again=0, noticed_s=run.noticed_s("is started again"), went_on_s=run.waited_s())
 
 

@@ -10,6 +10,7 @@ from multiprocessing import get_context
 import pytest
 import torch
 
+from verl.distributed.weights.delta import DeltaReader, DeltaServer
 from verl.distributed.weights.peer_link import PIECE_BYTES
 from verl.distributed.weights.peer_lost import PeerLostError
 from verl.distributed.weights.server import WeightReader, WeightServer
@@ -29,10 +30,10 @@ WEIGHTS = {  # of the first version; the first tensor travels in several pieces
 TIMEOUT_S = 5.0
 
 
-def serve(shares, device):
+def serve(shares, device, server_type):
     """Publish two versions of weights that change at once, as those of a step do."""
     device = torch.device(device, 0)
-    server = WeightServer(0, 1, device, HERE, on_lost=print)
+    server = server_type(0, 1, device, HERE, on_lost=print)
     weights = {name: tensor.to(device) for name, tensor in WEIGHTS.items()}
     for version in range(2):
         shares.put(server.publish(version, weights.items()))
@@ -42,11 +43,11 @@ def serve(shares, device):
 
 
 @contextmanager
-def serving(device):
+def serving(device, server_type=WeightServer):
     """A process that sends: its id, and its share of each version."""
     context = get_context("spawn")
     shares = context.SimpleQueue()
-    process = context.Process(target=serve, args=(shares, device), daemon=True)
+    process = context.Process(target=serve, args=(shares, device, server_type), daemon=True)
     process.start()
     yield process.pid, [shares.get() for _ in range(2)]
     process.kill()
@@ -54,15 +55,17 @@ def serving(device):
 
 
 @contextmanager
-def reading(device):
+def reading(device, reader_type=WeightReader, timeout_s=TIMEOUT_S):
     device = torch.device(device, 1 if device == "cuda" else None)  # NCCL refuses one GPU for both ends
-    reader = WeightReader(0, 1, device, HERE, timeout_s=TIMEOUT_S)
+    reader = reader_type(0, 1, device, HERE, timeout_s=timeout_s)
     yield reader
     reader.close()
 
 
-def test_an_engine_reads_what_was_published_and_not_what_training_made_of_it(device):
-    with serving(device) as (_, shares), reading(device) as reader:
+@pytest.mark.parametrize("ends", [(WeightServer, WeightReader), (DeltaServer, DeltaReader)])
+def test_an_engine_reads_what_was_published_and_not_what_training_made_of_it(ends, device):
+    server_type, reader_type = ends
+    with serving(device, server_type) as (_, shares), reading(device, reader_type, 60 * TIMEOUT_S) as reader:
         for version, share in enumerate(shares):
             found = dict(reader.named_tensors(version, [share]))
 

@@ -347,15 +347,23 @@ def test_the_memory_of_another_machine_can_be_given():
 
 
 def test_weights_on_their_way_to_other_processes_wait_in_host_memory():
-    # two versions of 2**30 weights of 2 bytes on 4 ranks; four engines take 128 MiB of each GPU
+    # two versions of 2**30 weights of 2 bytes on 4 ranks; four engines take 128 MiB of each GPU; with
+    # changes each holds what it was sent
     own = {"worker.hybrid_engine": False, "trainer.n_gpus_for_rollout": 4}
-    by_store = own | {"worker.rollout.weight_transport": "object_store"}
+    by_store, by_changes = (
+        own | {"worker.rollout.weight_transport": way} for way in ("object_store", "delta")
+    )
 
-    sent, stored = (phases_of(make_config(changes))["old"] for changes in (own, by_store))
+    sent, stored, changed = (
+        phases_of(make_config(changes))["old"] for changes in (own, by_store, by_changes)
+    )
 
     assert sent.host["published weights"] == stored.host["published weights"] == 2 * 2 * 2**30 // 4
-    assert sent.device["weights being sent"] == 4 * (128 << 20)
+    assert changed.host == sent.host
+    assert sent.device["weights being sent"] == changed.device["weights being sent"] == 4 * (128 << 20)
     assert "weights being sent" not in stored.device
+    assert changed.node["weights held by engines"] == 4 * 2 * 2**30
+    assert "weights held by engines" not in sent.node | stored.node
 
 
 def with_server(**options):

@@ -28,11 +28,13 @@ pytestmark = pytest.mark.heavy
 
 REWARD = Path(__file__).with_name("scored_by_letters.py")
 COLLECTIVE = "worker.rollout.weight_transport=collective"
+DELTA = "worker.rollout.weight_transport=delta"
 OWN = ["worker.hybrid_engine=false", "trainer.n_gpus_for_rollout=1"]
 AHEAD = [*OWN, "trainer.async.mode=one_step_off"]
 STREAM = [*OWN, "trainer.async.mode=stream", "trainer.async.deterministic=true"]
 PARTIAL = ["trainer.async.mode=partial", "trainer.async.deterministic=true"]
 ADAPTERS = ["worker.actor.model.lora.rank=4", "worker.rollout.lora_sync=adapter"]
+MERGED = ["worker.actor.model.lora.rank=4", "worker.rollout.lora_sync=merged"]
 CORRECTED = "algorithm.rollout_correction.rollout_is=token"  # as by default with the modes
 FRESH = "trainer.async.staleness_threshold=0"
 SAMPLED = [
@@ -112,12 +114,29 @@ def test_a_stream_of_another_process_has_the_trainers_log_probs_of_every_step(ar
     assert metrics[4]["actor/grad_norm"] > 0
 
 
+@pytest.mark.nightly("verl/workers", "verl/distributed")
+def test_a_stream_that_is_sent_changes_of_small_steps_has_the_trainers_log_probs_for_fewer_bytes(
+    arguments, tmp_path
+):
+    metrics = train(tmp_path, *arguments, *STREAM, FRESH, DELTA, "worker.actor.optim.lr=1e-6")
+
+    assert [*metrics] == [1, 2, 3, 4]
+    assert all(values["rollout/log_probs_diff_max"] < 1e-4 for values in metrics.values())
+    # float32: nearly all lower halves change, few upper ones; and a bit for each half, 1/16
+    sent, whole = (
+        [each[f"async/weights_{name}_gb"] for each in metrics.values()] for name in ("sent", "whole")
+    )
+    first, *later = (part / everything for part, everything in zip(sent, whole, strict=True))
+    assert first == 1.0 and all(0.5 < share < 0.6 for share in later)
+
+
 @pytest.mark.slow  # two runs each
 @pytest.mark.parametrize(
     ("num_cores", "options"),
     [
         pytest.param(2, [*OWN, COLLECTIVE, CORRECTED], id="own processes"),
         pytest.param(2, [*STREAM, FRESH], id="stream"),
+        pytest.param(2, [*STREAM, FRESH, DELTA], id="stream, changes"),
         pytest.param(1, [*PARTIAL, FRESH], id="partial"),
     ],
 )
@@ -137,6 +156,8 @@ def test_without_staleness_other_ways_to_sample_equal_sampling_in_turn_bit_for_b
         pytest.param(["worker.rollout.name=hf"], [COLLECTIVE], id="hf"),
         pytest.param(ADAPTERS, [], id="adapters"),
         pytest.param(ADAPTERS, [COLLECTIVE], id="adapters-collective"),
+        pytest.param(ADAPTERS, [DELTA], id="adapters-delta"),
+        pytest.param(MERGED, [DELTA], id="merged-delta"),
     ],
 )
 def test_own_processes_equal_shared_ones_with_other_engines_and_adapters(

@@ -128,6 +128,7 @@ def substitute() -> None:
     from verl.workers import engine_host, model_builder
     from verl.workers.base_worker import ModelWorker
     from verl.workers.packing.vision_features import FrozenTower, TrainedTower
+    from verl.workers.training_worker import TrainingWorker
 
     def read_model(model: Any, config: Any, dtype: Any, trainable: bool, option: str) -> Any:
         source = meta_model(config, dtype)
@@ -162,7 +163,7 @@ def substitute() -> None:
     experts.exchange_counts = even_counts
     VilaProcessor.frame_pixels = frame_pixels
     FrozenTower._name_weights = TrainedTower._name_weights  # whatever the values
-    ModelWorker._encoded_media = lambda self: {}  # a sum over the ranks
+    ModelWorker._encoded_media = TrainingWorker._sent_weights = lambda self: {}  # sums over the ranks
     FrozenTower._missing = lambda self, found: [key for key, entry in found.items() if entry is None]
     model_builder._read_model = read_model
     engine_host.build_rollout_engine = engine
@@ -382,7 +383,7 @@ def send_weights(worker: Any) -> None:
 
     here, _there = Pipe()
     link = PeerLink(here, SENDER, worker.device, address="")
-    worker.publisher._send(link, VERSION)
+    worker.publisher._answer(link, VERSION)
     link.close()
     worker.publisher.close()
 

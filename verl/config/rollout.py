@@ -46,7 +46,7 @@ MAX_CPU_CACHE = 1 << 30  # vLLM fills it with zeros at start, 2 seconds for each
 
 ENGINES = ("vllm", "sglang", "hf")
 FP8 = "fp8"
-OBJECT_STORE, COLLECTIVE = "object_store", "collective"  # ways of weights
+OBJECT_STORE, COLLECTIVE, DELTA = "object_store", "collective", "delta"  # ways of weights
 UNSUPPORTED_SAMPLING = ("min_p", "logit_bias")  # vLLM does not apply them to drafted tokens
 
 
@@ -124,9 +124,9 @@ class RolloutConfig:
     weight_transport: str = option(
         "auto",
         "How weights reach engines in processes of their own (`worker.hybrid_engine=false`): through Ray's"
-        " object store, or straight from the devices that train (`collective`: NCCL, on CPU gloo); `auto` is"
-        " `collective` on GPUs and `object_store` on CPU.",
-        choices=("auto", OBJECT_STORE, COLLECTIVE),
+        " object store, or straight from the devices that train (`collective`: NCCL, on CPU gloo; `delta`: so"
+        " too, but only what changed); `auto` is `collective` on GPUs and `object_store` on CPU.",
+        choices=("auto", OBJECT_STORE, COLLECTIVE, DELTA),
     )
     limit_images: int = option(0, "Maximum images per prompt; 0 is the engine's own limit.", minimum=0)
     dtype: str = dtype_option("bf16", "Data type of the engine's weights and activations.")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from verl.config.model import FSDPConfig
-from verl.config.rollout import COLLECTIVE
+from verl.config.rollout import DELTA, OBJECT_STORE
 from verl.distributed.backends import on_gpu
 from verl.planning import memory_model
 from verl.planning.machine import GIB, Machine, MemoryPlan, Parts, Phase
@@ -279,12 +279,15 @@ def _common(run: PlannedRun, models: Sequence[HeldModel], machine: Machine) -> t
             # vLLM discards other weights, and the next sync brings them.
             offloaded += int(LOCKED_ROUNDING * engine.weights(policy))
     host = {"process": process, **host_copies(run, models, offloaded)}
+    node: Parts = {"controller": NODE_BYTES, "batch": BATCH_COPIES * run.batch_bytes}
     if run.engine is not None and run.engine.own:
         sent = policy.trained if run.serves_adapters(machine.device) else policy.params
         host["published weights"] = PUBLISHED_VERSIONS * run.engine.number * sent // run.trainer.world_size
-        if on_gpu(machine.device) and run.engine.options.weights_go_by(on_gpu=True) == COLLECTIVE:
+        way = run.engine.options.weights_go_by(on_gpu(machine.device))
+        if on_gpu(machine.device) and way != OBJECT_STORE:
             device["weights being sent"] = SENT_BYTES * run.engine.own
-    node: Parts = {"controller": NODE_BYTES, "batch": BATCH_COPIES * run.batch_bytes}
+        if way == DELTA:  # each engine holds what it was sent; they are spread evenly over the nodes
+            node["weights held by engines"] = run.engine.own * run.engine.number * sent // run.trainer.nnodes
     if models[0].planned.router_replay != "off":
         node["routes"] = BATCH_COPIES * policy.routes * run.batch_tokens
     return device, host, node

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from verl.config.model import AUTO, MicroBatchSize, PolicyConfig, as_number
 from verl.config.ppo import PPOConfig
 from verl.config.reward_servers import RewardServerConfig
-from verl.config.rollout import COLLECTIVE, OBJECT_STORE, RolloutConfig
+from verl.config.rollout import COLLECTIVE, DELTA, OBJECT_STORE, RolloutConfig
 from verl.config.sft import SFTConfig
 from verl.config.trainer import RunConfig, TrainerConfig
 from verl.planning.device_defaults import runs_on_gpu
@@ -27,7 +27,11 @@ class PlanLine(NamedTuple):
 
 
 HEADING = PlanLine("", "step", "per rank")
-WAYS = {OBJECT_STORE: "through Ray's object store", COLLECTIVE: "by NCCL, on CPU by gloo"}
+WAYS = {
+    OBJECT_STORE: "through Ray's object store",
+    COLLECTIVE: "by NCCL, on CPU by gloo",
+    DELTA: "only what changed, by NCCL, on CPU by gloo",
+}
 
 
 class StepPlan(NamedTuple):

@@ -9,14 +9,16 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from verl.batch_keys import ROUTES, TEACHER_LOG_PROBS
 from verl.config.worker import WorkerConfig
 from verl.data.readers import load_tokenizer, read_tokenizer
-from verl.distributed.device import memory_metrics, reset_peak_memory
+from verl.distributed.device import GIB, memory_metrics, reset_peak_memory
 from verl.distributed.fsdp import torch_dtype
 from verl.distributed.weights.gathering import in_pieces
+from verl.distributed.weights.server import WeightServer
 from verl.models.hub_names import HubNames
 from verl.protocol import DataProto
 from verl.single_controller.dispatch import Dispatch, register
@@ -159,6 +161,15 @@ class TrainingWorker(ModelWorker):
             tensors = self.policy.adapter_tensors().items() if self.publishes_adapter else self._hub_tensors()
             return self.publisher.publish(version, in_pieces(tensors, self.publisher.bucket_bytes))
 
+    def _sent_weights(self) -> dict[str, float]:
+        """Sum the bytes that links carried to engines since the last call, over all ranks; collective."""
+        if not isinstance(self.publisher, WeightServer):
+            return {}
+        taken = torch.tensor(self.publisher.take_traffic(), dtype=torch.float64, device=self.device)
+        dist.all_reduce(taken)
+        sent, whole = taken.tolist()
+        return {"async/weights_sent_gb": sent / GIB, "async/weights_whole_gb": whole / GIB}
+
     def close(self) -> None:
         super().close()
         if self.publisher is not None:
@@ -249,5 +260,6 @@ class TrainingWorker(ModelWorker):
         loaded = self._loaded(batch, self.policy, reference, *teachers, with_optimizer=True)
         with self._utilization("actor") as mfu, loaded:
             updated = self.actor.update(batch, temperature, entropy_coef=entropy_coef, seed=seed)
-        metrics = updated.metrics | mfu | memory_metrics(self.options.device) | self._encoded_media()
+        counts = self._encoded_media() | self._sent_weights()
+        metrics = updated.metrics | mfu | memory_metrics(self.options.device) | counts
         return updated._replace(metrics=metrics)

@@ -8,8 +8,9 @@ from functools import partial
 
 import torch
 
-from verl.config.rollout import COLLECTIVE, RolloutConfig
+from verl.config.rollout import DELTA, OBJECT_STORE, RolloutConfig
 from verl.distributed.device import is_gpu
+from verl.distributed.weights.delta import DeltaReader, DeltaServer
 from verl.distributed.weights.server import WeightReader, WeightServer
 from verl.single_controller.ray.published_weights import StoreReader, WeightStore, own_address
 from verl.utils.rank_logger import get_logger
@@ -24,13 +25,17 @@ Reader = WeightReader | StoreReader
 
 
 def make_publisher(config: RolloutConfig, rank: int, world_size: int, device: torch.device) -> Publisher:
-    if config.weights_go_by(is_gpu(device)) == COLLECTIVE:
-        on_lost = partial(logger.warning, "an engine is lost while it takes weights: %s")
-        return WeightServer(rank, world_size, device, own_address(), on_lost=on_lost)
-    return WeightStore(rank, world_size)
+    way = config.weights_go_by(is_gpu(device))
+    if way == OBJECT_STORE:
+        return WeightStore(rank, world_size)
+    server = DeltaServer if way == DELTA else WeightServer
+    on_lost = partial(logger.warning, "an engine is lost while it takes weights: %s")
+    return server(rank, world_size, device, own_address(), on_lost=on_lost)
 
 
 def make_reader(config: RolloutConfig, rank: int, world_size: int, device: torch.device) -> Reader:
-    if config.weights_go_by(is_gpu(device)) == COLLECTIVE:
-        return WeightReader(rank, world_size, device, own_address())
-    return StoreReader()
+    way = config.weights_go_by(is_gpu(device))
+    if way == OBJECT_STORE:
+        return StoreReader()
+    reader = DeltaReader if way == DELTA else WeightReader
+    return reader(rank, world_size, device, own_address())

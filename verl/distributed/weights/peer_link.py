@@ -10,6 +10,7 @@ goes wrong on the way is a `PeerLostError`.
 import os
 import socket
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
@@ -193,21 +194,20 @@ class ConnectionStore(Store):
         super().__init__()
         self.connection, self.timeout_s = connection, timeout_s
         self._known: dict[str, bytes] = {}
+        self._messages: deque[Any] = deque()  # that came while others waited for keys, or for a transfer
 
     def receive(self, timeout_s: float | None = None) -> Any:
         """Wait for the next message; None waits until the connection ends."""
-        while True:
+        while not self._messages:
             if not self.connection.poll(timeout_s):
                 raise TimeoutError(f"no answer for {timeout_s:g} seconds")
-            message = self.connection.recv()
-            if not isinstance(message, Entry):
-                return message
-            self._known[message.key] = message.value
+            self._take()
+        return self._messages.popleft()
 
     def check_open(self, wait_s: float) -> None:
-        """Raise an EOFError if the connection has ended, or ends within a time; no message is expected."""
+        """Raise an EOFError if the connection has ended, or ends within a time."""
         if self.connection.poll(wait_s):
-            self._take_entry()
+            self._take()
 
     # What follows, torch calls.
 
@@ -226,9 +226,11 @@ class ConnectionStore(Store):
         while not self.check(keys):
             if not self.connection.poll(self.timeout_s if timeout is None else timeout.total_seconds()):
                 raise TimeoutError(f"no {keys} for {self.timeout_s:g} seconds")
-            self._take_entry()
+            self._take()
 
-    def _take_entry(self) -> None:
-        entry = self.connection.recv()
-        assert isinstance(entry, Entry), f"between transfers only messages, got {entry!r}"
-        self._known[entry.key] = entry.value
+    def _take(self) -> None:
+        taken = self.connection.recv()
+        if isinstance(taken, Entry):
+            self._known[taken.key] = taken.value
+        else:
+            self._messages.append(taken)

@@ -27,7 +27,7 @@ import socket
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count, pairwise
 from multiprocessing.connection import Connection
@@ -46,6 +46,7 @@ from verl.distributed.weights.peer_link import PIECE_BYTES, RECEIVER, SENDER, Pe
 from verl.distributed.weights.peer_lost import PeerLostError
 
 VERSIONS = 2  # kept
+GONE, COMES = "gone", "comes"  # answers to an engine's request
 CLOSE_LIMIT_S = 10.0  # for a thread to end; NCCL may wait in vain for a process that died while it connected
 
 
@@ -62,9 +63,17 @@ class HeldShare:
     """A rank's share of a version in host memory."""
 
     version: int = -1
+    layouts: tuple[BucketLayout, ...] = ()
     data: list[Tensor] = field(default_factory=list)  # of each bucket: its bytes
     ready: Any = None  # event of the device: the copies have ended
     num_sending: int = 0  # threads
+
+
+class Traffic(NamedTuple):
+    """Bytes of weights that went to engines."""
+
+    sent: int = 0
+    whole: int = 0  # if all weights had been sent each time
 
 
 class WeightServer:
@@ -88,6 +97,7 @@ class WeightServer:
         self.address = ServerAddress(address, port, secrets.token_bytes(32))
         self._changed = threading.Condition()  # guards everything below
         self._shares = [HeldShare() for _ in range(VERSIONS)]  # the oldest first
+        self._traffic = Traffic()
         self._connections: dict[Connection, threading.Thread] = {}
         self._accepting = threading.Thread(target=self._accept, name="weight server", daemon=True)
         self._accepting.start()
@@ -104,12 +114,18 @@ class WeightServer:
         for number, bucket in own_buckets(named_tensors, self.rank, self.world_size, self.bucket_bytes):
             layouts.append(BucketLayout.of(number, bucket))
             share.data.append(self._filled(next(buffers, None), layouts[-1], bucket))
-        share.version = version
+        share.version, share.layouts = version, tuple(layouts)
         if is_gpu(self.device):
             share.ready = torch.get_device_module(self.device).current_stream().record_event()
         with self._changed:
             self._shares.append(share)
-        return ServedShare(self.address, tuple(layouts))
+        return ServedShare(self.address, share.layouts)
+
+    def take_traffic(self) -> Traffic:
+        """Return what engines were sent since the last call."""
+        with self._changed:
+            taken, self._traffic = self._traffic, Traffic()
+        return taken
 
     def close(self) -> None:
         """End the threads and links; engines that ask for weights later get an error."""
@@ -127,7 +143,7 @@ class WeightServer:
         self, buffer: Tensor | None, layout: BucketLayout, bucket: Iterable[tuple[str, Tensor]]
     ) -> Tensor:
         if buffer is None or buffer.nbytes != layout.num_bytes:
-            buffer = host_buffer(layout.num_bytes, self.device, self)
+            buffer = host_buffer(layout.num_bytes, self.device, self).zero_()  # gaps between tensors too
         for (_, place), (_, tensor) in zip(layout.views(buffer), bucket, strict=True):
             place.copy_(tensor.detach(), non_blocking=True)
         return buffer
@@ -152,8 +168,8 @@ class WeightServer:
             peer_link.authenticate(connection, self.address.key)
             link = PeerLink(connection, SENDER, self.device, self.address.host, self.timeout_s)
             try:
-                while (version := self._next_request(link)) is not None:
-                    self._send(link, version)
+                while (request := self._next_request(link)) is not None:
+                    self._answer(link, request)
             finally:
                 link.close()
         except PeerLostError as error:
@@ -163,26 +179,40 @@ class WeightServer:
                 del self._connections[connection]
                 connection.close()
 
-    def _next_request(self, link: PeerLink) -> int | None:
-        """Wait for the next version that an engine wants; None if it has left."""
+    def _next_request(self, link: PeerLink) -> Any:
+        """Wait for the next `WeightReader._request` of an engine; None if it has left."""
         with suppress(PeerLostError):
             return link.receive_message()
         return None
 
-    def _send(self, link: PeerLink, version: int) -> None:
+    def _answer(self, link: PeerLink, request: Any) -> None:
+        """Send the version that an engine asks for."""
+        with self._kept(request) as share:
+            link.send_message(GONE if share is None else COMES)
+            if share is not None:
+                self._send(link, share, share.data)
+
+    def _send(self, link: PeerLink, share: HeldShare, data: Iterable[Tensor]) -> None:
+        """Send `data` for the buckets of a share."""
+        for whole, each in zip(share.data, data, strict=True):
+            with self._changed:
+                before = self._traffic
+                self._traffic = Traffic(before.sent + each.nbytes, before.whole + whole.nbytes)
+            link.send(each, share.ready)
+
+    @contextmanager
+    def _kept(self, version: int | None) -> Iterator[HeldShare | None]:
+        """Keep the share of a version as it is inside the block; None if newer ones have its memory."""
         with self._changed:
             share = next((share for share in self._shares if share.version == version), None)
             if share is not None:
                 share.num_sending += 1
-        link.send_message(share is not None)
-        if share is None:
-            return
         try:
-            for data in share.data:
-                link.send(data, share.ready)
+            yield share
         finally:
             with self._changed:
-                share.num_sending -= 1
+                if share is not None:
+                    share.num_sending -= 1
                 self._changed.notify_all()
 
 
@@ -249,11 +279,15 @@ class WeightReader:
             if source % self.world_size == self.rank
         }
         for link in links.values():
-            link.send_message(version)
+            link.send_message(self._request(version))
         for source, link in links.items():
-            if not link.receive_message(self.timeout_s):
+            if link.receive_message(self.timeout_s) == GONE:
                 raise PeerLostError(f"training rank {source} has newer weights than version {version}")
         return links
+
+    def _request(self, version: int) -> Any:
+        """Return the message that asks for a version."""
+        return version
 
     def _link_to(self, server: ServerAddress) -> PeerLink:
         if server not in self._links:
@@ -267,12 +301,17 @@ class WeightReader:
         return Arriving(layout, data, source, works)
 
     def _arrived(self, arriving: Arriving, links: dict[int, PeerLink]) -> Tensor:
-        source = arriving.source
+        source, data = arriving.source, arriving.data
         if source in links:
             links[source].finish_receive(arriving.works)
+            data = self._whole(arriving)
         if self.world_size > 1:
-            dist.broadcast(arriving.data, src=source % self.world_size)
-        return arriving.data
+            dist.broadcast(data, src=source % self.world_size)
+        return data
+
+    def _whole(self, arrived: Arriving) -> Tensor:
+        """Return the bytes (num_bytes,) of a bucket, on the device."""
+        return arrived.data
 
 
 class RecycledMemory:
