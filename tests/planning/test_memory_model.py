@@ -143,11 +143,11 @@ def test_the_first_rank_reads_blocks_of_a_weight():
     assert reading(replace(SHAPE, largest_stored=1 << 30)) == 2 * (1 << 26)
 
 
-def test_the_first_rank_joins_the_experts_of_one_layer():
-    mixture = replace(SHAPE, largest_stored=1 << 31, joined=1 << 30)
+def test_the_first_rank_reads_at_least_an_expert():
+    mixture = replace(SHAPE, largest_stored=1 << 31, largest_row=1 << 20)
 
-    assert reading(mixture) == 2 << 30  # two parts and what they are joined to
-    assert reading(replace(mixture, joined=1 << 20)) == (1 << 20) + 2 * (1 << 26)  # sent in blocks
+    assert reading(mixture) == 2 * (1 << 26)
+    assert reading(replace(mixture, largest_row=1 << 27)) == 2 * (1 << 27)  # its parts, and joined
 
 
 def test_logits_are_computed_in_chunks():

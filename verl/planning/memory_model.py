@@ -114,7 +114,7 @@ class Stack:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a model. `stored` and `joined` count bytes of weights, all other fields count weights."""
+    """Sizes of a model. `…stored` and `largest_row` count bytes of weights, all other fields weights."""
 
     params: int  # tied ones once
     stored: int
@@ -133,7 +133,7 @@ class ModelShape:
     frozen_experts: int = 0  # joint tensors of experts that stay frozen without an adapter
     experts: int = 0  # weights of all joint experts
     trained_experts: int = 0
-    joined: int = 0  # bytes of a layer's largest joint tensor of experts, in the data type of the files
+    largest_row: int = 0  # bytes in float32 of what the first index of a tensor chooses, such as an expert
     divisible_experts: int = 0  # of a layer, that `expert_parallel_size` must divide; 0: they stay whole
     has_expert_biases: bool = False
 
@@ -224,11 +224,13 @@ def gathered(shape: ModelShape, setup: ModelSetup) -> int:
 
 
 def reading(shape: ModelShape) -> int:
-    """The first rank while it reads a model: a block of a weight and its part, experts being joined."""
+    """The first rank while it reads a model: a block of a weight as it was read, and as it is sent.
+
+    A block is at least a row. Experts are read one by one, or some together: what comes from the files is as
+    large as what it is joined to.
+    """
     # Pages of the files are not counted: the kernel evicts them first.
-    blocks = 2 * min(shape.largest_stored, SENT_BYTES)
-    # Gate and up, and the tensor that they are joined to; then this tensor while its blocks are sent.
-    return max(2 * shape.joined, shape.joined + blocks)
+    return 2 * max(min(shape.largest_stored, SENT_BYTES), shape.largest_row)
 
 
 def logit_chunk(shape: ModelShape, setup: ModelSetup, batch: MicroBatch) -> int:

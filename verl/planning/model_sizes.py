@@ -66,7 +66,6 @@ def read_shape(
     shape = replace(
         model_shape(empty),
         routes=route_bytes(empty) if is_trained else 0,
-        joined=_joined_bytes(empty, load_model_config(model, option)),
     )
     if is_trained and model.router_aux_loss_coef > 0:
         shape = replace(shape, router_logits=logits_per_token(empty))
@@ -138,12 +137,6 @@ def model_shape(model: PreTrainedModel) -> ModelShape:
     )
 
 
-def _joined_bytes(model: nn.Module, of_files: Any) -> int:
-    """Return the bytes of the largest joint tensor of experts, in the data type of the files."""
-    dtype = of_files.dtype or of_files.get_text_config().dtype or torch.float32
-    return dtype.itemsize * max(map(torch.numel, _experts(model)), default=0)
-
-
 def _experts(model: nn.Module) -> list[nn.Parameter]:
     return [param for module in expert_modules(model) for param in module.parameters()]
 
@@ -162,6 +155,7 @@ def weight_counts(model: nn.Module, blocks: Iterable[nn.Module]) -> dict[str, An
         root=count(root),
         trained_root=count(param for param in root if param.requires_grad),
         largest_stored=max(param.nbytes for param in params),
+        largest_row=max(torch.float32.itemsize * param[0].numel() for param in params),
     )
 
 
