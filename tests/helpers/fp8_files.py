@@ -18,7 +18,7 @@ LINEAR = re.compile(r"_(proj|with_mqa)\.weight$")  # not the embeddings, the hea
 def save_in_fp8(
     folder: Path, block: tuple[int, int] | None = (128, 128), scales: torch.dtype = torch.float32
 ) -> dict[str, Tensor]:
-    """Write a saved model's linear weights again, in FP8; return what all weights then stand for, by hub name.
+    """Write a saved model's linear weights again, in FP8; return what all weights stand for, by hub name.
 
     Without `block` a weight has one scale.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights that are released in FP8 are read as the products of numbers and scales, in every way of reading."""
+"""Weights that are released in FP8 are read as products of numbers and scales, however they are read."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.helpers.causal_families import FAMILIES, build_family
 from tests.helpers.fp8_files import change_weights, save_in_fp8, set_quantization
-from verl.models.fp8_weights import drop_quantization, is_in_fp8, stored_block, weights_in_fp8
+from verl.models.fp8_weights import drop_quantization, stored_block, weights_in_fp8
 from verl.models.hub_names import HubNames
 from verl.models.tiny import save_tiny_model
 from verl.workers.stored_weights import stored_rows, stored_value, weights_in_files
@@ -89,7 +89,7 @@ def test_weights_without_fitting_scales_are_refused_by_name(tmp_path):
 
 def test_another_way_of_quantizing_is_refused(tmp_path):
     folder = save(tmp_path, "qwen3")
-    assert stored_block(str(folder)) is None and not is_in_fp8(str(folder))
+    assert stored_block(str(folder)) is None
 
     set_quantization(folder, quant_method="gptq", bits=4)
     with pytest.raises(ValueError, match=r"`quant_method` 'gptq', and only 'fp8' can be read: use a release"):

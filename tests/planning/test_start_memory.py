@@ -102,7 +102,7 @@ def test_the_first_rank_of_a_mixture_takes_what_is_planned_above_its_shard(is_in
 
     above, shard = measure_start(model, FSDPConfig(), tiny)
 
-    # Parts of eight experts and what they are joined to in float32; then a block, and what a rank keeps of it.
+    # Parts of eight experts and what they are joined to in float32; then a block, and what a rank keeps.
     assert reading(shape) == 2 * 64 * MIB
     assert shard == pytest.approx(shape.stored / RANKS, rel=0.01)
     assert above == pytest.approx(reading(shape), rel=TOLERANCE), (above / MIB, shard / MIB)

@@ -26,10 +26,6 @@ def stored_block(path: str) -> Block | None:
     return block_of(PreTrainedConfig.get_config_dict(path)[0])
 
 
-def is_in_fp8(path: str) -> bool:
-    return stored_block(path) is not None
-
-
 def drop_quantization(config: Any) -> None:
     """Let a config describe a model as it is trained: with whole weights, whatever its files have."""
     for part in (config, config.get_text_config()):
@@ -64,16 +60,17 @@ def weights_in_fp8(path: str) -> Iterator[None]:
     Raises:
         ValueError: The weights are quantized in another way.
     """
-    load, block = modeling_utils.convert_and_load_state_dict_in_model, stored_block(path)
+    module: Any = modeling_utils
+    load, block = module.convert_and_load_state_dict_in_model, stored_block(path)
 
     def load_scaled(*args: Any, state_dict: dict[str, Any], **kwargs: Any) -> Any:
         return load(*args, state_dict=with_scales(state_dict, block), **kwargs)
 
-    modeling_utils.convert_and_load_state_dict_in_model = load_scaled
+    module.convert_and_load_state_dict_in_model = load_scaled
     try:
         yield
     finally:
-        modeling_utils.convert_and_load_state_dict_in_model = load
+        module.convert_and_load_state_dict_in_model = load
 
 
 def with_scales(state_dict: Mapping[str, Any], block: Block | None) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from verl.config.model import FSDPConfig, ModelConfig
 from verl.distributed.fsdp import offload_policy, shard_model, sharded_parameters, torch_dtype
 from verl.models.families.registry import load_config, register_family
-from verl.models.fp8_weights import drop_quantization, is_in_fp8, stored_block, weights_in_fp8
+from verl.models.fp8_weights import drop_quantization, stored_block, weights_in_fp8
 from verl.models.hub_names import HubNames, auto_class, meta_model
 from verl.models.lora import set_adapter
 from verl.models.lora_weights import AdapterConfig, read_adapter, read_adapter_config
@@ -207,7 +207,7 @@ def adapter_config(model: ModelConfig, option: str) -> AdapterConfig | None:
         return None
     if lora.path is None:
         assert model.model_path is not None, "required when the config was checked"
-        if lora.use_dora and is_in_fp8(model.model_path):
+        if lora.use_dora and stored_block(model.model_path) is not None:
             raise ValueError(
                 f"`{option}.lora.use_dora` must be false for weights in FP8, whose norms it needs at the"
                 f" start: use a release of `{option}.model_path` ({model.model_path}) in bfloat16"

@@ -9,7 +9,7 @@ columns of a block. Importing this module imports no torch.
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from verl.config.files.model_files import CONFIG, local_folder, read_json, stored_tensors
+from verl.config.files.model_files import CONFIG, local_folder, read_json, read_model_config, stored_tensors
 
 KEY, METHOD = "quantization_config", "fp8"
 SCALES = "_scale_inv"  # the end of their names
@@ -55,6 +55,11 @@ def block_of(config: Mapping[str, Any]) -> Block | None:
             f" two positive numbers, or null for one scale per weight, can be read: {REMEDY}"
         )
     return WHOLE if size is None else Block(*size)
+
+
+def is_in_fp8(model: str) -> bool:
+    """Return whether a model's files on this machine have weights in FP8."""
+    return block_of(read_model_config(model) or {}) is not None
 
 
 def fp8_problem(model: str) -> str | None:

@@ -8,7 +8,7 @@ from verl.config.files.fp8_files import KEY
 from verl.config.parsing import merged
 from verl.distributed.device import is_gpu
 from verl.distributed.fsdp import torch_dtype
-from verl.models.fp8_weights import is_in_fp8
+from verl.models.fp8_weights import stored_block
 from verl.models.layer_configs import layer_heads
 from verl.workers.rollout.interface import EngineSetup
 
@@ -47,7 +47,7 @@ def engine_arguments(config: Any, setup: EngineSetup, hf_config: Any, max_length
         log_level="error",
     )
     overrides = dict(setup.override_config)
-    if is_in_fp8(setup.model_path):  # in the files; synced weights are not
+    if stored_block(setup.model_path) is not None:  # in the files; synced weights are not
         overrides[KEY] = None
     if overrides:
         arguments["json_model_override_args"] = overrides

@@ -14,7 +14,7 @@ from verl.config.rollout import CPU_BLOCK, FP8, SpeculativeConfig
 from verl.distributed.device import is_gpu
 from verl.distributed.fsdp import torch_dtype
 from verl.models.families.registry import family_of, trained_part
-from verl.models.fp8_weights import drop_quantization, is_in_fp8
+from verl.models.fp8_weights import drop_quantization, stored_block
 from verl.models.layer_configs import experts_per_token, layer_heads
 from verl.workers.model_builder import apply_overrides
 from verl.workers.rollout.interface import EngineSetup
@@ -74,7 +74,7 @@ def _override_arguments(setup: EngineSetup, hf_config: Any) -> dict[str, Any]:
     # From our config, once: vLLM may call the function again for a config that it has changed.
     ours = family_of(hf_config).engine_overrides(hf_config)
     changes: dict[str, Any] = dict(overrides=dict(setup.override_config), ours=ours)
-    changes |= dict(head_dtype=_head_dtype(setup.device), was_fp8=is_in_fp8(setup.model_path))
+    changes |= dict(head_dtype=_head_dtype(setup.device), was_fp8=stored_block(setup.model_path) is not None)
     if any(changes.values()) or family_of(hf_config).embeds_prompts:
         return {"hf_overrides": partial(_overridden, **changes)}
     return {}
