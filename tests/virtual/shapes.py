@@ -91,6 +91,10 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {  # type of model, and its conf
         128, 256, 2, 4, 2, head_dim=32, moe_intermediate_size=64, num_experts=8, num_experts_per_tok=2,
         norm_topk_prob=True, vocab_size=512,
     )),
+    "tiny-latent": ("deepseek_v3", _latent(4, 8, 1, vocab_size=512, n_group=1, topk_group=1) | dict(
+        hidden_size=128, intermediate_size=256, moe_intermediate_size=64, num_hidden_layers=2, q_lora_rank=64,
+        kv_lora_rank=32, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32, num_experts_per_tok=2,
+    )),
     "tiny-vl": ("qwen2_5_vl", dict(
         text_config=_dense(128, 256, 2, 4, 2, vocab_size=512) | dict(
             rope_parameters=dict(rope_type="default", rope_theta=1e4, mrope_section=[4, 6, 6])

@@ -20,6 +20,7 @@ STEPS = {
     "ulysses and ring": ("tiny", Setup(ulysses=2, ring=2, response_lengths=MIXED, updates=1), 8),
     "experts": ("tiny-moe", Setup(updates=1), 8),
     "divided experts": ("tiny-moe", Setup(updates=1, expert_parallel=4, fsdp_size=8), 16),
+    "latent attention": ("tiny-latent", Setup(updates=1, expert_parallel=4), 8),
     "images": ("tiny-vl", Setup(images=(1, 0), image_size=(56, 56), updates=1), 8),
     "fine-tuning": ("tiny", Setup(fine_tuning=True, responses=1, response_lengths=MIXED, updates=1), 4),
 }

@@ -35,7 +35,8 @@ from verl.models.tiled_mlp import has_tiles, tile_mlps
 from verl.models.trainable import select_trainable
 from verl.optim.build import parameter_groups
 from verl.planning.layer_caches import layer_caches
-from verl.planning.memory_model import ModelShape, Stack
+from verl.planning.layer_sizes import Latent, Stack
+from verl.planning.memory_model import ModelShape
 from verl.planning.planned_model import PlannedModel
 from verl.planning.stored_shape import tower_stack
 from verl.workers.model_builder import adapter_config, load_model_config, weights_dtype
@@ -197,9 +198,10 @@ def _towers(model: PreTrainedModel, blocks: list[nn.Module]) -> list[_Tower]:
 def _text_stack(config: Any, blocks: list[nn.Module]) -> Stack:
     # Of layers that differ, the plan has the largest.
     heads = max(layer_heads(config), key=lambda layer: layer.queries * layer.dim)
-    width = config.intermediate_size
+    width, latent = config.intermediate_size, _latent(config)
     if getattr(config, "moe_intermediate_size", None):
-        width = experts_per_token(config) * config.moe_intermediate_size
+        shared = getattr(config, "n_shared_experts", None) or 0
+        width = (experts_per_token(config) + shared) * config.moe_intermediate_size
     names = {name.rpartition(".")[2] for block in blocks for name, _ in block.named_modules()}
     return Stack(
         layers=config.num_hidden_layers,
@@ -207,7 +209,7 @@ def _text_stack(config: Any, blocks: list[nn.Module]) -> Stack:
         intermediate=width,
         heads=heads.queries,
         kv_heads=heads.keys,
-        head_dim=heads.dim,
+        head_dim=heads.dim if latent is None else config.qk_nope_head_dim + config.qk_rope_head_dim,
         params=max(count(block.parameters()) for block in blocks),
         has_head_norms="q_norm" in names,
         adapted_experts=max(map(adapted_expert_weights, blocks)),
@@ -215,4 +217,16 @@ def _text_stack(config: Any, blocks: list[nn.Module]) -> Stack:
         experts=max(sum(count(part.parameters()) for part in expert_modules(block)) for block in blocks),
         choices=experts_per_token(config),
         caches=layer_caches(config),
+        latent=latent,
+        undivided=max(
+            count(block.parameters()) - sum(count(part.parameters()) for part in expert_modules(block))
+            for block in blocks
+        ),
     )
+
+
+def _latent(config: Any) -> Latent | None:
+    if not getattr(config, "kv_lora_rank", None):
+        return None
+    queries = getattr(config, "q_lora_rank", None) or 0
+    return Latent(queries, config.kv_lora_rank, config.qk_rope_head_dim, config.v_head_dim)

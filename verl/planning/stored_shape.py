@@ -13,7 +13,8 @@ from typing import Any
 
 from verl.config.files.model_files import CONFIG, read_json, stored_tensors
 from verl.config.model import FSDPConfig, ModelConfig
-from verl.planning.memory_model import NUMBER_BYTES, LayerCache, ModelShape, Stack
+from verl.planning.layer_sizes import LayerCache, Stack
+from verl.planning.memory_model import NUMBER_BYTES, ModelShape
 
 TOWER_BLOCK = re.compile(r"visual\.blocks\.(\d+)\.")
 TEXT_BLOCK = re.compile(r"(?:^|\.)layers\.(\d+)\.")
@@ -87,6 +88,7 @@ def _shape(config: dict[str, Any], sizes: Sizes, number: int, is_trained: bool, 
             has_head_norms=any(name.endswith("q_norm.weight") for name in sizes),
             is_tiled=is_tiled,
             caches=(LayerCache(2 * layers * keys, heads),),
+            undivided=max(text_blocks.values()),
         ),
         tower=tower,
     )
