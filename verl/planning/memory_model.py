@@ -98,13 +98,13 @@ class MicroBatch:
 
 def padded(shape: ModelShape, setup: ModelSetup) -> ModelShape:
     """Count experts as on the first ranks: FSDP gives each rank as many, the last ranks fewer or none."""
-    held = shape.divisible_experts / setup.expert_ranks
-    padding = math.ceil(held / setup.expert_shards) * setup.expert_shards / held if held else 1.0
-    if padding == 1 or shape.padding > 1:
+    held, shards = shape.divisible_experts // setup.expert_ranks, setup.expert_shards
+    places = math.ceil(held / shards) * shards
+    if places == held or shape.padding > 1:
         return shape
 
     def more(experts: int) -> int:
-        return int((padding - 1) * experts)
+        return experts * (places - held) // held
 
     number, trained = shape.stored / shape.params, shape.trained_stored / max(shape.trained, 1)
     text = replace(
@@ -121,7 +121,7 @@ def padded(shape: ModelShape, setup: ModelSetup) -> ModelShape:
         trained_stored=shape.trained_stored + int(trained * more(shape.trained_experts)),
         experts=shape.experts + more(shape.experts),
         trained_experts=shape.trained_experts + more(shape.trained_experts),
-        padding=padding,
+        padding=places / held,
     )
 
 
