@@ -14,6 +14,7 @@ the first rank, which also reads the files.
 """
 
 import argparse
+import itertools
 import sys
 import tempfile
 from pathlib import Path
@@ -30,10 +31,12 @@ import torch
 from step import MODEL
 
 from examples.quickstart.tiny_pipelines import save_tiny_sd3
+from tests.helpers.fp8_files import save_in_fp8
 from tests.helpers.memory import PPO, SFT, SHAPES, Rows, make_case, measure_phases, planned_phases
 from tests.helpers.picture_memory import measure_picture_starts, save_larger_sd3
 from tests.helpers.start_memory import RANKS, measure_start, save_as_published
 from tests.virtual.shapes import SHAPES as PUBLISHED
+from verl.config.files.fp8_files import is_in_fp8
 from verl.config.model import FSDPConfig, LoraConfig, ModelConfig
 from verl.models.tiny import save_tiny_model
 from verl.planning.memory_model import reading
@@ -84,21 +87,25 @@ def main() -> None:
 def measure_starts() -> None:
     """Measure starts of two ranks with layers of published sizes, and print MiB of the first one."""
     sys.stdout.write(
-        f"{'model':10}{'kept in':>8}{'shard':>8}{'reads, planned':>16}{'measured':>10}{'ratio':>8}\n"
+        f"{'model':10}{'stored in':>10}{'kept in':>8}{'shard':>8}"
+        f"{'reads, planned':>16}{'measured':>10}{'ratio':>8}\n"
     )
     for name, layers in LAYERS.items():
         kind, fields = PUBLISHED[name]
         with tempfile.TemporaryDirectory() as folder:
             tiny = save_tiny_model(Path(folder) / "tiny", kind)
             sizes = fields | {"num_hidden_layers": layers, "vocab_size": WORDS}
-            model = ModelConfig(model_path=str(save_as_published(Path(folder) / name, kind, **sizes)))
-            for dtype in ("fp32", "bf16"):
+            path = save_as_published(Path(folder) / name, kind, **sizes)
+            model = ModelConfig(model_path=str(path))
+            for stored, dtype in itertools.product(("bf16", "fp8"), ("fp32", "bf16")):
+                if stored == "fp8" and not is_in_fp8(str(path)):
+                    save_in_fp8(path)
                 fsdp = FSDPConfig(torch_dtype=dtype)
                 shape = read_shape(model, fsdp, option="worker.actor.model", is_trained=True)
                 shard, reads = shape.stored / RANKS / MIB, reading(shape) / MIB
                 above, held = (size / MIB for size in measure_start(model, fsdp, tiny))
-                ratio = (shard + reads) / (held + above)
-                sys.stdout.write(f"{name:10}{dtype:>8}{shard:8.0f}{reads:16.0f}{above:10.0f}{ratio:8.2f}\n")
+                cells = f"{shard:8.0f}{reads:16.0f}{above:10.0f}{(shard + reads) / (held + above):8.2f}"
+                sys.stdout.write(f"{name:10}{stored:>10}{dtype:>8}{cells}\n")
 
 
 def measure_pictures() -> None:

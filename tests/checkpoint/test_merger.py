@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModelForTokenClassification, AutoTokeni
 
 from tests.helpers.checkpoints import modes_of, save_shards
 from tests.helpers.distributed import run_distributed
+from tests.helpers.fp8_files import save_in_fp8
 from verl.checkpoint.export_files import unread_tensors
 from verl.checkpoint.legacy_shards import find_shard_files
 from verl.checkpoint.manifest import MANIFEST, write_manifest
@@ -142,6 +143,18 @@ def test_a_merged_model_keeps_the_draft_head_that_training_does_not_load(
         merged = load_file(merge_checkpoint(folder, base_model=str(moved), dtype=dtype) / "model.safetensors")
         assert merged.keys() == load_file(models["qwen3_5"] / "model.safetensors").keys() | head.keys()
         assert all(torch.equal(merged[name], head[name].to(dtype or torch.float32)) for name in head)
+
+
+def test_a_draft_head_in_fp8_is_exported_as_what_it_stands_for(tmp_path):
+    name = "mtp.layers.0.self_attn.q_proj.weight"
+    weight = torch.randn(40, 24)
+    save_file({name: weight, "norm.weight": weight[0].clone()}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    expected = save_in_fp8(tmp_path, (16, 16))
+
+    [(found, value)] = unread_tensors(tmp_path, ("mtp.",), str(tmp_path))
+
+    assert found == name and torch.equal(value, expected[name])
 
 
 def test_a_base_model_without_safetensors_files_loses_nothing_in_silence(tmp_path, caplog):

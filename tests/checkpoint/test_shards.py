@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints of LoRA adapters: the tensors they hold, and the full weights read from them."""
 
+import shutil
+
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.helpers.fp8_files import save_in_fp8
 from verl.checkpoint.shards import AdaptedShards
 from verl.models.lora import adapted_layers, adapted_parameters, attach_adapters
 from verl.models.lora_weights import AdapterConfig, AdapterFiles, is_adapter, tensors_to_save
@@ -54,6 +57,19 @@ def test_adapted_weights_are_folded_and_others_come_from_the_checkpoint_or_the_b
     assert torch.equal(shards.read(f"{MODULE}.bias"), weights[f"{MODULE}.bias"])
     assert torch.equal(shards.read(NORM), norm)
     assert torch.equal(shards.read("model.embed_tokens.weight"), weights["model.embed_tokens.weight"])
+
+
+def test_a_base_in_fp8_is_what_its_weights_stand_for(base, tmp_path):
+    quantized = shutil.copytree(base, tmp_path / "quantized")
+    expected = save_in_fp8(quantized)
+    config = AdapterConfig(rank=2, alpha=6, target_modules="q_proj", base=str(quantized))
+    AdapterFiles(config, [MODULE], {}).save_pretrained(tmp_path / "lora_adapter")
+
+    adapter = {DOWN: torch.randn(2, 128), UP: torch.zeros(128, 2)}
+    shards = AdaptedShards(Source(adapter), tmp_path, None, AutoConfig.from_pretrained(base), False)
+
+    for name, value in expected.items():
+        assert torch.equal(shards.read(name), value), name
 
 
 @torch.no_grad()

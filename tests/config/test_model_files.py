@@ -14,7 +14,7 @@ from verl.config.files.model_files import (
     hub_problem,
     length_limit,
     read_model_config,
-    stored_sizes,
+    stored_tensors,
     weights_problem,
 )
 from verl.config.files.paths import data_source, existing_file, model_source
@@ -244,10 +244,10 @@ def test_the_header_of_a_file_is_read_again_only_once_it_changes(here, monkeypat
     write_weights(model, [7, 2], vocab_size=7, hidden_size=2)
     opened.clear()
 
-    first, again = dict(stored_sizes(model)), dict(stored_sizes(model))
+    first, again = list(stored_tensors(model)), list(stored_tensors(model))
     assert first == again and opened == [model / "model.safetensors"]
     write_weights(model, [70, 2], vocab_size=70, hidden_size=2)
-    assert dict(stored_sizes(model)) != first
+    assert list(stored_tensors(model)) != first
 
 
 def test_a_file_of_the_index_that_is_missing_is_named(here):

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model with 2**30 weights, and machines to plan its memory for."""
 
+from verl.planning.layer_sizes import LayerCache, Stack
 from verl.planning.machine import GIB, Machine
-from verl.planning.memory_model import LayerCache, ModelShape, Stack
+from verl.planning.memory_model import ModelShape
 
 STACK = Stack(
     layers=16, hidden=4096, intermediate=16384, heads=32, kv_heads=8, head_dim=128, params=1 << 26,

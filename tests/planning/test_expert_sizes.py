@@ -64,9 +64,10 @@ def test_experts_that_stay_whole_get_no_size():
     assert sizes_of(muon, with_biases) == [{REF: size} for size in (2, 4, 8)]
 
 
-@pytest.mark.parametrize(("missing", "size"), [(1, 2), (5, 2), (7, 4), (10, 8)])
+@pytest.mark.parametrize(("missing", "size"), [(1, 2), (7, 2), (10, 4), (11.3, 8)])
 def test_a_pass_that_does_not_fit_is_helped_by_the_fewest_ranks_that_hold_its_experts(missing, size):
-    # A pass holds three copies of a layer in two bytes: 13.5 GiB, and 7.5, 4.5 or 3 with 2, 4 or 8 ranks.
+    # A pass holds three copies of a layer in two bytes, 13.5 GiB, or with divided experts two copies of
+    # these: 4.5, 2.5 or 1.5 GiB with 2, 4 or 8 ranks.
     config = on_gpus()
     phase = next(
         each for each in Planner(planned_ppo, read_mixture, GPU)(config).phases if each.name == "old"

@@ -11,7 +11,7 @@ from transformers import AutoConfig
 from tests.planning.planning import STACK
 from tests.virtual.shapes import SHAPES
 from verl.planning.layer_caches import layer_caches
-from verl.planning.memory_model import LayerCache
+from verl.planning.layer_sizes import LayerCache
 
 BLOCK = 16  # tokens of a page
 PUBLISHED = {  # by model on the Hub, with the type of its config

@@ -10,18 +10,17 @@ from verl.config.schema import list_options
 from verl.models import tiled_mlp
 from verl.models.head import logit_chunks
 from verl.planning import memory_model
+from verl.planning.layer_sizes import TILE, Latent, LayerCache, Stack
 from verl.planning.memory_model import (
-    TILE,
-    LayerCache,
     MicroBatch,
     ModelSetup,
     ModelShape,
-    Stack,
     gathered,
     gradients,
     log_prob_peak,
     logit_chunk,
     optimizer_state,
+    padded,
     reading,
     saved_activations,
     update_peak,
@@ -143,11 +142,35 @@ def test_the_first_rank_reads_blocks_of_a_weight():
     assert reading(replace(SHAPE, largest_stored=1 << 30)) == 2 * (1 << 26)
 
 
-def test_the_first_rank_joins_the_experts_of_one_layer():
-    mixture = replace(SHAPE, largest_stored=1 << 31, joined=1 << 30)
+def test_the_first_rank_reads_at_least_an_expert():
+    mixture = replace(SHAPE, largest_stored=1 << 31, largest_row=1 << 20)
 
-    assert reading(mixture) == 2 << 30  # two parts and what they are joined to
-    assert reading(replace(mixture, joined=1 << 20)) == (1 << 20) + 2 * (1 << 26)  # sent in blocks
+    assert reading(mixture) == 2 * (1 << 26)
+    assert reading(replace(mixture, largest_row=1 << 27)) == 2 * (1 << 27)  # its parts, and joined
+
+
+def test_latent_attention_saves_what_keys_and_values_are_parts_of():
+    # Two heads of 6 for queries and keys, 2 of which all heads share, and 4 for values.
+    latent = replace(STACK, head_dim=6, latent=Latent(queries=3, keys=5, rotary=2, value_dim=4))
+
+    # Queries and keys 2*12, parts of 4 and 4 numbers, output 8; norms of 4 + 4 in two types, and of 3 + 5.
+    assert latent.saved_by_attention(2) == 2 * (2 * 12 + 2 * 8 + 8) + 8 * (2 * 4 + 3 + 5)
+    assert latent.saved(2) == latent.saved_by_attention(2) + 4 * 2 * 8
+    # Sums in float32 of 6, 6 and 4, and wide gradients and tensors, six of 6, in two bytes.
+    assert latent.latent_backward(2, 10) == 10 * 2 * (4 * 16 + 2 * 36)
+    assert STACK.latent_backward(2, 10) == 0
+
+
+def test_the_first_ranks_hold_more_experts_where_these_do_not_divide():
+    mixture = replace(
+        SHAPE, text=replace(STACK, experts=60), experts=120, trained_experts=120, divisible_experts=6
+    )
+
+    # Six experts on 4 ranks are two on each of the first three: eight places, a third more than there are.
+    assert weights(mixture, replace(SETUP, ranks=4)) == (SHAPE.stored + 4 * 40) // 4
+    assert weights(mixture, replace(SETUP, ranks=6)) == SHAPE.stored // 6
+    # Two parts of three experts each over two ranks.
+    assert padded(mixture, replace(SETUP, ranks=4, expert_ranks=2)).text.experts == 80
 
 
 def test_logits_are_computed_in_chunks():

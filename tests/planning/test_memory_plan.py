@@ -12,8 +12,8 @@ from verl.config.reward_servers import RewardServerConfig
 from verl.config.rollout import RolloutConfig
 from verl.config.schema import ConfigError, load_config, value_at
 from verl.config.worker import ActorConfig, WorkerConfig
+from verl.planning.layer_sizes import Stack
 from verl.planning.machine import GIB, find_machine
-from verl.planning.memory_model import Stack
 from verl.planning.memory_plan import Planner
 from verl.planning.planned_model import PlannedPass
 from verl.planning.planned_run import planned_ppo, with_options

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sizes of models on the meta device, compared with the weights in the files of the same models."""
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -108,13 +107,7 @@ def test_a_value_model_has_a_scalar_head(tmp_path):
     assert shape_of(folder).vocab == shape_of(folder).head // 128 > 1
 
 
-@pytest.mark.parametrize(
-    ("top", "text", "number"), [("bfloat16", "float32", 2), (None, "bfloat16", 2), (None, None, 4)]
-)
-def test_experts_are_joined_in_the_data_type_of_the_files(tmp_path, top, text, number):
+def test_a_row_of_joint_experts_is_one_of_them(tmp_path):
     folder = save_tiny_model(tmp_path, "qwen3_vl_moe")
-    config = json.loads((folder / "config.json").read_text())
-    config["text_config"]["dtype"] = text
-    (folder / "config.json").write_text(json.dumps(config | {"dtype": top}))
 
-    assert shape_of(folder).joined == number * 4 * (2 * 64) * 128  # experts, gate and up, hidden states
+    assert shape_of(folder).largest_row == 4 * (2 * 64) * 128  # gate and up, hidden states

@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from verl.planning.memory_model import ModelSetup, ModelShape, Stack
+from verl.planning.layer_sizes import Stack
+from verl.planning.memory_model import ModelSetup, ModelShape
 from verl.planning.speed.operations import collectives
 from verl.planning.speed.workload import PassWork
 

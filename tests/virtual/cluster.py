@@ -45,6 +45,7 @@ SCORER = "scorer"  # folder of the reward model, next to the policy's files
 SCORERS = {
     "qwen2": "Qwen2ForSequenceClassification", "qwen3_moe": "Qwen3MoeForSequenceClassification",
     "qwen2_5_vl": "Qwen2_5_VLForSequenceClassification", "vila": "VilaForConditionalGeneration",
+    "deepseek_v3": "DeepseekV3ForSequenceClassification",
 }  # fmt: skip
 PATCH = 28  # pixels of a merged patch
 VERSION = 0  # of all weights

@@ -41,14 +41,15 @@ class Case:
     shape: str
     ranks: int
     options: dict[str, Any] = field(default_factory=dict)
+    layers: int = LAYERS
 
     @property
     def name(self) -> str:
         changed = ", ".join(f"{key}={value}" for key, value in self.options.items())
         return f"{self.shape} on {self.ranks}" + (f", {changed}" if changed else "")
 
-    def setup(self, layers: int = LAYERS) -> Setup:
-        return Setup(**ROWS | self.options, override=fewer_layers(self.shape, layers))
+    def setup(self, layers: int | None = None) -> Setup:
+        return Setup(**ROWS | self.options, override=fewer_layers(self.shape, layers or self.layers))
 
 
 CASES = (
@@ -68,6 +69,9 @@ CASES = (
     Case("30b-a3b", 8),
     Case("30b-a3b", 16, {"expert_parallel": 4}),
     Case("30b-a3b", 32, {"expert_parallel": 8, "fsdp_size": 16}),
+    Case("235b-a22b", 128, {"expert_parallel": 8}),
+    Case("671b", 256, {"expert_parallel": 8}, layers=5),  # of which three are dense
+    Case("1t", 256, {"expert_parallel": 8}, layers=3),  # one is dense; 48 experts on 32 ranks
     Case("vl-7b", 8, {"images": (1,)}),
     Case("vl-7b", 8, {"images": (1,), "checkpointing": 0.25}),
     Case("longvila-7b", 8, video(1024)),
@@ -85,7 +89,7 @@ class Planned:
     lengths: ExpectedLengths
 
 
-def planned(case: Case, layers: int = LAYERS) -> Planned:
+def planned(case: Case, layers: int | None = None) -> Planned:
     setup = case.setup(layers)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

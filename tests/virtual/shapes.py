@@ -31,6 +31,16 @@ def _experts(inner: int, *sizes: int) -> dict[str, Any]:
     )  # fmt: skip
 
 
+def _latent(heads: int, experts: int, dense_layers: int, **others: Any) -> dict[str, Any]:
+    return dict(
+        hidden_size=7168, intermediate_size=18432, moe_intermediate_size=2048, num_hidden_layers=61,
+        num_attention_heads=heads, num_key_value_heads=heads, q_lora_rank=1536, kv_lora_rank=512,
+        qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, n_routed_experts=experts,
+        n_shared_experts=1, num_experts_per_tok=8, first_k_dense_replace=dense_layers, norm_topk_prob=True,
+        routed_scaling_factor=2.5, max_position_embeddings=32768, tie_word_embeddings=False,
+    ) | others  # fmt: skip
+
+
 def _with_images(text: dict[str, Any]) -> dict[str, Any]:
     rope = dict(rope_type="default", rope_theta=1e6, mrope_section=[16, 24, 24])
     tower = dict(
@@ -65,8 +75,9 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {  # type of model, and its conf
     "72b": ("qwen2", _dense(8192, 29568, 80, 64, 8)),
     "30b-a3b": ("qwen3_moe", _experts(768, 2048, 6144, 48, 32, 4)),
     "235b-a22b": ("qwen3_moe", _experts(1536, 4096, 12288, 94, 64, 4)),
-    # The config of its type has the sizes of DeepSeek-V3.
-    "671b": ("deepseek_v3", dict(num_hidden_layers=61, hidden_size=7168, n_routed_experts=256)),
+    # DeepSeek-V3 and Kimi-K2.
+    "671b": ("deepseek_v3", _latent(128, 256, 3, vocab_size=129280, n_group=8, topk_group=4)),
+    "1t": ("deepseek_v3", _latent(64, 384, 1, vocab_size=163840, n_group=1, topk_group=1)),
     "qwen3.5-27b": ("qwen3_5_text", _dense(
         5120, 17408, 64, 24, 4, head_dim=256, vocab_size=248320, linear_num_value_heads=48,
         mamba_ssm_dtype="float32",
@@ -79,6 +90,10 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {  # type of model, and its conf
     "tiny-moe": ("qwen3_moe", _dense(
         128, 256, 2, 4, 2, head_dim=32, moe_intermediate_size=64, num_experts=8, num_experts_per_tok=2,
         norm_topk_prob=True, vocab_size=512,
+    )),
+    "tiny-latent": ("deepseek_v3", _latent(4, 8, 1, vocab_size=512, n_group=1, topk_group=1) | dict(
+        hidden_size=128, intermediate_size=256, moe_intermediate_size=64, num_hidden_layers=2, q_lora_rank=64,
+        kv_lora_rank=32, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32, num_experts_per_tok=2,
     )),
     "tiny-vl": ("qwen2_5_vl", dict(
         text_config=_dense(128, 256, 2, 4, 2, vocab_size=512) | dict(

@@ -29,6 +29,8 @@ STEPS: dict[str, tuple[str, Setup, int]] = {
     "7B, offloaded": ("7b", Setup(reference=True, offload=True, **STEP), 8),
     "7B, 1,024 ranks": ("7b", Setup(**STEP), 1024),
     "Mixture of 235B": ("235b-a22b", Setup(**STEP), 256),
+    "Mixture of 671B": ("671b", Setup(expert_parallel=8, **STEP), 256),
+    "Mixture of 1T": ("1t", Setup(expert_parallel=8, **STEP), 384),
     "VL 72B, images": ("vl-72b", Setup(**PAIR), 128),
     "72B, 1,024 ranks": ("72b", Setup(**STEP), 1024),
     **{

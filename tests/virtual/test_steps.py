@@ -25,6 +25,7 @@ STEPS = {
         Setup(tensor_parallel=2, fsdp_size=4, reference=True, critic=True, offload=True),
         8,
     ),
+    "latent attention": ("tiny-latent", Setup(updates=1, expert_parallel=4), 8),
     "images": ("tiny-vl", Setup(images=(1, 0), image_size=(56, 56), updates=1), 8),
     "fine-tuning": ("tiny", Setup(fine_tuning=True, responses=1, response_lengths=MIXED, updates=1), 4),
 }

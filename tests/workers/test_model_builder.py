@@ -11,17 +11,20 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
+from tests.helpers.causal_families import FAMILIES as CAUSAL
+from tests.helpers.causal_families import build_family
 from tests.helpers.distributed import run_distributed
-from verl.config.model import FSDPConfig, ModelConfig, OptimConfig
+from tests.helpers.fp8_files import save_in_fp8
+from verl.config.model import FSDPConfig, LoraConfig, ModelConfig, OptimConfig
 from verl.distributed.fsdp import clip_grad_norm, make_mesh, sharded_parameters
 from verl.distributed.offload import Offloader
 from verl.distributed.weights.gathering import full_named_tensors
-from verl.models.hub_names import auto_class
+from verl.models.hub_names import HubNames, auto_class
 from verl.models.monkey_patch import plain_attention
 from verl.models.tiny import save_tiny_model
 from verl.optim.build import build_optimizer
 from verl.workers import model_builder
-from verl.workers.model_builder import apply_overrides, build_model
+from verl.workers.model_builder import adapter_config, apply_overrides, build_model
 
 pytestmark = pytest.mark.heavy
 
@@ -189,6 +192,46 @@ def test_logits_and_weights_are_those_of_the_files(folders, two_ranks):
 
     for differences in (one_rank, *(seen["differences"] for seen in two_ranks)):
         assert differences == dict.fromkeys(folders, 0.0)
+
+
+def read_from_fp8(rank: int, world_size: int, folders: list[Path]) -> list[tuple[dict, bool]]:
+    model_builder.BLOCK_BYTES = 4096
+    found = []
+    for folder in folders:
+        model = sharded_model(folder)
+        values = dict(HubNames(model.config).convert(full_named_tensors(model)))
+        found.append(
+            (
+                {name: each.numpy() for name, each in values.items()},
+                hasattr(model.config, "quantization_config"),
+            )
+        )
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_model_in_fp8_starts_with_what_its_weights_stand_for(ranks, tmp_path):
+    mixture = tmp_path / "mixture"
+    build_family("deepseek_v3", CAUSAL["deepseek_v3"]).save_pretrained(mixture)
+    dense = save_tiny_model(tmp_path / "dense", "qwen3", hidden_size=256, intermediate_size=192)
+    expected = [save_in_fp8(mixture, (20, 28)), save_in_fp8(dense, scales=torch.bfloat16)]
+
+    for seen in run_distributed(read_from_fp8, ranks, [mixture, dense]):
+        for values, (found, is_quantized) in zip(expected, seen, strict=True):
+            assert not is_quantized
+            assert found.keys() == values.keys()
+            for name, array in found.items():
+                np.testing.assert_array_equal(array, values[name].float().numpy(), name)
+
+
+def test_adapters_that_need_norms_of_weights_in_fp8_are_refused_before_they_are_read(tmp_path):
+    save_in_fp8(save_tiny_model(tmp_path, "qwen3"))
+    model = ModelConfig(model_path=str(tmp_path), lora=LoraConfig(rank=2, use_dora=True))
+
+    with pytest.raises(
+        ValueError, match=r"`worker.actor.model.lora.use_dora` must be false for weights in FP8"
+    ):
+        adapter_config(model, "worker.actor.model")
 
 
 def divided_differences(rank: int, world_size: int, folder: Path) -> list[float]:

@@ -9,7 +9,7 @@ import json
 import shlex
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from verl.checkpoint.manifest import BASE_MODEL, MANIFEST, ORIGIN, STATE_FILE, STEP_FOLDER
+from verl.config.files.fp8_files import block_of
 from verl.config.files.model_files import PIPELINE, read_json
 from verl.config.parsing import yaml_text
 from verl.config.ppo import PPOConfig
 from verl.config.schema import list_options
 from verl.config.sft import SFTConfig
 from verl.logger.file import METRICS_FILE, read_log
+from verl.models.fp8_weights import with_scales
 from verl.utils.rank_logger import get_logger
 from verl.utils.typed_command import version_text
 from verl.utils.weight_files import save_weights
@@ -119,7 +121,7 @@ def unread_tensors(
         return
     base, folder = base_of(local_dir, base_model, "*.safetensors")
     files = [] if folder is None else sorted(folder.glob("*.safetensors"))
-    if not files:
+    if folder is None or not files:
         logger.warning(
             "tensors that training does not load (%s) are not exported, because the base model %s %s: give it"
             " as `--base_model` to keep them",
@@ -127,11 +129,17 @@ def unread_tensors(
             base or "",
             "is not on this machine" if folder is None else "has no safetensors files",
         )
-    for file in files:
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 - not a dictionary
-                if name.startswith(starts):
-                    yield name, tensors.get_tensor(name)
+        return
+    with ExitStack() as stack:
+        opened = [stack.enter_context(safe_open(file, framework="pt")) for file in files]
+        slices = {
+            name: file.get_slice(name)
+            for file in opened
+            for name in file.keys()  # noqa: SIM118 - not a dictionary
+            if name.startswith(starts)
+        }
+        for name, tensor in with_scales(slices, block_of(read_json(folder / "config.json") or {})).items():
+            yield name, tensor[...]
 
 
 def copy_unread_files(

@@ -15,6 +15,7 @@ from verl.checkpoint.legacy_shards import find_shard_files, join_shards, load_sh
 from verl.checkpoint.manifest import MANIFEST, check_digests, read_manifest, remedy
 from verl.checkpoint.sharded import LORA_ADAPTER, cause
 from verl.checkpoint.storage import ShardReader, read_tensors
+from verl.models.fp8_weights import weights_in_fp8
 from verl.models.hub_names import auto_class, meta_model
 from verl.models.lora import adapted_parameters, attach_adapters
 from verl.models.lora_weights import (
@@ -202,7 +203,7 @@ def _read_base(
     if path is None:
         raise FileNotFoundError(f"{folder / CONFIG} names no base model: give it as `--base_model`")
     hint = "give it as `--base_model`"
-    with reading(f"the base model of {folder}, {path},", hint), no_weight_bars():
+    with reading(f"the base model of {folder}, {path},", hint), no_weight_bars(), weights_in_fp8(path):
         loaded: Any = auto_class(config).from_pretrained(
             path, config=config, dtype="auto", trust_remote_code=trust_remote_code, output_loading_info=True
         )

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from verl.models.layer_configs import LayerHeads, layer_heads
-from verl.planning.memory_model import LayerCache
+from verl.planning.layer_sizes import LayerCache
 
 # Layers of these kinds have no attention, or have it in addition to a state.
 STATELESS, RECURRENT, BOTH = ("moe", "mlp"), ("linear_attention", "conv"), "hybrid"

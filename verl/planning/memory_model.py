@@ -1,120 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory of a sharded transformer on one rank, in bytes: formulas alone, without torch.
 
-Letters: `H` hidden size, `A` heads x head size, `I` intermediate size, `c` bytes of a number in forward and
-backward. `docs/memory.md` compares the results with measured peaks.
+`layer_sizes` explains the letters. `docs/memory.md` compares the results with measured peaks.
 """
 
 import math
 from dataclasses import dataclass, replace
 
 from verl.distributed.backends import on_gpu
+from verl.planning.layer_sizes import NORM_BYTES, Stack
 
 NUMBER_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-NORM_BYTES = 4  # norms compute in float32 and keep their input that way
 SENT_BYTES = 1 << 26  # of a weight that is read, see `workers/model_builder.py`
 CHUNK_BYTES = {False: 256 << 20, True: 1 << 30}  # of logits, by `on_gpu`, see `models/head/logit_chunks.py`
 BLOCK_BYTES = {False: 4 * (2 << 20), True: 0}  # four float32 tensors of a softmax; kernels need none
 PRODUCT_ROWS = 1 << 14  # of the head's gradient made at once
-TILE = 1 << 13  # tokens of an MLP's tile, see `models/tiled_mlp.py`
-
-
-@dataclass(frozen=True)
-class LayerCache:
-    """Numbers that a rollout engine keeps of a sequence in layers of one kind."""
-
-    numbers: int  # of a token
-    heads: int = 1  # that an engine's ranks divide among them; each rank keeps a latent whole
-    window: float = math.inf  # the last tokens that are kept
-    state: int = 0  # of a sequence of any length
-    float32_state: int = 0  # the same, in float32 whatever the engine's type is
-
-
-@dataclass(frozen=True)
-class Stack:
-    """Identical transformer layers: those of the language model, or of the vision tower."""
-
-    layers: int
-    hidden: int
-    intermediate: int  # that a token runs through; in a mixture, the sum over its experts
-    heads: int
-    kv_heads: int
-    head_dim: int
-    params: int  # of the largest layer
-    has_head_norms: bool = False  # of queries and keys
-    adapted_experts: int = 0  # weights of a layer's joint experts with adapters: each pass makes their sum
-    is_tiled: bool = False  # MLPs run in tiles
-    experts: int = 0  # weights of a layer's joint experts
-    choices: int = 0  # experts that a token runs through
-    caches: tuple[LayerCache, ...] = ()  # of all layers, by kind
-
-    @property
-    def keys_and_values(self) -> int:
-        """Numbers of a token in all layers, if each keeps them."""
-        return 2 * self.layers * self.kv_heads * self.head_dim
-
-    def cached(self, c: int, tokens: float, ranks: int = 1) -> float:
-        """Bytes that one of an engine's ranks keeps of a sequence."""
-        return sum(
-            (c * (cache.numbers * min(tokens, cache.window) + cache.state) + 4 * cache.float32_state)
-            / min(ranks, cache.heads)
-            for cache in self.caches
-        )
-
-    def saved(self, c: int) -> int:
-        """Bytes of a token that a layer saves for its backward pass.
-
-        norms 2 (4 H + 2 c H)     queries, keys, values, output 4 c A     gated product 4 c I
-        """
-        attention = self.heads * self.head_dim
-        norms = 2 * (NORM_BYTES + 2 * c) * self.hidden
-        if self.has_head_norms:
-            norms += (NORM_BYTES + c) * (attention + self.kv_heads * self.head_dim)
-        return norms + 4 * c * attention + 4 * c * self.intermediate
-
-    def recomputed(self, share: float) -> int:
-        """Layers whose activations are recomputed."""
-        return math.ceil(share * self.layers)
-
-    def kept(self, c: int, share: float) -> int:
-        """Bytes of a token that all layers save: of a recomputed one its input."""
-        again = self.recomputed(share)
-        return again * c * self.hidden + (self.layers - again) * self.saved(c)
-
-    def transient(self, c: int, tokens: int) -> int:
-        """Bytes in a layer that saves nothing: its states and the widest operation."""
-        attention = self.heads * self.head_dim
-        product = 3 * c * self.intermediate * tokens
-        if self.tiles(tokens):  # the output of all tiles, apart and joined
-            product = 3 * c * self.intermediate * TILE + 2 * c * self.hidden * tokens
-        widest = max(product, 2 * NORM_BYTES * self.hidden * tokens, 5 * c * attention * tokens)
-        return 2 * c * self.hidden * tokens + widest
-
-    def backward(self, c: int, tokens: int, *, recomputes: bool) -> int:
-        """Bytes that the backward pass of a layer takes, with what it recomputes."""
-        saved = self.saved(c) if recomputes else 0
-        norms, product = 2 * NORM_BYTES * self.hidden * tokens, 2 * c * self.intermediate * tokens
-        if self.tiles(tokens):
-            saved -= 4 * c * self.intermediate
-            product = 6 * c * self.intermediate * TILE + c * self.hidden * tokens
-        return (saved + c * self.hidden) * tokens + max(product, norms)
-
-    def held(self, expert_ranks: int) -> int:
-        """Weights of a layer on a rank that has gathered them, with its part of divided experts."""
-        return self.params - self.experts + self.experts // expert_ranks
-
-    def arrived(self, c: int, tokens: int, expert_ranks: int) -> int:
-        """Bytes of states that came to this rank's experts: as many as its own tokens have, if even."""
-        return 0 if expert_ranks == 1 else c * self.choices * self.hidden * tokens
-
-    def tiles(self, tokens: int) -> bool:
-        """Return whether these tokens exceed a tile of the MLP."""
-        return self.is_tiled and tokens > TILE
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a model. `stored` and `joined` count bytes of weights, all other fields count weights."""
+    """Sizes of a model. `…stored` and `largest_row` count bytes of weights, all other fields weights."""
 
     params: int  # tied ones once
     stored: int
@@ -133,9 +38,10 @@ class ModelShape:
     frozen_experts: int = 0  # joint tensors of experts that stay frozen without an adapter
     experts: int = 0  # weights of all joint experts
     trained_experts: int = 0
-    joined: int = 0  # bytes of a layer's largest joint tensor of experts, in the data type of the files
+    largest_row: int = 0  # bytes in float32 of what the first index of a tensor chooses, such as an expert
     divisible_experts: int = 0  # of a layer, that `expert_parallel_size` must divide; 0: they stay whole
     has_expert_biases: bool = False
+    padding: float = 1.0  # by which `padded` made the weights of experts more
 
     @property
     def head(self) -> int:
@@ -206,16 +112,47 @@ class MicroBatch:
     media: int = 0  # tokens that features replace
 
 
+def padded(shape: ModelShape, setup: ModelSetup) -> ModelShape:
+    """Count experts as on the first ranks: FSDP gives each rank as many, the last ranks fewer or none."""
+    held, shards = shape.divisible_experts // setup.expert_ranks, setup.expert_shards
+    places = math.ceil(held / shards) * shards
+    if places == held or shape.padding > 1:
+        return shape
+
+    def more(experts: int) -> int:
+        return experts * (places - held) // held
+
+    number, trained = shape.stored / shape.params, shape.trained_stored / max(shape.trained, 1)
+    text = replace(
+        shape.text,
+        params=shape.text.params + more(shape.text.experts),
+        experts=shape.text.experts + more(shape.text.experts),
+    )
+    return replace(
+        shape,
+        text=text,
+        params=shape.params + more(shape.experts),
+        stored=shape.stored + int(number * more(shape.experts)),
+        trained=shape.trained + more(shape.trained_experts),
+        trained_stored=shape.trained_stored + int(trained * more(shape.trained_experts)),
+        experts=shape.experts + more(shape.experts),
+        trained_experts=shape.trained_experts + more(shape.trained_experts),
+        padding=places / held,
+    )
+
+
 def weights(shape: ModelShape, setup: ModelSetup) -> int:
-    return shape.stored // setup.ranks
+    return padded(shape, setup).stored // setup.ranks
 
 
 def gradients(shape: ModelShape, setup: ModelSetup) -> int:
     """The shard of the gradients, which have the type of the weights, but that of the reduction before."""
+    shape = padded(shape, setup)
     return max(shape.trained_stored, setup.reduces_once * setup.r * shape.trained) // setup.ranks
 
 
 def optimizer_state(shape: ModelShape, setup: ModelSetup) -> int:
+    shape = padded(shape, setup)
     trained, stored = shape.trained, shape.trained_stored
     outside = stored * shape.trained_root // max(trained, 1)
     sizes = {
@@ -232,6 +169,7 @@ def optimizer_state(shape: ModelShape, setup: ModelSetup) -> int:
 def gathered(shape: ModelShape, setup: ModelSetup) -> int:
     """Gathered weights in a forward pass: the root's, and those of the layers that FSDP has fetched."""
     # On several ranks weights are held both as received and as read, and the last layer's still exist.
+    shape = padded(shape, setup)
     copies, layer = 1 if setup.ranks == 1 else 3, shape.text.held(setup.expert_ranks)
     if setup.keeps_gathered:
         elsewhere = shape.experts - shape.experts // setup.expert_ranks
@@ -240,11 +178,13 @@ def gathered(shape: ModelShape, setup: ModelSetup) -> int:
 
 
 def reading(shape: ModelShape) -> int:
-    """The first rank while it reads a model: a block of a weight and its part, experts being joined."""
+    """The first rank while it reads a model: a block of a weight as it was read, and as it is sent.
+
+    A block is at least a row. Experts are read one by one, or some together: what comes from the files is as
+    large as what it is joined to.
+    """
     # Pages of the files are not counted: the kernel evicts them first.
-    blocks = 2 * min(shape.largest_stored, SENT_BYTES)
-    # Gate and up, and the tensor that they are joined to; then this tensor while its blocks are sent.
-    return max(2 * shape.joined, shape.joined + blocks)
+    return 2 * max(min(shape.largest_stored, SENT_BYTES), shape.largest_row)
 
 
 def logit_chunk(shape: ModelShape, setup: ModelSetup, batch: MicroBatch) -> int:
@@ -273,6 +213,7 @@ def _last_activations(shape: ModelShape, setup: ModelSetup, batch: MicroBatch) -
 
 def log_prob_peak(shape: ModelShape, setup: ModelSetup, batch: MicroBatch) -> int:
     """Peak of a pass without gradients, in addition to the model at rest."""
+    shape = padded(shape, setup)
     if setup.device != "cpu" and not setup.keeps_gathered:
         return _gpu_log_prob_peak(shape, setup, batch)
     in_layer = shape.text.transient(setup.c, batch.tokens) + setup.c * shape.text.adapted_experts
@@ -290,27 +231,45 @@ def _gpu_log_prob_peak(shape: ModelShape, setup: ModelSetup, batch: MicroBatch) 
     text, c, is_alone = shape.text, setup.c, setup.ranks == 1
     root, layer = c * shape.root, c * text.held(setup.expert_ranks)
     in_layer, states = text.transient(c, batch.tokens), c * text.hidden * batch.tokens
-    in_layer += c * text.adapted_experts + text.arrived(c, batch.tokens, setup.expert_ranks)
+    in_layer += c * text.adapted_experts
+    layers = (1 if is_alone else 3) * layer + in_layer
+    if setup.expert_ranks > 1:
+        layers = _divided_layer(text, setup, batch)
     if shape.tower is not None and batch.patches:
-        in_layer = max(in_layer, shape.tower.transient(c, batch.patches))
-    middle = root + (1 if is_alone else 3) * layer + in_layer
+        layers = max(layers, (1 if is_alone else 3) * layer + shape.tower.transient(c, batch.patches))
     head = root + (0 if is_alone else layer) + states + c * text.hidden * batch.responses
-    return max(_first_layer(shape, setup, batch), middle, head + logit_chunk(shape, setup, batch))
+    return max(_first_layer(shape, setup, batch), root + layers, head + logit_chunk(shape, setup, batch))
 
 
 def _first_layer(shape: ModelShape, setup: ModelSetup, batch: MicroBatch) -> int:
     """Gathered weights when the first layer begins: what the root received is freed only then."""
     text, c = shape.text, setup.c
     # Divided experts arrive after the rest of their layer.
-    layer = text.params if setup.expert_ranks == 1 else text.params - text.experts
+    layer = text.params if setup.expert_ranks == 1 else text.undivided
     entering = c * text.hidden * batch.tokens
     if shape.tower is not None and batch.patches:  # its layers come first
         layer, entering = shape.tower.params, shape.tower.transient(c, batch.patches)
     return (1 if setup.ranks == 1 else 2) * c * (shape.root + layer) + entering
 
 
+def _divided_layer(text: Stack, setup: ModelSetup, batch: MicroBatch) -> int:
+    """A layer without gradients whose experts FSDP gathers after the rest, when they are needed.
+
+    Then they are held as received and as read, with the states that arrived, in order, and two results of
+    experts, or those of gate and up and their product.
+    """
+    c, states = setup.c, setup.c * text.hidden * batch.tokens
+    experts = text.held(setup.expert_ranks) - (text.params - text.experts)
+    arrived = text.arrived(c, batch.tokens, setup.expert_ranks)
+    product = 3 * c * text.intermediate * batch.tokens
+    running = c * (2 * experts + text.params - text.experts) + 2 * arrived + max(2 * arrived, product)
+    # Before, the rest of a layer runs as it does with any experts.
+    return max(running + 2 * states, 3 * c * text.undivided + text.transient(c, batch.tokens))
+
+
 def update_peak(shape: ModelShape, setup: ModelSetup, batch: MicroBatch) -> int:
     """Peak of a forward and backward pass, in addition to weights, gradients and optimizer state."""
+    shape = padded(shape, setup)
     before = setup.c * shape.root + saved_activations(shape, setup, batch)
     return max(
         _first_layer(shape, setup, batch),
@@ -354,7 +313,7 @@ def _divided_layer_backward(shape: ModelShape, setup: ModelSetup, batch: MicroBa
     """The same of a layer whose experts FSDP gathers and reduces apart from the rest.
 
     While experts run backward, the rest of the next layer arrives and gradients of the previous one's are
-    sent; then the experts' own gradients are.
+    sent; then the experts' own gradients are, with what attention has saved, or while its gradients are made.
     """
     text, c = shape.text, setup.c
     experts = text.held(setup.expert_ranks) - (text.params - text.experts)
@@ -363,8 +322,12 @@ def _divided_layer_backward(shape: ModelShape, setup: ModelSetup, batch: MicroBa
     running = tokens + text.arrived(c, batch.tokens, setup.expert_ranks) * (
         2 if setup.checkpointing == 1 else 1
     )
-    running += c * (experts + 2 * rest) + c * trained + int(setup.r * share * rest)
-    sent = int((c + setup.r * (1 + 1 / setup.expert_shards)) * trained) + c * rest
+    gathered = c * (rest + text.undivided)  # and what arrives of the next layer
+    running += c * experts + gathered + int(c * trained / shape.padding) + int(setup.r * share * rest)
+    sent = max(int(c * trained / shape.padding), text.latent_backward(c, batch.tokens))
+    sent += int(setup.r * (1 + 1 / setup.expert_shards) * trained) + gathered
+    if setup.checkpointing == 1:
+        sent += (text.saved_by_attention(c) + c * text.hidden) * batch.tokens
     return max(running, sent)
 
 

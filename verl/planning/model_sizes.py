@@ -36,7 +36,8 @@ from verl.models.tiled_mlp import has_tiles, tile_mlps
 from verl.models.trainable import select_trainable
 from verl.optim.build import parameter_groups
 from verl.planning.layer_caches import layer_caches
-from verl.planning.memory_model import ModelShape, Stack
+from verl.planning.layer_sizes import Latent, Stack
+from verl.planning.memory_model import ModelShape
 from verl.planning.planned_model import PlannedModel
 from verl.planning.stored_shape import tower_stack
 from verl.workers.model_builder import adapter_config, load_model_config, weights_dtype
@@ -67,7 +68,6 @@ def read_shape(
     shape = replace(
         model_shape(empty),
         routes=route_bytes(empty) if is_trained else 0,
-        joined=_joined_bytes(empty, load_model_config(model, option)),
     )
     if is_trained and model.router_aux_loss_coef > 0:
         shape = replace(shape, router_logits=logits_per_token(empty))
@@ -142,12 +142,6 @@ def model_shape(model: PreTrainedModel) -> ModelShape:
     )
 
 
-def _joined_bytes(model: nn.Module, of_files: Any) -> int:
-    """Return the bytes of the largest joint tensor of experts, in the data type of the files."""
-    dtype = of_files.dtype or of_files.get_text_config().dtype or torch.float32
-    return dtype.itemsize * max(map(torch.numel, _experts(model)), default=0)
-
-
 def _experts(model: nn.Module) -> list[nn.Parameter]:
     return [param for module in expert_modules(model) for param in module.parameters()]
 
@@ -166,6 +160,7 @@ def weight_counts(model: nn.Module, blocks: Iterable[nn.Module]) -> dict[str, An
         root=count(root),
         trained_root=count(param for param in root if param.requires_grad),
         largest_stored=max(param.nbytes for param in params),
+        largest_row=max(torch.float32.itemsize * param[0].numel() for param in params),
     )
 
 
@@ -207,9 +202,10 @@ def _towers(model: PreTrainedModel, blocks: list[nn.Module]) -> list[_Tower]:
 def _text_stack(config: Any, blocks: list[nn.Module]) -> Stack:
     # Of layers that differ, the plan has the largest.
     heads = max(layer_heads(config), key=lambda layer: layer.queries * layer.dim)
-    width = config.intermediate_size
+    width, latent = config.intermediate_size, _latent(config)
     if getattr(config, "moe_intermediate_size", None):
-        width = experts_per_token(config) * config.moe_intermediate_size
+        shared = getattr(config, "n_shared_experts", None) or 0
+        width = (experts_per_token(config) + shared) * config.moe_intermediate_size
     names = {name.rpartition(".")[2] for block in blocks for name, _ in block.named_modules()}
     return Stack(
         layers=config.num_hidden_layers,
@@ -217,7 +213,7 @@ def _text_stack(config: Any, blocks: list[nn.Module]) -> Stack:
         intermediate=width,
         heads=heads.queries,
         kv_heads=heads.keys,
-        head_dim=heads.dim,
+        head_dim=heads.dim if latent is None else config.qk_nope_head_dim + config.qk_rope_head_dim,
         params=max(count(block.parameters()) for block in blocks),
         has_head_norms="q_norm" in names,
         adapted_experts=max(map(adapted_expert_weights, blocks)),
@@ -225,4 +221,16 @@ def _text_stack(config: Any, blocks: list[nn.Module]) -> Stack:
         experts=max(sum(count(part.parameters()) for part in expert_modules(block)) for block in blocks),
         choices=experts_per_token(config),
         caches=layer_caches(config),
+        latent=latent,
+        undivided=max(
+            count(block.parameters()) - sum(count(part.parameters()) for part in expert_modules(block))
+            for block in blocks
+        ),
     )
+
+
+def _latent(config: Any) -> Latent | None:
+    if not getattr(config, "kv_lora_rank", None):
+        return None
+    queries = getattr(config, "q_lora_rank", None) or 0
+    return Latent(queries, config.kv_lora_rank, config.qk_rope_head_dim, config.v_head_dim)

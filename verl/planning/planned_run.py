@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from verl.config.distillation import DistillationConfig
+from verl.config.files.fp8_files import is_in_fp8
 from verl.config.model import AUTO, ModelConfig, PolicyConfig, TrainedModelConfig
 from verl.config.ppo import PPOConfig
 from verl.config.reward_servers import RewardServerConfig
@@ -198,6 +199,7 @@ class PlannedRun:
             and self.engine.options.lora_sync != "merged"
             and not self.engine.is_quantized
             and self.models[0].model.lora.is_used
+            and not is_in_fp8(self.models[0].model.model_path or "")
         )
 
     def auto_options(self) -> list[str]:

@@ -11,9 +11,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from verl.config.files.model_files import CONFIG, read_json, stored_sizes
+from verl.config.files.model_files import CONFIG, read_json, stored_tensors
 from verl.config.model import FSDPConfig, ModelConfig
-from verl.planning.memory_model import NUMBER_BYTES, LayerCache, ModelShape, Stack
+from verl.planning.layer_sizes import LayerCache, Stack
+from verl.planning.memory_model import NUMBER_BYTES, ModelShape
 
 TOWER_BLOCK = re.compile(r"visual\.blocks\.(\d+)\.")
 TEXT_BLOCK = re.compile(r"(?:^|\.)layers\.(\d+)\.")
@@ -39,7 +40,7 @@ def stored_shape(model: ModelConfig, fsdp: FSDPConfig, *, is_trained: bool, head
     if any(changes) or head != "causal" or number is None or config is None:
         return None
     try:
-        sizes = dict(stored_sizes(folder))
+        sizes = {name: size for name, size, *_ in stored_tensors(folder)}
         text = config.get("text_config", config)
         has_windows = text.get("sliding_window") and text.get("use_sliding_window", True)  # as Qwen's do not
         if has_windows or not all(map(KNOWN.search, sizes)):
@@ -73,6 +74,7 @@ def _shape(config: dict[str, Any], sizes: Sizes, number: int, is_trained: bool, 
         root=root,
         trained_root=root if is_trained else 0,
         largest_stored=number * max(map(math.prod, sizes.values())),
+        largest_row=4 * max(math.prod(size[1:]) for size in sizes.values()),
         vocab=vocab,
         is_tied=is_tied,
         text=Stack(
@@ -86,6 +88,7 @@ def _shape(config: dict[str, Any], sizes: Sizes, number: int, is_trained: bool, 
             has_head_norms=any(name.endswith("q_norm.weight") for name in sizes),
             is_tiled=is_tiled,
             caches=(LayerCache(2 * layers * keys, heads),),
+            undivided=max(text_blocks.values()),
         ),
         tower=tower,
     )

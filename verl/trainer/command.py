@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from verl.checkpoint.tracker import checkpoint_to_resume
+from verl.config.files.fp8_files import fp8_problem
 from verl.config.files.model_files import hub_problem, weights_problem
 from verl.config.hints.arguments import dashless
 from verl.config.hints.missing_paths import config_elsewhere
@@ -185,9 +186,10 @@ def check_weights(run: PlannedRun, *, loads: bool = False) -> None:
 
 def weights_problems(run: PlannedRun, *, loads: bool = False) -> Iterator[str]:
     for planned in run.models:
-        problem = weights_problem(planned.model.model_path or "", planned.model.override_config)
+        path = planned.model.model_path or ""
+        problem = weights_problem(path, planned.model.override_config) or fp8_problem(path)
         if problem is None and loads:
-            problem = hub_problem(planned.model.model_path or "")
+            problem = hub_problem(path)
         if problem is not None:
             yield f"`{planned.option}.model_path` {problem}"
 

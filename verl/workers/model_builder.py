@@ -2,12 +2,13 @@
 """Build a sharded model from a folder in Hugging Face format, ready for packed forward passes.
 
 Every rank builds the model on the meta device, shards it, and allocates its shards only. Rank 0 reads and
-broadcasts tensor by tensor, so host memory holds the experts of one layer at most.
+broadcasts some rows of a tensor at a time, so host memory holds a few blocks, or an expert of a layer.
 """
 
 import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,6 +27,7 @@ from verl.distributed.fsdp import offload_policy, shard_model, sharded_parameter
 from verl.distributed.tensor_parallel import tensor_axis
 from verl.models.divided_layers import divide_layers, tensor_option
 from verl.models.families.registry import load_config, register_family
+from verl.models.fp8_weights import drop_quantization, stored_block, weights_in_fp8
 from verl.models.hub_names import HubNames, auto_class, meta_model
 from verl.models.lora import set_adapter
 from verl.models.lora_weights import AdapterConfig, read_adapter, read_adapter_config
@@ -44,11 +46,11 @@ from verl.models.scalar_head import (
 from verl.models.tiled_mlp import tile_mlps
 from verl.models.trainable import select_trainable
 from verl.utils.rank_logger import get_logger
-from verl.workers.stored_weights import stored_value, weights_in_files
+from verl.workers.stored_weights import stored_rows, stored_value, weights_in_files
 
 logger = get_logger(__name__)
 
-BLOCK_BYTES = 1 << 26  # sent at once
+BLOCK_BYTES = 1 << 26  # sent at once, if in float32
 
 T = TypeVar("T")
 
@@ -125,13 +127,21 @@ def load_model_config(model: ModelConfig, option: str = "worker.actor.model") ->
 def read_config(
     path: str, *, trust_remote_code: bool, overrides: Mapping[str, Any], option: str = "worker.actor.model"
 ) -> PreTrainedConfig:
-    """Load the transformers config of a folder or hub model, with overrides applied."""
+    """Load the transformers config of a folder or hub model, with overrides applied.
+
+    It describes whole weights, also if those in the files are in FP8.
+    """
     try:
         config = load_config(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, StrictDataclassError) as error:  # the last for values that do not fit
         raise FileNotFoundError(
             f"`{option}.model_path` ({path}): no model config can be read there: {error}"
         ) from error
+    try:
+        stored_block(path)
+    except ValueError as error:
+        raise ValueError(f"`{option}.model_path` ({path}): {error}") from error
+    drop_quantization(config)
     apply_overrides(config, overrides, f"{option}.override_config")
     return config
 
@@ -200,6 +210,12 @@ def adapter_config(model: ModelConfig, option: str) -> AdapterConfig | None:
     if not lora.is_used:
         return None
     if lora.path is None:
+        assert model.model_path is not None, "required when the config was checked"
+        if lora.use_dora and stored_block(model.model_path) is not None:
+            raise ValueError(
+                f"`{option}.lora.use_dora` must be false for weights in FP8, whose norms it needs at the"
+                f" start: use a release of `{option}.model_path` ({model.model_path}) in bfloat16"
+            )
         return AdapterConfig(
             rank=lora.rank,
             alpha=lora.alpha,
@@ -269,7 +285,9 @@ def fill_model(
     for name, param in sharded_parameters(model).items():
         _fill_shard(given.get(name), param, device)
     for name, buffer in list(model.named_buffers()):  # non-persistent ones too
-        whole = _from_rank0(given.get(name), buffer.shape, buffer.dtype, device)
+        value = given.get(name)
+        read = None if value is None else partial(stored_value, value)
+        whole = _from_rank0(read, buffer.shape, buffer.dtype, device)
         if whole.is_floating_point():
             whole = whole.to(buffer_dtype)
         owner, _, leaf = name.rpartition(".")
@@ -280,10 +298,12 @@ def fill_model(
 def _read_model(
     model: ModelConfig, config: PreTrainedConfig, dtype: torch.dtype, trainable: bool, option: str
 ) -> PreTrainedModel:
-    """Open the files of a model: its parameters have the values that `stored_value` reads."""
+    """Open the files of a model: its parameters have the values that `stored_rows` reads."""
     where = f"`{option}.model_path` ({model.model_path})"
     try:
-        with weights_in_files(casts=trainable and model.lora.is_used):  # adapters begin in their dtype
+        assert model.model_path is not None, "required when the config was checked"
+        casts = trainable and model.lora.is_used  # adapters begin in their dtype
+        with weights_in_files(casts=casts), weights_in_fp8(model.model_path):
             source, report = auto_class(config).from_pretrained(
                 model.model_path,
                 config=config,
@@ -334,22 +354,25 @@ def _agree_on_bias(model: PreTrainedModel, source: PreTrainedModel | None) -> No
 def _fill_shard(source: Tensor | None, param: nn.Parameter, device: torch.device) -> None:
     """Send a weight from rank 0 in blocks of rows, of which each rank keeps its part."""
     assert isinstance(param, DTensor), "made by fully_shard"
-    local, value = param.to_local(), None if source is None else stored_value(source)
-    own, columns = _own_places(param, 0, device), None
+    local, own, columns = param.to_local(), _own_places(param, 0, device), None
     if any(place.is_shard(1) for place in param.placements):
         columns = _own_places(param, 1, device)
-    rows = max(1, BLOCK_BYTES * len(param) // param.nbytes)
+    rows = max(1, BLOCK_BYTES * len(param) // (torch.float32.itemsize * param.numel()))
     for start in range(0, len(param), rows):
         size = torch.Size([min(rows, len(param) - start), *param.shape[1:]])
-        block = _from_rank0(None if value is None else value[start : start + rows], size, param.dtype, device)
+        read = None if source is None else partial(stored_rows, source, start, start + size[0])
+        block = _from_rank0(read, size, param.dtype, device)
         [kept] = torch.where((own >= start) & (own < start + rows))
         part = block[own[kept] - start]
         part = part if columns is None else part[:, columns]
         local.index_copy_(0, kept.to(local.device), part.to(local.device))
+        del block, part  # before the next ones are made
 
 
-def _from_rank0(value: Tensor | None, size: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    whole = torch.empty(size, dtype=dtype, device=device) if value is None else value.to(device).to(dtype)
+def _from_rank0(
+    read: Callable[[], Tensor] | None, size: torch.Size, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    whole = torch.empty(size, dtype=dtype, device=device) if read is None else read().to(device).to(dtype)
     dist.broadcast(whole, src=0)
     return whole
 

@@ -22,7 +22,13 @@ from verl.models.attention.partial_attention import (
     partial_forward,
 )
 from verl.models.attention.sequence_parallel_layouts import RingLayout
-from verl.models.attention.varlen_kernels import KernelChoice, TorchKernel, choose_kernels, use_kernels
+from verl.models.attention.varlen_kernels import (
+    KernelChoice,
+    TorchKernel,
+    VarlenKernel,
+    choose_kernels,
+    use_kernels,
+)
 
 RULE = AttentionRule(0.3)
 GROUPS = [(5, [2, 3, 0, 4]), (1, [1]), (7, []), (3, [2, 2, 2])]
@@ -210,6 +216,46 @@ def test_calls_of_a_ring_merge_to_the_same_through_any_kernel(softcap, plain_ker
         torch.testing.assert_close(left, right, atol=2e-6, rtol=1e-5)
 
 
+class EqualHeads(VarlenKernel):
+    """Takes values as wide as keys, as kernels for GPUs do."""
+
+    name = "equal heads"
+
+    def __init__(self):
+        self.plain = PlainKernel()
+
+    def obstacle(self, q, v, softcap):
+        return None
+
+    def run(self, q, k, v, rows):
+        assert q.shape[-1] == k.shape[-1] == v.shape[-1]
+        return self.plain.forward(q, k, v, rows)
+
+    def gradients(self, tensors, rows):
+        grad_out, q, k, v, out, lse = tensors
+        assert grad_out.shape[-1] == k.shape[-1] == v.shape[-1] == out.shape[-1]
+        return self.plain.backward(grad_out, q, k, v, out, lse, rows)
+
+
+def test_values_that_are_narrower_than_keys_give_the_same_with_columns_of_zeros():
+    # As in latent attention, whose heads have 192 and 128 dimensions.
+    generator, packed = torch.Generator().manual_seed(0), PackedLayout.of_groups(GROUPS, "cpu")
+    size = sum(prompt + sum(responses) for prompt, responses in GROUPS)
+    inputs = [torch.randn(1, 4, size, dim, generator=generator, requires_grad=True) for dim in (24, 24, 16)]
+    found = []
+    for kernels in ((TorchKernel(),), (EqualHeads(),)):  # the first takes no CPU: plain products
+        previous = use_kernels(KernelChoice(kernels))
+        try:
+            out = packed.attend(*inputs, RULE)
+        finally:
+            use_kernels(previous)
+        found.append((out, *torch.autograd.grad(out, inputs, torch.sin(out.detach()))))
+
+    for one, other in zip(*found, strict=True):
+        assert one.shape == other.shape
+        torch.testing.assert_close(one, other, atol=2e-6, rtol=1e-5)
+
+
 def test_a_required_kernel_that_cannot_take_the_model_is_an_error(meta_gpu):
     previous = use_kernels(KernelChoice((TorchKernel(),), is_required=True))
     wide = [torch.empty(1, 2, 10, 320, dtype=torch.bfloat16, device="meta") for _ in range(3)]
@@ -217,9 +263,12 @@ def test_a_required_kernel_that_cannot_take_the_model_is_an_error(meta_gpu):
 
     try:
         with pytest.raises(
-            NotImplementedError, match=r"torch needs equal head dimensions .* up to 256, not 320"
+            NotImplementedError, match=r"torch needs heads of keys with .* up to 256 dimensions, .* not 320"
         ):
             layout.attend(*wide, RULE)
+        narrow = (*(tensor[..., :64] for tensor in wide[:2]), wide[2][..., :72])
+        with pytest.raises(NotImplementedError, match=r"values with at most as many, not 64 and 72"):
+            layout.attend(*narrow, RULE)
         with pytest.raises(
             NotImplementedError, match=r"in torch.float32.*set `worker.actor.attention_kernel`"
         ):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoProcessor
 
+from tests.helpers.fp8_files import save_in_fp8
 from tests.workers.rollout.media import largest_media_difference, media_requests
 from tests.workers.rollout.reference import (
     OPTIONS,
@@ -20,7 +21,7 @@ from tests.workers.rollout.reference import (
     text_requests,
 )
 from verl.models.tiny import save_tiny_model
-from verl.workers.rollout.engines import build_rollout_engine
+from verl.workers.rollout.engines import _hub_weights, build_rollout_engine, standalone_engine
 from verl.workers.rollout.hf.batches import RunningBatch, sample_tokens
 from verl.workers.rollout.interface import RolloutRequest, SamplingOptions, media_token_ids
 
@@ -237,6 +238,19 @@ def test_prompts_wait_until_running_ones_leave_room(qwen2, monkeypatch):
     assert shapes.of_prompts() == [(2, 10), (1, 12)]
     assert starts[:6] == [1, 1, 1, 1, 2, 2]
     assert_same_responses(responses, expected)
+
+
+def test_an_engine_that_reads_a_model_in_fp8_samples_with_what_its_weights_stand_for(tmp_path):
+    folder = save_tiny_model(tmp_path, "qwen3", hidden_size=256, intermediate_size=192)
+    model = load_model(folder)
+    model.load_state_dict(save_in_fp8(folder), strict=False)
+
+    with standalone_engine("hf", str(folder), device="cpu", dtype="fp32", max_length=160, seed=1) as engine:
+        responses = collect(engine, text_requests(), GREEDY)
+
+    assert largest_difference(model, text_requests(), responses) < 1e-4
+    weights = dict(_hub_weights(str(folder), "fp32", False))  # of the other engines
+    assert all(torch.equal(weights[name], value) for name, value in hub_tensors(model))
 
 
 def test_a_prompt_larger_than_the_room_runs_alone(qwen2, monkeypatch):

@@ -171,7 +171,8 @@ def weights_problem(model: str, overrides: Mapping[str, Any] | None = None) -> s
     if not any((folder / name).is_file() for name in LAST_WEIGHTS[:2]):
         return None
     try:
-        return _shape_problem(folder, dict(stored_sizes(folder)), overrides or {})
+        sizes = {name: size for name, size, *_ in stored_tensors(folder)}
+        return _shape_problem(folder, sizes, overrides or {})
     except (OSError, ValueError, LookupError, TypeError) as error:
         return f"({folder}): {error}: download or export the model again"
 
@@ -192,8 +193,8 @@ def _shape_problem(
     return None
 
 
-def stored_sizes(folder: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield name and shape of each tensor of a model, from the headers of its safetensors files.
+def stored_tensors(folder: Path) -> Iterator[tuple[str, tuple[int, ...], str, str]]:
+    """Yield name, shape, data type and file of a model's tensors, from the headers of its safetensors files.
 
     Raises:
         OSError: A file that the index names is missing.
@@ -205,11 +206,11 @@ def stored_sizes(folder: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
     )
     for file in sorted(files):
         about = (folder / file).stat()
-        yield from _sizes_in(folder / file, about.st_size, about.st_mtime_ns)
+        yield from _tensors_in(folder / file, about.st_size, about.st_mtime_ns)
 
 
 @lru_cache(maxsize=1024)
-def _sizes_in(path: Path, size: int, _changed: int) -> list[tuple[str, tuple[int, ...]]]:
+def _tensors_in(path: Path, size: int, _changed: int) -> list[tuple[str, tuple[int, ...], str, str]]:
     # Several checks and the memory plan ask for each header, which may be on a slow disk.
     with path.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
@@ -218,7 +219,7 @@ def _sizes_in(path: Path, size: int, _changed: int) -> list[tuple[str, tuple[int
     end = 8 + length + max([0, *(entry["data_offsets"][1] for entry in tensors.values())])
     if size < end:
         raise ValueError(f"{path.name} has {size} bytes, and its header says {end}: it is cut short")
-    return [(name, tuple(entry["shape"])) for name, entry in tensors.items()]
+    return [(name, tuple(entry["shape"]), entry["dtype"], path.name) for name, entry in tensors.items()]
 
 
 def hub_problem(model: str) -> str | None:

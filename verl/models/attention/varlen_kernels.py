@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from verl.distributed.device import has_kernels, module_of
@@ -33,7 +34,8 @@ Gradients = tuple[Tensor, Tensor, Tensor]  # of q, k and v
 class VarlenKernel(ABC):
     """Attention of rows of queries (Nq, H, D) to rows of keys and values (Nk, Hkv, D), with any strides.
 
-    The limits are those of the kernels for GPUs, whose backward reads contiguous tensors.
+    The limits are those of the kernels for GPUs, whose backward reads contiguous tensors. Values that are
+    narrower than keys, as in latent attention (192 and 128), get columns of zeros, which change nothing.
     """
 
     name: str
@@ -46,10 +48,10 @@ class VarlenKernel(ABC):
             return f"needs a GPU, not the {q.device.type}"
         if q.dtype not in HALF_TYPES:
             return f"computes in bf16 or fp16, not in {q.dtype}"
-        if q.shape[-1] != v.shape[-1] or q.shape[-1] > self.largest_head or q.shape[-1] % 8:
+        if q.shape[-1] < v.shape[-1] or q.shape[-1] > self.largest_head or q.shape[-1] % 8:
             return (
-                "needs equal head dimensions of keys and values, a multiple of 8 up to"
-                f" {self.largest_head}, not {q.shape[-1]} and {v.shape[-1]}"
+                f"needs heads of keys with a multiple of 8 up to {self.largest_head} dimensions, and values"
+                f" with at most as many, not {q.shape[-1]} and {v.shape[-1]}"
             )
         if softcap is not None and not self.takes_softcap:
             return "has no soft cap of the scores"
@@ -57,7 +59,9 @@ class VarlenKernel(ABC):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
         """Return `out` (Nq, H, D), and `lse` (H, Nq) float32, -inf for rows without keys."""
-        out, lse, *_ = self.run(q, k, v, rows)
+        out, lse, *_ = self.run(q, k, _widened(v, q), rows)
+        if v.shape[-1] < q.shape[-1]:
+            out = out[..., : v.shape[-1]].contiguous()
         return out, lse.masked_fill(lse == float("inf"), float("-inf"))  # as FlashAttention 2 returns +inf
 
     @abstractmethod
@@ -67,11 +71,18 @@ class VarlenKernel(ABC):
     def backward(
         self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rows: Rows
     ) -> Gradients:
-        return self.gradients((grad_out.contiguous(), q, k, v, out.contiguous(), lse.contiguous()), rows)
+        grad_out, wide, out = (_widened(each, q) for each in (grad_out.contiguous(), v, out.contiguous()))
+        dq, dk, dv = self.gradients((grad_out, q, k, wide, out, lse.contiguous()), rows)
+        return dq, dk, dv[..., : v.shape[-1]]
 
     @abstractmethod
     def gradients(self, tensors: Sequence[Tensor], rows: Rows) -> Gradients:
         """Compute `backward` from contiguous gradients of the output, q, k, v, output and log-sum-exp."""
+
+
+def _widened(tensor: Tensor, like: Tensor) -> Tensor:
+    missing = like.shape[-1] - tensor.shape[-1]
+    return F.pad(tensor, (0, missing)) if missing else tensor
 
 
 def window_of(rows: Rows) -> tuple[bool, int, int]:

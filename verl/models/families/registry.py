@@ -91,6 +91,7 @@ def whole_config(config: Any, path: str | Path, **options: Any) -> Any:
     if not wholes:
         return config
     whole = AutoConfig.from_pretrained(path, **options)
+    vars(whole).pop("quantization_config", None)  # what is trained is not quantized
     if whole.model_type not in wholes:  # files of the part alone
         return config
     setattr(whole, wholes[whole.model_type], config)

@@ -32,7 +32,8 @@ from verl.diffusion.sampler import size_of
 from verl.distributed.fsdp import fsdp_blocks, torch_dtype
 from verl.models.trainable import select_trainable
 from verl.planning.diffusion.planned import PictureShape, Work
-from verl.planning.memory_model import ModelShape, Stack
+from verl.planning.layer_sizes import Stack
+from verl.planning.memory_model import ModelShape
 from verl.planning.model_sizes import count, weight_counts
 from verl.workers.model_builder import weights_dtype
 

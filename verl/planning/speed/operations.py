@@ -7,7 +7,8 @@ under gradient checkpointing, and the head, whose logits are made again in the b
 
 from dataclasses import dataclass
 
-from verl.planning.memory_model import ModelSetup, ModelShape, Stack
+from verl.planning.layer_sizes import Stack
+from verl.planning.memory_model import ModelSetup, ModelShape, padded
 from verl.planning.speed.workload import PassWork
 
 DENSE_SHARE = 0.9  # of a layer's weights that a token is multiplied with; the rest are norms and biases
@@ -37,7 +38,12 @@ class Operations:
 def layer_weights(stack: Stack) -> int:
     """Weights of a layer that a token is multiplied with."""
     attention, cached = stack.heads * stack.head_dim, stack.kv_heads * stack.head_dim
-    routed = 2 * stack.hidden * (attention + cached) + 3 * stack.hidden * stack.intermediate
+    around = 2 * stack.hidden * (attention + cached)
+    if (latent := stack.latent) is not None:
+        around = stack.hidden * (latent.queries + latent.keys + latent.rotary)
+        around += stack.hidden * stack.heads * latent.value_dim
+        around += (latent.queries or stack.hidden) * attention + latent.keys * stack.expanded
+    routed = around + 3 * stack.hidden * stack.intermediate
     return min(stack.params, routed)  # less in a mixture; towers have two matrices in an MLP, not three
 
 
@@ -132,7 +138,7 @@ def collectives(
     ring: int = 1,
 ) -> Collectives:
     """Count a pass over all rows of a step; each micro batch gathers weights and scatters gradients."""
-    passes = 2 if is_update and not setup.keeps_gathered else 1
+    passes, shape = 2 if is_update and not setup.keeps_gathered else 1, padded(shape, setup)
     # The root stays gathered until a backward pass.
     root = setup.c * shape.root * (setup.ranks - 1) / setup.ranks
     rest, experts = _others_shards(shape.params, shape.experts, setup)
@@ -146,12 +152,12 @@ def collectives(
         sums = work.repeats if setup.reduces_once else work.micro_batches
         replicas = 2 * sums * setup.r * shape.trained / setup.ranks * (copies - 1) / copies
     text = shape.text
-    queries, cached = text.heads * text.head_dim, text.kv_heads * text.head_dim
+    queries, cached = (heads * (text.head_dim + text.value_dim) for heads in (text.heads, text.kv_heads))
     # Queries, keys, values and the output; their gradients; and once more where blocks are computed again.
     times = (2 + setup.checkpointing) if is_update else 1
     states = times * text.layers * setup.c * work.tokens
-    heads = states * (2 * queries + 2 * cached) * (ulysses - 1) / ulysses
-    around = states * 2 * cached * (ring - 1)
+    heads = states * (queries + cached) * (ulysses - 1) / ulysses
+    around = states * cached * (ring - 1)
     routed = states * 2 * text.choices * text.hidden  # to the experts and back
     routed *= (setup.expert_ranks - 1) / setup.expert_ranks
     # After attention and MLP, and in the backward pass of their inputs; a block that is computed again stops

@@ -15,6 +15,7 @@ from torch.distributed.elastic.utils.distributed import get_free_port
 from verl.config.rollout import RolloutConfig
 from verl.distributed.fsdp import torch_dtype
 from verl.models.families.registry import load_config
+from verl.models.fp8_weights import drop_quantization, weights_in_fp8
 from verl.models.hub_names import HubNames, auto_class
 from verl.utils.registry import Registry
 from verl.workers.rollout.interface import EngineSetup, RolloutEngine
@@ -92,5 +93,7 @@ def standalone_engine(
 def _hub_weights(path: str, dtype: str, trust_remote_code: bool) -> Iterator[tuple[str, Any]]:
     trust: Any = {"trust_remote_code": trust_remote_code}
     config = load_config(path, **trust)
-    model = auto_class(config).from_pretrained(path, config=config, dtype=torch_dtype(dtype), **trust)
+    drop_quantization(config)
+    with weights_in_fp8(path):
+        model = auto_class(config).from_pretrained(path, config=config, dtype=torch_dtype(dtype), **trust)
     return HubNames(model.config, trust_remote_code).convert(model.state_dict().items())

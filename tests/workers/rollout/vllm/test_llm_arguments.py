@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from transformers import Qwen2_5_VLConfig, Qwen2Config
 
+from tests.helpers.fp8_files import set_quantization
 from tests.workers.rollout.reference import rollout_config, setup_of
 from verl.config.rollout import SpeculativeConfig
 from verl.workers.rollout.vllm.llm_arguments import _cpu_arguments, engine_arguments, speculative_arguments
@@ -33,12 +34,24 @@ def test_each_method_gets_its_own_arguments_of_vllm():
     }  # fmt: skip
 
 
-def test_further_arguments_replace_those_of_the_run_and_join_its_mappings():
+def test_further_arguments_replace_those_of_the_run_and_join_its_mappings(tmp_path):
+    Qwen2_5_VLConfig().save_pretrained(tmp_path)
     config = rollout_config(
         engine_arguments={"block_size": 64, "limit_mm_per_prompt": {"video": 1}}, limit_images=2
     )
 
-    arguments = engine_arguments(config, setup_of("model"), Qwen2_5_VLConfig())
+    arguments = engine_arguments(config, setup_of(tmp_path), Qwen2_5_VLConfig())
 
     assert arguments["block_size"] == 64
     assert arguments["limit_mm_per_prompt"] == {"image": 2, "video": 1}
+
+
+def test_an_engine_is_built_with_whole_weights_where_those_of_the_files_are_in_fp8(tmp_path):
+    plain = Qwen2Config()
+    plain.save_pretrained(tmp_path)
+    set_quantization(tmp_path, quant_method="fp8", weight_block_size=[128, 128])
+
+    change = engine_arguments(rollout_config(), setup_of(tmp_path), plain)["hf_overrides"]
+
+    changed = change(Qwen2Config.from_pretrained(tmp_path))
+    assert not hasattr(changed, "quantization_config")

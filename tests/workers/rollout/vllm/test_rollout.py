@@ -9,6 +9,7 @@ import torch
 from transformers import GenerationConfig
 
 from tests.helpers.family_engines import assert_cache_is_planned
+from tests.helpers.fp8_files import save_in_fp8
 from tests.workers.rollout.reference import (
     OPTIONS,
     change_weights,
@@ -306,3 +307,18 @@ def test_log_probs_equal_the_models_after_each_sync(family, tmp_path, single_pro
 
     assert max(differences) < 1e-4
     assert all(name.endswith("_scale_cpu") for name in loose)  # in host memory
+
+
+@nightly
+def test_an_engine_of_a_model_in_fp8_samples_with_the_synced_weights(tmp_path, single_process):
+    path = save_tiny_model(tmp_path, "qwen3", hidden_size=256, intermediate_size=192)
+    model = load_model(path)
+    save_in_fp8(path)
+    engine = build_rollout_engine(rollout_config(), setup_of(path))
+
+    change_weights(model, seed=1)
+    engine.sync_weights(hub_tensors(model))
+    difference = largest_difference(model, text_requests(), collect(engine, text_requests()))
+    engine.close()
+
+    assert difference < 1e-4

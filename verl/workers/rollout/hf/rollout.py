@@ -22,6 +22,7 @@ from verl.distributed.fsdp import torch_dtype
 from verl.models.auto import AutoProcessor, AutoTokenizer
 from verl.models.families.interface import MediaFamily, MediaShape, Medium
 from verl.models.families.registry import family_of, media_family_of
+from verl.models.fp8_weights import weights_in_fp8
 from verl.models.hub_names import auto_class
 from verl.models.mixture.routing import ChoicePass, ExpertChoices
 from verl.workers.model_builder import end_token_ids, read_config
@@ -68,9 +69,10 @@ class HFRollout(RolloutEngine):
         self.processor = AutoProcessor.from_pretrained(tokenizer_path, **trust) if self.banned else None
         if setup.media is not None and self.processor is not None:
             setup.media.outputs.remember_calls(self.processor)
-        model = auto_class(self.hf_config).from_pretrained(
-            setup.model_path, config=self.hf_config, dtype=self.dtype, **trust
-        )
+        with weights_in_fp8(setup.model_path):
+            model = auto_class(self.hf_config).from_pretrained(
+                setup.model_path, config=self.hf_config, dtype=self.dtype, **trust
+            )
         self.model: Any = self._to_device(model)
         tokenizer = AutoTokenizer.from_pretrained(tokenizer_path, **trust)
         self.end_ids = end_token_ids(tokenizer, self.model.generation_config)

@@ -4,9 +4,11 @@
 import os
 from typing import Any
 
+from verl.config.files.fp8_files import KEY
 from verl.config.parsing import merged
 from verl.distributed.device import is_gpu
 from verl.distributed.fsdp import torch_dtype
+from verl.models.fp8_weights import stored_block
 from verl.models.layer_configs import layer_heads
 from verl.workers.rollout.interface import EngineSetup
 
@@ -44,8 +46,11 @@ def engine_arguments(config: Any, setup: EngineSetup, hf_config: Any, max_length
         enable_return_routed_experts=setup.records_routes,
         log_level="error",
     )
-    if setup.override_config:
-        arguments["json_model_override_args"] = dict(setup.override_config)
+    overrides = dict(setup.override_config)
+    if stored_block(setup.model_path) is not None:  # in the files; synced weights are not
+        overrides[KEY] = None
+    if overrides:
+        arguments["json_model_override_args"] = overrides
     arguments |= (
         _gpu_arguments(config) if is_gpu(setup.device) else _cpu_arguments(config, hf_config, max_length)
     )

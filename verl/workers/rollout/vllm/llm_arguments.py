@@ -14,6 +14,7 @@ from verl.config.rollout import CPU_BLOCK, FP8, SpeculativeConfig
 from verl.distributed.device import is_gpu
 from verl.distributed.fsdp import torch_dtype
 from verl.models.families.registry import family_of, trained_part
+from verl.models.fp8_weights import drop_quantization, stored_block
 from verl.models.layer_configs import experts_per_token, layer_heads
 from verl.workers.model_builder import apply_overrides
 from verl.workers.rollout.interface import EngineSetup
@@ -72,7 +73,8 @@ def engine_arguments(config: Any, setup: EngineSetup, hf_config: Any) -> dict[st
 def _override_arguments(setup: EngineSetup, hf_config: Any) -> dict[str, Any]:
     # From our config, once: vLLM may call the function again for a config that it has changed.
     ours = family_of(hf_config).engine_overrides(hf_config)
-    changes = dict(overrides=dict(setup.override_config), ours=ours, head_dtype=_head_dtype(setup.device))
+    changes: dict[str, Any] = dict(overrides=dict(setup.override_config), ours=ours)
+    changes |= dict(head_dtype=_head_dtype(setup.device), was_fp8=stored_block(setup.model_path) is not None)
     if any(changes.values()) or family_of(hf_config).embeds_prompts:
         return {"hf_overrides": partial(_overridden, **changes)}
     return {}
@@ -138,10 +140,12 @@ def _head_dtype(device: str) -> str | None:
 
 
 def _overridden(
-    hf_config: Any, overrides: dict[str, Any], ours: dict[str, Any], head_dtype: str | None
+    hf_config: Any, overrides: dict[str, Any], ours: dict[str, Any], head_dtype: str | None, was_fp8: bool
 ) -> Any:
     if type(hf_config) is PreTrainedConfig:  # an empty one, by which vLLM asks for another `model_type`
         return hf_config
+    if was_fp8:  # in the files; synced weights are not
+        drop_quantization(hf_config)
     apply_overrides(trained_part(hf_config), overrides)
     for name, value in ours.items():
         for part in (hf_config, hf_config.get_text_config()):

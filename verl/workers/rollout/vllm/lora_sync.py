@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from verl.config.rollout import RolloutConfig
 from verl.models.families.interface import is_part
 from verl.models.families.registry import family_of
+from verl.models.fp8_weights import stored_block
 from verl.models.lora import adapted_layers, adapted_parameters, joint_experts
 from verl.models.lora_weights import AdapterConfig, is_adapter, peft_config, peft_name
 from verl.utils.rank_logger import get_logger
@@ -38,6 +39,8 @@ def engine_adapter(
         reason = "on CPU vLLM samples three times slower with adapters"
     if reason is None and rollout.quantization is not None:
         reason = f"`worker.rollout.quantization={rollout.quantization}` quantizes whole weights"
+    if reason is None and config.base is not None and stored_block(config.base) is not None:
+        reason = "the base's files have weights in FP8, which vLLM would not expand"
     if reason is None:
         return EngineAdapter(config, modules)
     if rollout.lora_sync == "adapter":
