@@ -354,7 +354,7 @@ def _agree_on_bias(model: PreTrainedModel, source: PreTrainedModel | None) -> No
 def _fill_shard(source: Tensor | None, param: nn.Parameter, device: torch.device) -> None:
     """Send a weight from rank 0 in blocks of rows, of which each rank keeps its part."""
     assert isinstance(param, DTensor), "made by fully_shard"
-    local, own, columns = param.to_local(), _own_places(param, 0, device), None
+    local, own, columns = param.to_local(), _own_places(param, 0, device), slice(None)
     if any(place.is_shard(1) for place in param.placements):
         columns = _own_places(param, 1, device)
     rows = max(1, BLOCK_BYTES * len(param) // (torch.float32.itemsize * param.numel()))
@@ -363,8 +363,7 @@ def _fill_shard(source: Tensor | None, param: nn.Parameter, device: torch.device
         read = None if source is None else partial(stored_rows, source, start, start + size[0])
         block = _from_rank0(read, size, param.dtype, device)
         [kept] = torch.where((own >= start) & (own < start + rows))
-        part = block[own[kept] - start]
-        part = part if columns is None else part[:, columns]
+        part = block[own[kept] - start][..., columns]
         local.index_copy_(0, kept.to(local.device), part.to(local.device))
         del block, part  # before the next ones are made
 
