@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights that a model's files hold in FP8, with a scale for each block of a matrix.
+"""Files of models with weights in FP8, and a scale for each block of a matrix.
 
 As DeepSeek-V3 and Qwen3 are released: `NAME` is float8_e4m3fn, `NAME_scale_inv` has one number for each
 block, by which its weights are multiplied, and `quantization_config` in config.json gives the rows and
