@@ -77,6 +77,27 @@ def test_an_engine_gets_the_adapters_of_divided_layers(folder, model):
 
 
 @pytest.mark.slow
+def test_a_teacher_of_divided_layers_teaches_the_same(folder, model):
+    key = "distillation.teacher_models.big"
+    teacher = save_tiny_model(folder / "teacher", "qwen3", num_hidden_layers=3)
+    options = [
+        "distillation.enabled=true",
+        "distillation.distillation_loss.loss_mode=k3",
+        f"{key}.model_path={teacher}",
+        f"{key}.fsdp.mp_param_dtype=fp32",
+        f"{key}.fsdp.torch_dtype=fp32",
+        "algorithm.adv_estimator=grpo",
+    ]
+
+    whole = run(folder, model, "taught", *options)
+    divided = run(folder, model, "taught_divided", *SIZES[:2], f"{key}.fsdp.tensor_parallel_size=2", *options)
+
+    for step in range(1, STEPS + 1):
+        assert_equal(divided, whole, step)
+    assert abs(whole[STEPS]["distillation/kl"]) > 0.001
+
+
+@pytest.mark.slow
 def test_a_run_with_divided_layers_logs_what_one_with_whole_layers_logs(divided, folder, model):
     whole = run(folder, model, "whole")
 

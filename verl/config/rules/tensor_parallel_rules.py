@@ -8,7 +8,6 @@ heads, are in `models/divided_layers.py`.
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from verl.config.distillation import DistillationConfig
 from verl.config.model import FSDPConfig, TrainedModelConfig
 from verl.config.schema import value_at
 
@@ -62,7 +61,9 @@ def _required(run: Any, section: str, fsdp: FSDPConfig) -> Iterator[tuple[str, A
     yield f"{section}.fsdp.enable_cpu_offload", False, fsdp.enable_cpu_offload
     actor: Any = run.worker.actor
     yield f"{ACTOR}.observers", (), getattr(actor, "observers", ())
-    yield "distillation.enabled", False, getattr(run, "distillation", DistillationConfig()).enabled
+    distillation = run.distillation
+    if distillation.enabled and not distillation.distillation_loss.reads_sampled_tokens:
+        yield "distillation.enabled", False, True  # it compares distributions
     yield "trainer.diffusion", False, getattr(run.trainer, "diffusion", False)
     owner = value_at(run, section) if section.startswith("worker.") else None
     model = getattr(owner, "model", actor.model)
