@@ -188,7 +188,9 @@ def test_a_config_with_sizes_that_no_model_has_is_told_with_the_key(here, nested
 
     problem = folder_problem(str(here / "tiny2"), "worker.actor.model")
 
-    assert problem == f"({here / 'tiny2'}): config.json says `{key}` {size}: no model has it, correct the file"
+    assert (
+        problem == f"({here / 'tiny2'}): config.json says `{key}` {size}: no model has it, correct the file"
+    )
 
 
 def test_a_model_without_weights_is_told_unless_it_is_a_checkpoint_to_export(here):

@@ -50,8 +50,8 @@ class TrainedModel:
             self.model,
             device,
             optimizer=self.optimizer,
-            offloads_weights=moves and offload.offload_params,
-            offloads_state=moves and offload.offload_optimizer,
+            offloads_weights=moves and offload.offload_params is True,
+            offloads_state=moves and offload.offload_optimizer is True,
         )
 
     @property
