@@ -204,8 +204,8 @@ def test_an_update_peaks_in_the_last_layer_where_tokens_are_many():
 
 
 def test_an_update_peaks_in_the_head_where_its_vocabulary_is_large():
-    # Before: root 2*4020, saved 96, last norm (4 + 2*2)*4*6, states 2*4*4. Head: 2*4*1000 logits, 16*4*1000 of
-    # softmax, gradient 2*4000, states 32.
+    # Before: root 2*4020, saved 96, last norm (4 + 2*2)*4*6, states 2*4*4. Head: 2*4*1000 logits, 16*4*1000
+    # of softmax, gradient 2*4000, states 32.
     large = replace(SHAPE, vocab=1000, root=4020, trained_root=4020)
     assert update_peak(large, SETUP, BATCH) == 8040 + 320 + 8000 + 64000 + 8000 + 32
     frozen = replace(large, trained_root=0)
