@@ -33,6 +33,13 @@ def test_a_block_of_another_kind_is_refused(size):
         block_of({"quantization_config": FP8 | {"weight_block_size": size}})
 
 
+@pytest.mark.parametrize("found", ["fp8", ["fp8"], 8])
+def test_quantization_that_is_not_a_mapping_is_refused(found):
+    with pytest.raises(ValueError, match=r"`quantization_config` in config.json is .*must be a mapping"):
+        block_of({"quantization_config": found})
+    assert block_of({"text_config": found}) is None
+
+
 def test_a_complete_model_has_no_problem(folder, tmp_path_factory):
     assert fp8_problem(str(folder)) is None
     assert fp8_problem(str(save_tiny_model(tmp_path_factory.mktemp("plain")))) is None
@@ -79,3 +86,20 @@ def test_weights_in_fp8_without_the_config_of_their_blocks_are_named(folder):
     assert "config.json has no `quantization_config`, which gives the size" in (
         fp8_problem(str(folder)) or ""
     )
+
+
+def test_scales_of_blocks_without_their_size_are_named_with_the_key_that_lacks(folder):
+    set_quantization(folder, **FP8)
+
+    assert (
+        "_scale_inv has shape (2, 2), and must have one number, as `quantization_config` in config.json"
+        in (fp8_problem(str(folder)) or "")
+    )
+
+
+@pytest.mark.parametrize("weight", [None, torch.ones(192, 256)])
+def test_scales_that_no_weight_uses_are_named(folder, weight):
+    change_weights(folder, {UP: weight})
+
+    problem = fp8_problem(str(folder))
+    assert problem is not None and f"{UP}_scale_inv is there, and no {UP} in FP8: download" in problem

@@ -87,6 +87,15 @@ def test_weights_without_fitting_scales_are_refused_by_name(tmp_path):
         read(tmp_path, lazily=True)
 
 
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -1.0])
+def test_scales_that_are_no_factors_are_refused_by_name(number, tmp_path):
+    save_in_fp8(save(tmp_path, "qwen3"))
+
+    change_weights(tmp_path, {f"{UP}_scale_inv": torch.tensor([[1.0, number], [1.0, 1.0]])})
+    with pytest.raises(ValueError, match=rf"{UP}_scale_inv has negative or infinite numbers, or none"):
+        read(tmp_path, lazily=True)
+
+
 def test_another_way_of_quantizing_is_refused(tmp_path):
     folder = save(tmp_path, "qwen3")
     assert stored_block(str(folder)) is None

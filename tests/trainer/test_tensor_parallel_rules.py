@@ -8,6 +8,7 @@ from verl.config.ppo import PPOConfig
 from verl.config.schema import ConfigError, load_config
 from verl.models.tiny import save_tiny_model
 from verl.planning.planned_run import planned_ppo
+from verl.planning.report import dry_run_memory
 from verl.trainer.model_checks import check_models
 
 SIZE, REF_SIZE = (f"worker.{role}.fsdp.tensor_parallel_size" for role in ("actor", "ref"))
@@ -126,3 +127,10 @@ def test_options_that_do_not_go_together_are_named(folders, options, message):
 def test_models_whose_layers_cannot_be_divided_are_named(folders, model, size, message):
     with pytest.raises(ValueError, match=rf"`{SIZE}` \({size}\) {message}"):
         check_models(planned_ppo(load(folders, model, f"{SIZE}={size}")))
+
+
+def test_a_dry_run_ends_with_what_a_run_would(folders):
+    dry = dry_run_memory(load(folders, "mixture", f"{SIZE}=2"), planned_ppo)
+
+    assert dry.problem is not None and dry.problem.startswith(f"`{SIZE}` (2) must be 1 for Qwen3Moe")
+    assert dry_run_memory(load(folders, "qwen3", f"{SIZE}=2"), planned_ppo).problem is None

@@ -37,7 +37,7 @@ class Scaled:
     """A weight in FP8, read like the tensors of transformers' state dicts: `[...]` returns its values."""
 
     stored: Tensor  # (rows, columns) float8
-    scales: Tensor  # one for each block
+    scales: Tensor  # float32, one for each block
     block: Block
 
     def __getitem__(self, _: Any) -> Tensor:
@@ -46,7 +46,7 @@ class Scaled:
     def rows(self, start: int, stop: int) -> Tensor:
         """(stop - start, columns) float32."""
         values = self.stored[start:stop].float()
-        scales = self.scales.float().view(self.block.grid(tuple(self.stored.shape)))
+        scales = self.scales.view(self.block.grid(tuple(self.stored.shape)))
         scales = scales[torch.arange(start, stop) // self.block.rows]
         for column, part in enumerate(values.split(self.block.columns, dim=1)):
             part.mul_(scales[:, column, None])
@@ -77,7 +77,7 @@ def with_scales(state_dict: Mapping[str, Any], block: Block | None) -> dict[str,
     """Return tensors of files, as slices of safetensors, with those in FP8 joined to their scales.
 
     Raises:
-        ValueError: Scales are missing or do not fit.
+        ValueError: Scales are missing, do not fit, or are not numbers of zero or more.
     """
     kinds = {name: each.get_dtype() for name, each in state_dict.items() if hasattr(each, "get_dtype")}
     joined = dict(state_dict)
@@ -90,6 +90,9 @@ def with_scales(state_dict: Mapping[str, Any], block: Block | None) -> dict[str,
         if problem is not None:
             raise ValueError(f"{problem}: {INCOMPLETE}")
         assert scales is not None and block is not None, "else there was a problem"
-        joined[name] = Scaled(weight[...], scales[...], block)
+        factors = scales[...].float()
+        if not bool((factors >= 0).all() & factors.isfinite().all()):
+            raise ValueError(f"{name}{SCALES} has negative or infinite numbers, or none (NaN): {INCOMPLETE}")
+        joined[name] = Scaled(weight[...], factors, block)
         del joined[name + SCALES]
     return joined

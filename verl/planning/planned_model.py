@@ -71,6 +71,13 @@ class PlannedModel:
         return f"{TEACHERS}.{self.role}" if self.is_teacher else f"worker.{self.role}"
 
     @property
+    def has_rules_of_layers(self) -> bool:
+        """Whether an option names layers or divides them, which not every model allows."""
+        factors = self.optim is not None and bool(self.optim.lr_factors)
+        sizes = self.fsdp.tensor_parallel_size, self.fsdp.expert_parallel_size
+        return factors or self.router_replay != "off" or max(sizes) > 1
+
+    @property
     def option(self) -> str:
         """Section of the option `model_path`."""
         return self.section if self.is_teacher else f"{self.section}.model"

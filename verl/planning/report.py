@@ -27,6 +27,7 @@ Describe = Callable[[C], PlannedRun]  # `planned_ppo` or `planned_sft`
 Changes = dict[str, Any]  # options by their keys
 
 read_shape = deferred("verl.planning.model_sizes", "read_shape")  # imports torch
+check_model = deferred("verl.planning.model_sizes", "check_model")  # too
 ENGINE_SHARE = "worker.rollout.gpu_memory_utilization"
 ENGINE_RANKS = "worker.rollout.tensor_parallel_size"
 MIN_SHOWN = GIB // 20  # smaller parts of a phase are left out of its line
@@ -136,6 +137,9 @@ def dry_run_memory(
         )
         return DryRun(config, text)
     try:
+        for planned in run.models:
+            if planned.has_rules_of_layers:
+                check_model(planned, run.lengths.ranks // run.ring)
         plan = make_planner(describe, machine or find_machine(config.trainer.device, memory_gb))
         chosen = _resolved(config, plan, recorded())
     except (ValueError, FileNotFoundError) as error:

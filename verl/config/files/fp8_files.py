@@ -40,9 +40,12 @@ def block_of(config: Mapping[str, Any]) -> Block | None:
     Raises:
         ValueError: The weights are quantized in another way.
     """
-    found = config.get(KEY) or (config.get("text_config") or {}).get(KEY)
+    text = config.get("text_config")
+    found = config.get(KEY) or (text.get(KEY) if isinstance(text, Mapping) else None)
     if not found:
         return None
+    if not isinstance(found, Mapping):
+        raise ValueError(f"`{KEY}` in {CONFIG} is {found!r}, and must be a mapping: {INCOMPLETE}")
     method, size, kind = found.get("quant_method"), found.get("weight_block_size"), found.get("fmt", "e4m3")
     if method != METHOD:
         raise ValueError(
@@ -76,11 +79,16 @@ def fp8_problem(model: str) -> str | None:
     except OSError:
         return None  # without weights, or in another format
     for name, (size, kind, file) in tensors.items():
-        if kind.startswith("F8") and not name.endswith(SCALES):
+        problem = None
+        if name.endswith(SCALES):
+            weight = name.removesuffix(SCALES)
+            if not tensors.get(weight, ((), "", ""))[1].startswith("F8"):
+                problem = f"{name} is there, and no {weight} in FP8"
+        elif kind.startswith("F8"):
             scales = tensors.get(name + SCALES)
             problem = scale_problem(name, size, kind, None if scales is None else scales[:2], block)
-            if problem is not None:
-                return f"({folder}): {file}: {problem}: {INCOMPLETE}"
+        if problem is not None:
+            return f"({folder}): {file}: {problem}: {INCOMPLETE}"
     return None
 
 
@@ -101,10 +109,10 @@ def scale_problem(
     found, scale_kind = scales
     expected = block.grid(shape)
     if found != expected and not (block == WHOLE and found in ((), (1,))):
-        return (
-            f"{name}{SCALES} has shape {found}, and must have {expected}, as {name} has {shape} in blocks of"
-            f" {block.rows} x {block.columns}"
-        )
+        reason = f"{expected}, as {name} has {shape} in blocks of {block.rows} x {block.columns}"
+        if block == WHOLE:
+            reason = f"one number, as `{KEY}` in {CONFIG} has no `weight_block_size`"
+        return f"{name}{SCALES} has shape {found}, and must have {reason}"
     if scale_kind not in SCALE_FORMATS:
         return f"{name}{SCALES} is {scale_kind}, and must be {' or '.join(SCALE_FORMATS)}"
     return None
