@@ -45,14 +45,17 @@ def test_the_plan_is_within_a_twentieth_of_the_tracked_peak_and_counts_what_a_ra
 def _check_work(case, phases, plan):
     shape, setup, model = plan.policy.part, plan.policy.setup, plan.run.models[0]
     copies = max(1, case.ranks // (setup.ranks * setup.layer_ranks))
+    ulysses = plan.run.lengths.ranks // plan.run.ring
     for each in model.passes:
         phase, updates = phases[each.phase], 2 if each.is_update else 1
         work = pass_work(plan.run, model, each, plan.lengths, shape)
-        work = replace(work, micro_batches=2)  # the rows fill theirs to the last token
-        moved = operations.collectives(shape, setup, work, is_update=each.is_update, copies=copies)
+        work = replace(work, micro_batches=len(phase.micro_reads) // updates)
+        moved = operations.collectives(
+            shape, setup, work, is_update=each.is_update, copies=copies, ulysses=ulysses
+        )
         weights = moved.sharding + moved.expert_sharding + moved.replicas + moved.sums
         assert weights == pytest.approx(received(phase) / updates, rel=0.01, abs=1e4)
-        assert moved.experts == pytest.approx(exchanged(phase) / updates, rel=0.01, abs=1e6)
+        assert moved.experts + moved.heads == pytest.approx(exchanged(phase) / updates, rel=0.01, abs=1e6)
         done = operations.update(shape, setup, work) if each.is_update else operations.forward(shape, work)
         if shape.tower is None:
             counted = sum(phase.flops.get(name, 0) for name in MEASURED) / updates

@@ -48,6 +48,10 @@ class ModelShape:
         return self.vocab * self.text.hidden
 
     @property
+    def mixture_layers(self) -> int:
+        return self.experts // self.text.experts if self.text.experts else 0
+
+    @property
     def trained_head(self) -> int:
         return min(self.head, self.trained_root)
 

@@ -97,7 +97,7 @@ class PlannedEngine:
         in_slices = self._takes_stacks(policy) and not sends_adapters
         parts = {"a gathered weight": self._gathered(policy, setup, self.number * largest, in_slices)}
         if self.is_quantized:  # what waits until all of a layer is there, and the layer until it is quantized
-            layer = policy.experts // policy.text.layers or JOINED_WEIGHTS * largest
+            layer = policy.text.experts or JOINED_WEIGHTS * largest
             parts["a layer to quantize"] = self.number * (layer + layer // self.options.tensor_parallel_size)
         if on_gpu(machine.device):
             parts["engine"] = int(self.options.gpu_memory_utilization * machine.device_bytes)

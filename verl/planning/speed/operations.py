@@ -11,7 +11,6 @@ from verl.planning.layer_sizes import Stack
 from verl.planning.memory_model import ModelSetup, ModelShape, padded
 from verl.planning.speed.workload import PassWork
 
-DENSE_SHARE = 0.9  # of a layer's weights that a token is multiplied with; the rest are norms and biases
 BACKWARD_PAIRS = 2.5  # of FlashAttention, which computes the scores again
 # Bytes for each number of a token's states in one eager layer's forward pass, with two-byte states.
 NORM_BYTES = 36  # read and written by a norm in float32: casts, square, mean, products
@@ -94,10 +93,9 @@ def _not_again(shape: ModelShape, work: PassWork) -> float:
     """
     if shape.text.tiles(int(work.tokens / work.micro_batches)):
         return 0.0
-    is_dense = layer_weights(shape.text) > DENSE_SHARE * shape.text.params
+    dense = shape.text.layers - shape.mixture_layers
     is_whole = shape.trained == shape.params
-    last = shape.text.hidden * shape.text.intermediate
-    return 2.0 * shape.text.layers * last * work.tokens if is_dense and is_whole else 0.0
+    return 2.0 * dense * shape.text.hidden * shape.text.intermediate * work.tokens if is_whole else 0.0
 
 
 def needed_by_update(shape: ModelShape, work: PassWork) -> float:
@@ -141,7 +139,8 @@ def collectives(
     passes, shape = 2 if is_update and not setup.keeps_gathered else 1, padded(shape, setup)
     # The root stays gathered until a backward pass.
     root = setup.c * shape.root * (setup.ranks - 1) / setup.ranks
-    rest, experts = _others_shards(shape.params, shape.experts, setup)
+    tower = 0 if shape.tower is None or work.patches else shape.tower.layers * shape.tower.params
+    rest, experts = _others_shards(shape.params - tower, shape.experts, setup)  # one that does not run
     gathers = work.micro_batches * passes
     sharding = gathers * (setup.c * rest - root) + root * (work.micro_batches if is_update else 1)
     expert_sharding, replicas = gathers * setup.c * experts, 0.0
@@ -155,10 +154,10 @@ def collectives(
     queries, cached = (heads * (text.head_dim + text.value_dim) for heads in (text.heads, text.kv_heads))
     # Queries, keys, values and the output; their gradients; and once more where blocks are computed again.
     times = (2 + setup.checkpointing) if is_update else 1
-    states = times * text.layers * setup.c * work.tokens
-    heads = states * (queries + cached) * (ulysses - 1) / ulysses
-    around = states * cached * (ring - 1)
-    routed = states * 2 * text.choices * text.hidden  # to the experts and back
+    numbers = times * setup.c * work.tokens
+    heads = numbers * text.layers * (queries + cached) * (ulysses - 1) / ulysses
+    around = numbers * text.layers * cached * (ring - 1)
+    routed = numbers * shape.mixture_layers * 2 * text.choices * text.hidden  # to the experts and back
     routed *= (setup.expert_ranks - 1) / setup.expert_ranks
     # After attention and MLP, and in the backward pass of their inputs; a block that is computed again stops
     # before the last sum. And after the embedding, and in the backward pass before the head.
