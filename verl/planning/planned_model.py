@@ -72,7 +72,7 @@ class PlannedModel:
 
     @property
     def has_rules_of_layers(self) -> bool:
-        """Whether an option names layers or divides them, which not every model allows."""
+        """True if an option names layers or divides them, which not every model allows."""
         factors = self.optim is not None and bool(self.optim.lr_factors)
         sizes = self.fsdp.tensor_parallel_size, self.fsdp.expert_parallel_size
         return factors or self.router_replay != "off" or max(sizes) > 1
