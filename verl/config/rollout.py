@@ -230,13 +230,18 @@ class RolloutConfig:
         return COLLECTIVE if on_gpu else OBJECT_STORE
 
     def problems(self, path: str) -> Iterator[str]:
-        if self.name == "hf" and self.tensor_parallel_size != 1:
-            size = self.tensor_parallel_size
+        if self.name == "hf" and (size := self.tensor_parallel_size) != 1:
             yield f"`{path}.tensor_parallel_size` must be 1 with `{path}.name=hf`, got {size}"
         if self.max_num_seqs is not None and self.max_num_seqs > self.max_num_batched_tokens:
             yield (
                 f"`{path}.max_num_seqs` ({self.max_num_seqs}) must be at most"
                 f" `{path}.max_num_batched_tokens` ({self.max_num_batched_tokens})"
+            )
+        if self.lora_sync == "adapter" and (self.name != "vllm" or self.quantization is not None):
+            cause = f"name={self.name}" if self.name != "vllm" else f"quantization={self.quantization}"
+            yield (
+                f"`{path}.lora_sync` must be auto or merged with `{path}.{cause}`, got 'adapter': whole"
+                " weights are synced"
             )
         if self.quantization is not None:
             yield from self._quantization(path)
@@ -290,8 +295,3 @@ class RolloutConfig:
             yield f"{key} must be null with `{path}.name={self.name}`, got {value!r}: only vLLM quantizes"
         if self.dtype == "fp32":
             yield f"`{path}.dtype` must be bf16 or fp16 with {key}={value}, got 'fp32'"
-        if self.lora_sync == "adapter":
-            yield (
-                f"`{path}.lora_sync` must be auto or merged with {key}={value}, got 'adapter': whole weights"
-                " are quantized"
-            )
