@@ -51,7 +51,13 @@ class EngineProcess:
         self.child = ChildProcess.start(partial(serve, launch))
         self.numbers = count()
         self.sampled: deque[Sampled | Refused] = deque()  # not taken yet
-        model = self._reply_to(STARTED)
+        try:
+            model = self._reply_to(STARTED)
+        except SGLangFailedError as error:
+            raise SGLangFailedError(
+                f"{error}\n\nSGLang did not start with the model {arguments['model_path']}: if it does not"
+                " know the model, set `worker.rollout.name` to vllm, in an environment of its own, or hf"
+            ) from None
         self.wide: list[str] = model["wide"]
         self.routed: list[int] = model["routed"]
 
