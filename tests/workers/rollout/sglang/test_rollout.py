@@ -213,6 +213,8 @@ def test_an_engine_that_ends_says_why_and_leaves_no_process(tmp_path, what, erro
 
     with pytest.raises(error, match=reason):
         what(engine, model)
+    with pytest.raises(error):  # who cleans up afterwards gets the same kind of end
+        engine.process.abort([])
 
     engine.close()
     assert not [process for process in processes if process.is_running() and process.status() != "zombie"]
