@@ -202,6 +202,13 @@ def test_wrong_arguments_are_told_before_torch_is_imported(arguments, message, t
     assert run.returncode == 2 and message in run.stderr  # 3 if torch was imported
 
 
+def test_an_engine_that_is_not_installed_is_told_with_the_remedy(models, monkeypatch, capsys):
+    monkeypatch.setattr("verl.utils.version_check.ENGINE_PACKAGES", {"sglang": ("no-such-package",)})
+
+    assert main([str(models / "qwen2"), "--engine", "sglang"]) == 1
+    assert "sglang: found no installation, needed ==0.5.21" in capsys.readouterr().err
+
+
 def test_help_imports_little():
     code = "from verl.cli.chat import main; main(['--help'])"
 

@@ -65,3 +65,15 @@ def test_options_of_the_engine_that_exclude_it_are_named(changes, part):
     [problem] = replace(ENGINE, **changes).problems("worker.rollout")
 
     assert part in problem and "fp8" in problem
+
+
+@pytest.mark.parametrize("name", ["sglang", "hf"])
+def test_adapters_go_without_their_base_to_vllm_only(name):
+    config = RolloutConfig(name=name, tensor_parallel_size=1, lora_sync="adapter")
+    [problem] = config.problems("worker.rollout")
+
+    assert problem == (
+        f"`worker.rollout.lora_sync` must be auto or merged with `worker.rollout.name={name}`, got 'adapter':"
+        " whole weights are synced"
+    )
+    assert not list(RolloutConfig(lora_sync="adapter").problems("worker.rollout"))

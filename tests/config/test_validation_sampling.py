@@ -76,3 +76,19 @@ def test_more_tokens_than_the_engine_holds_or_a_conversation_may_have_are_refuse
 def test_a_length_of_another_type_is_refused_once():
     assert not lengths("80")
     assert len(problems_of(max_tokens="80")) == 1
+
+
+@pytest.mark.parametrize(
+    ("engine", "refused"), [("sglang", ("min_tokens", "stop", "bad_words")), ("hf", ("min_p", "min_tokens"))]
+)
+def test_a_parameter_that_only_another_engine_takes_is_refused(engine, refused):
+    for name in refused:
+        [problem] = (found for found in problems_of(engine, **{name: 1}) if KEY in found)
+        assert problem.startswith(f"`{KEY}.{name}` must not be set with the engine {engine}: it samples by ")
+        assert not problems_of("vllm", **{name: 1})
+    common = dict(temperature=0.6, top_p=0.9, top_k=20, n=2, max_tokens=5, seed=3, ignore_eos=True)
+    assert problems_of(engine, **common) == problems_of(engine)
+
+
+def test_sglang_samples_by_what_its_requests_translate():
+    assert not problems_of("sglang", min_p=0.1, presence_penalty=0.5, stop_token_ids=[5], logit_bias={7: -5})

@@ -20,6 +20,7 @@ CPU = {
     "torchvision": "0.28.0",
     "transformers": "5.19.0",
 }
+SGLANG = {"vllm": None, "sglang": "0.5.21"}
 OLDER = CPU | {"torch": "2.11.0+cu130", "vllm": "0.26.0", "torchvision": "0.26.0", "transformers": "5.17.0"}
 
 
@@ -51,10 +52,23 @@ def test_vllm_is_asked_for_only_where_it_is_the_rollout_engine():
 
 
 def test_sglang_needs_the_torch_that_it_was_tested_with():
-    assert package_problems(CPU | {"vllm": None, "sglang": "0.5.21"}, "sglang") == []
-    [problem] = package_problems(CPU, "sglang")
+    assert package_problems(CPU | SGLANG, "sglang") == []
+    [problem] = package_problems(CPU | {"vllm": None}, "sglang")
     assert problem == "sglang: found no installation, needed ==0.5.21: pip install --no-deps 'sglang==0.5.21'"
     assert any(found.startswith("torch: found 2.11") for found in package_problems(OLDER, "sglang"))
+
+
+@pytest.mark.parametrize(
+    ("engine", "installed", "found"), [("sglang", "vllm", CPU), ("vllm", "sglang", CPU | SGLANG)]
+)
+def test_an_engine_is_not_installed_over_another_one(engine, installed, found):
+    [problem] = package_problems(found, engine)
+
+    assert problem.endswith(
+        f"{installed} is installed here, and one environment holds one engine: set `worker.rollout.name="
+        f"{installed}`, or build another environment (docs/engines.md)"
+    )
+    assert "pip install" not in problem
 
 
 def test_the_installed_versions_are_accepted():

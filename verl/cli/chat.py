@@ -32,6 +32,7 @@ from verl.trainer.command import at_least, run_told
 from verl.trainer.evaluation.model_folder import loadable
 from verl.trainer.run.exit_status import BAD_INPUT, INTERRUPTED
 from verl.utils.typed_command import command_parser
+from verl.utils.version_check import check_versions
 
 if TYPE_CHECKING:
     from verl.cli.chat_session import Conversation
@@ -106,6 +107,7 @@ def _talk(options: argparse.Namespace) -> int:
         sys.stderr.write("loading the model ...\n")
     from verl.cli.chat_session import open_conversation  # noqa: PLC0415 - torch loads after the options
 
+    check_versions(options.engine)
     loaded = loadable(options.model, trust_remote_code=options.trust_remote_code)
     with loaded as model, open_conversation(model.path, options) as conversation:
         if is_terminal:

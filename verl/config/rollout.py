@@ -13,12 +13,13 @@ from verl.config.model import TINY, dtype_option
 from verl.config.multi_turn import MultiTurnConfig
 from verl.config.schema import option
 
+COMMON_SAMPLING = ("n", "temperature", "top_p", "top_k", "seed", "max_tokens", "ignore_eos")
+PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+SGLANG_SAMPLING = (*COMMON_SAMPLING, *PENALTIES, "min_p", "logit_bias", "stop_token_ids")
 SAMPLING_PARAMETERS = (  # vLLM's that change what is sampled
-    *("n", "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "ignore_eos"),
-    *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids"),
-    *("stop", "stop_token_ids", "bad_words", "skip_special_tokens", "include_stop_str_in_output"),
+    *(*SGLANG_SAMPLING, "min_tokens", "allowed_token_ids", "stop", "bad_words", "skip_special_tokens"),
     *("structured_outputs", "extra_args", "thinking_token_budget", "repetition_detection", "detokenize"),
-    *("spaces_between_special_tokens", "watermarking"),
+    *("include_stop_str_in_output", "spaces_between_special_tokens", "watermarking"),
 )
 # For each that is a number: is it an integer, its minimum and maximum, and other values it may have.
 SAMPLING_RANGES: dict[str, tuple[bool, float, float, tuple[Any, ...]]] = {
@@ -34,6 +35,7 @@ SAMPLING_RANGES: dict[str, tuple[bool, float, float, tuple[Any, ...]]] = {
     "frequency_penalty": (False, -2, 2, ()),
     "repetition_penalty": (False, TINY, sys.float_info.max, ()),
 }
+SAMPLED_BY = {"vllm": SAMPLING_PARAMETERS, "sglang": SGLANG_SAMPLING, "hf": COMMON_SAMPLING}
 
 # Sequences at once, unless set. On a GPU each takes 8 to 12 bytes for each word of the vocabulary: float32
 # logits, and counts of sampled tokens.
@@ -230,16 +232,24 @@ class RolloutConfig:
         return COLLECTIVE if on_gpu else OBJECT_STORE
 
     def problems(self, path: str) -> Iterator[str]:
-        if self.name == "hf" and self.tensor_parallel_size != 1:
-            size = self.tensor_parallel_size
+        if self.name == "hf" and (size := self.tensor_parallel_size) != 1:
             yield f"`{path}.tensor_parallel_size` must be 1 with `{path}.name=hf`, got {size}"
         if self.max_num_seqs is not None and self.max_num_seqs > self.max_num_batched_tokens:
             yield (
                 f"`{path}.max_num_seqs` ({self.max_num_seqs}) must be at most"
                 f" `{path}.max_num_batched_tokens` ({self.max_num_batched_tokens})"
             )
-        if self.quantization is not None:
-            yield from self._quantization(path)
+        if self.lora_sync == "adapter" and (self.name != "vllm" or self.quantization is not None):
+            cause = f"name={self.name}" if self.name != "vllm" else f"quantization={self.quantization}"
+            yield (
+                f"`{path}.lora_sync` must be auto or merged with `{path}.{cause}`, got 'adapter': whole"
+                " weights are synced"
+            )
+        key, value = f"`{path}.quantization`", self.quantization
+        if value is not None and self.name != "vllm":
+            yield f"{key} must be null with `{path}.name={self.name}`, got {value!r}: only vLLM quantizes"
+        if value is not None and self.dtype == "fp32":
+            yield f"`{path}.dtype` must be bf16 or fp16 with {key}={value}, got 'fp32'"
         yield from self.speculative.engine_problems(path, self.name, self.val_override_config)
         if self.engine_arguments:  # the names are in files of the engine
             from verl.config.rules.engine_argument_rules import engine_argument_problems  # noqa: PLC0415
@@ -265,6 +275,8 @@ class RolloutConfig:
             found = longer or difflib.get_close_matches(name, SAMPLING_PARAMETERS, n=1, cutoff=0.7)
             hint = f"; did you mean `{found[0]}`?" if found else f": it must be one of {SAMPLING_PARAMETERS}"
             yield f"{key} is not a sampling parameter{hint}"
+        elif name not in (taken := SAMPLED_BY.get(self.name, SAMPLING_PARAMETERS)):
+            yield f"{key} must not be set with the engine {self.name}: it samples by {taken} only"
         elif name in SAMPLING_RANGES:
             is_integer, low, high, others = SAMPLING_RANGES[name]
             is_number = isinstance(value, int if is_integer else int | float) and not isinstance(value, bool)
@@ -283,15 +295,3 @@ class RolloutConfig:
     def longest_sequence(self, prompt: int, response: int) -> int:
         """Return the most tokens of a sequence in the engine, also in validation, from those of training."""
         return self.max_model_len or prompt + max(response, self.validation_tokens)
-
-    def _quantization(self, path: str) -> Iterator[str]:
-        key, value = f"`{path}.quantization`", self.quantization
-        if self.name != "vllm":
-            yield f"{key} must be null with `{path}.name={self.name}`, got {value!r}: only vLLM quantizes"
-        if self.dtype == "fp32":
-            yield f"`{path}.dtype` must be bf16 or fp16 with {key}={value}, got 'fp32'"
-        if self.lora_sync == "adapter":
-            yield (
-                f"`{path}.lora_sync` must be auto or merged with {key}={value}, got 'adapter': whole weights"
-                " are quantized"
-            )

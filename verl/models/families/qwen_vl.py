@@ -212,7 +212,15 @@ class QwenVL(PatchGridFamily):
         "qwen2_vl": TinyModel(
             "qwen2_vl",
             TEXT | mrope([4, 6, 6]),
-            dict(depth=2, num_heads=4, embed_dim=64, hidden_size=128, mlp_ratio=2, patch_size=14),
+            dict(
+                depth=2,
+                num_heads=4,
+                embed_dim=64,
+                hidden_size=128,
+                mlp_ratio=2,
+                patch_size=14,
+                in_chans=3,  # as published files name it, and SGLang reads it
+            ),
             token_ids=TOKEN_IDS,
             processor=partial(tiny_processor, "Qwen2VLProcessor", **tiny_parts(14)),
         )

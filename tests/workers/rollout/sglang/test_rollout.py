@@ -213,6 +213,15 @@ def test_an_engine_that_ends_says_why_and_leaves_no_process(tmp_path, what, erro
 
     with pytest.raises(error, match=reason):
         what(engine, model)
+    with pytest.raises(error):  # who cleans up afterwards gets the same kind of end
+        engine.process.abort([])
 
     engine.close()
     assert not [process for process in processes if process.is_running() and process.status() != "zombie"]
+
+
+def test_a_model_that_sglang_does_not_know_is_named_with_other_engines(tmp_path):
+    with pytest.raises(SGLangFailedError, match="has no SGlang implementation") as failed:
+        start(tmp_path, "minicpmv4_7")
+
+    assert f"SGLang did not start with the model {tmp_path}: if it does not know" in str(failed.value)

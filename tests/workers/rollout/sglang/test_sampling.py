@@ -104,13 +104,13 @@ def test_options_get_sglangs_names():
         temperature=0.7,
         top_p=0.9,
         top_k=0,
-        extra={"min_tokens": 2, "logit_bias": {3: 1.5}, "stop_token_ids": [9]},
+        extra={"presence_penalty": 0.5, "logit_bias": {3: 1.5}, "stop_token_ids": [9]},
     )
 
     params = sampling_params(options, banned=[4], ends=[2], max_tokens=8, seed=5)
 
     assert params == dict(
-        temperature=0.7, top_p=0.9, top_k=-1, max_new_tokens=8, min_new_tokens=2, ignore_eos=False,
+        temperature=0.7, top_p=0.9, top_k=-1, max_new_tokens=8, presence_penalty=0.5, ignore_eos=False,
         sampling_seed=5, stop_token_ids=[9, 2], logit_bias={"3": 1.5, "4": float("-inf")},
     )  # fmt: skip
     greedy = sampling_params(SamplingOptions(temperature=0.0, ignore_eos=True), [], [2], 8, 5)

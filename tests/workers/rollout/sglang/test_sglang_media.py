@@ -17,7 +17,7 @@ from verl.workers.rollout.engines import build_rollout_engine
 pytestmark = [pytest.mark.heavy, needs_engine("sglang")]
 
 
-@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
 def test_log_probs_equal_the_models_after_each_sync_with_the_same_media(kind, tmp_path):
     path = save_tiny_model(tmp_path, kind)
     engine, model = build_rollout_engine(rollout_config(name="sglang"), setup_of(path)), load_model(path)

@@ -18,7 +18,10 @@ CPU_ENVIRONMENT = {
     # engines share the cores as OMP_NUM_THREADS says
     "SGLANG_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}",
 }
-ENVIRONMENT = {"SGLANG_BLOCK_NONZERO_RANK_CHILDREN": "0"}
+ENVIRONMENT = {
+    "SGLANG_BLOCK_NONZERO_RANK_CHILDREN": "0",
+    "PYTHONWARNINGS": "ignore::UserWarning",  # of quantizations that the device lacks, at every import
+}
 
 
 def engine_environment(device: str) -> dict[str, str]:

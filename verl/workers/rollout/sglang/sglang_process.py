@@ -50,8 +50,15 @@ class EngineProcess:
         launch = Launch(arguments, environment, key, Path(self.folder.name))
         self.child = ChildProcess.start(partial(serve, launch))
         self.numbers = count()
+        self.failure: SGLangFailedError | SGLangDiedError | None = None  # the end that SGLang reported
         self.sampled: deque[Sampled | Refused] = deque()  # not taken yet
-        model = self._reply_to(STARTED)
+        try:
+            model = self._reply_to(STARTED)
+        except SGLangFailedError as error:
+            raise SGLangFailedError(
+                f"{error}\n\nSGLang did not start with the model {arguments['model_path']}: if it does not"
+                " know the model, set `worker.rollout.name` to vllm, in an environment of its own, or hf"
+            ) from None
         self.wide: list[str] = model["wide"]
         self.routed: list[int] = model["routed"]
 
@@ -92,6 +99,7 @@ class EngineProcess:
         self.folder.cleanup()
 
     def _send(self, name: str, *arguments: Any) -> int:
+        self._raise_failure()
         number = next(self.numbers)
         try:
             self.child.connection.send(Command(number, name, arguments))
@@ -107,6 +115,7 @@ class EngineProcess:
                 return reply.value
 
     def _receive(self) -> Reply | None:
+        self._raise_failure()
         try:
             message = self.child.connection.recv()
         except (EOFError, OSError) as error:
@@ -114,11 +123,17 @@ class EngineProcess:
         if isinstance(message, Failed):
             self._end()
             error = SGLangFailedError if message.is_error else SGLangDiedError
-            raise error(f"SGLang failed:\n{message.why.rstrip()}")
+            self.failure = error(f"SGLang failed:\n{message.why.rstrip()}")
+            raise self.failure
         if isinstance(message, Reply):
             return message
         self.sampled.append(message)
         return None
+
+    def _raise_failure(self) -> None:
+        """Raise again how SGLang ended, also to those who clean up after it."""
+        if self.failure is not None:
+            raise self.failure
 
     def _death(self) -> SGLangDiedError:
         end = self._end()

@@ -9,22 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from verl.config.rollout import SGLANG_SAMPLING
 from verl.data.media.decoded import DecodedMedia, media_in_order, shape_of
 from verl.models.families.registry import media_family_of
 from verl.models.layer_configs import experts_per_layer, experts_per_token
 from verl.models.mixture.routes import route_dtype
 from verl.workers.rollout.interface import SamplingOptions
-
-# vLLM's names, as options have them, and SGLang's.
-PARAMETERS = {
-    "min_p": "min_p",
-    "min_tokens": "min_new_tokens",
-    "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
-    "repetition_penalty": "repetition_penalty",
-    "stop_token_ids": "stop_token_ids",
-    "logit_bias": "logit_bias",
-}
 
 
 def text_prompt(ids: list[int]) -> dict[str, Any]:
@@ -77,13 +67,11 @@ def sampling_params(
         max_tokens: Longest response, instead of that of the options.
         seed: Seed of the response's random numbers.
     """
-    unknown = sorted(sampling.extra.keys() - PARAMETERS.keys())
-    if unknown:
+    extra = dict(sampling.extra)
+    if unknown := sorted(extra.keys() - set(SGLANG_SAMPLING)):
         raise ValueError(
-            f"`worker.rollout.name=sglang` cannot sample with {unknown}: what has no option must be one of"
-            f" {sorted(PARAMETERS)}"
+            f"`worker.rollout.name=sglang` cannot sample with {unknown}: it takes {SGLANG_SAMPLING} only"
         )
-    extra = {PARAMETERS[name]: value for name, value in sampling.extra.items()}
     bias = {str(token): value for token, value in (extra.pop("logit_bias", None) or {}).items()}
     bias |= dict.fromkeys(map(str, banned), float("-inf"))
     stops = [*(extra.pop("stop_token_ids", None) or ()), *(() if sampling.ignore_eos else ends)]

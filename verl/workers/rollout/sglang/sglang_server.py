@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import traceback
+import warnings
 from collections.abc import Sequence
 from functools import partial
 from multiprocessing.connection import Connection
@@ -78,6 +79,7 @@ class Failed(NamedTuple):
 def serve(launch: Launch, connection: Connection) -> None:
     """Start an engine, and run commands until the connection ends."""
     os.environ.update(launch.environment)
+    warnings.simplefilter("ignore", UserWarning)  # as in the processes that it starts
     multiprocessing.current_process().authkey = launch.authkey
     if launch.arguments["device"] == "cpu" and importlib.util.find_spec(KERNELS) is None:
         (launch.folder / f"{KERNELS}.py").symlink_to(CPU_KERNELS)
