@@ -2,7 +2,7 @@
 """Rules that every phase on a virtual GPU keeps; a broken one is named with its phase and its place."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from tests.virtual.measure import PhaseReport
 
@@ -22,16 +22,27 @@ def _phase_problems(name: str, phase: PhaseReport) -> Iterator[str]:
         yield f"{name}: in a micro batch the host sends {copies.total()} tensors: {_listed(copies)}"
 
 
-def different_order(first: Mapping[str, PhaseReport], second: Mapping[str, PhaseReport]) -> str | None:
-    """Name the first collective that two ranks do not issue alike; None if there is none."""
+def different_order(
+    first: Mapping[str, PhaseReport], second: Mapping[str, PhaseReport], by_group: Collection[str] = ()
+) -> str | None:
+    """Name the first collective that two ranks do not issue alike; None if there is none.
+
+    In phases of `by_group` only those of groups that both belong to must be alike.
+    """
+    common = _groups(first) & _groups(second)
     for name, phase in first.items():
-        orders = phase.order, second[name].order
+        groups = common if name in by_group else None
+        orders = phase.order(groups), second[name].order(groups)
         for index, pair in enumerate(zip(*orders, strict=False)):
             if pair[0] != pair[1]:
                 return f"{name}: collective {index} is {pair[0]} on one rank and {pair[1]} on the other"
         if len(orders[0]) != len(orders[1]):
             return f"{name}: one rank issues {len(orders[0])} collectives and the other {len(orders[1])}"
     return None
+
+
+def _groups(phases: Mapping[str, PhaseReport]) -> set[tuple[int, ...]]:
+    return {tuple(ranks) for phase in phases.values() for _, _, _, ranks, _ in phase.collectives}
 
 
 def _of_project(counts: Counter[str]) -> Counter[str]:

@@ -18,7 +18,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,8 +39,12 @@ from tests.virtual.mode import VirtualGPU, count_lists, skip_head_kernels, track
 from tests.virtual.pictures import build_picture_worker, run_picture_phases, substitute_pictures
 from tests.virtual.pipelines import write_pipeline
 from tests.virtual.shapes import FRAME, FRAME_TOKENS, SHAPES, PictureSetup, Setup
+from tests.virtual.stored import read_virtual_files, write_virtual_files
 from tests.virtual.tally import Tally
 
+Phase = Callable[[str], AbstractContextManager[None]]
+
+FP8 = "fp8"  # of `Setup.files`
 SCORER = "scorer"  # folder of the reward model, next to the policy's files
 SCORERS = {
     "qwen2": "Qwen2ForSequenceClassification", "qwen3_moe": "Qwen3MoeForSequenceClassification",
@@ -52,19 +56,20 @@ VERSION = 0  # of all weights
 
 
 class Engine:
-    """Takes weights and drops them; counts what it was sent."""
+    """Takes weights and drops them; records what it was given."""
 
     takes_adapter = takes_embeddings = embeds_prompts = keeps_weights = False
     dtype = torch.bfloat16
 
-    def __init__(self, takes_adapter: bool) -> None:
-        self.takes_adapter, self.received = takes_adapter, 0
+    def __init__(self, takes_adapter: bool, tally: Tally) -> None:
+        self.takes_adapter, self.tally = takes_adapter, tally
 
     def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-        self.received = sum(tensor.nbytes for _, tensor in named_tensors)
+        for name, tensor in named_tensors:
+            self.tally.phase.given.append((name, tensor.nbytes))
 
     def sync_adapter(self, tensors: Mapping[str, Tensor]) -> None:
-        self.received = sum(tensor.nbytes for tensor in tensors.values())
+        self.sync_weights(tensors.items())
 
     def wake(self) -> None: ...
 
@@ -116,8 +121,8 @@ def write_model(folder: Path, shape: str, override: dict[str, Any]) -> None:
         processor.save_pretrained(folder)
 
 
-def substitute() -> None:
-    """Replace what needs files and values."""
+def substitute(tally: Tally, phase: Phase, *, has_files: bool) -> None:
+    """Replace what needs files and values, and measure reading as a phase of its own."""
     import torch.distributed as dist
 
     from verl.distributed.expert_parallel import Counts
@@ -137,7 +142,14 @@ def substitute() -> None:
         return source
 
     def engine(config: Any, setup: Any) -> Engine:
-        return Engine(setup.adapter is not None)
+        return Engine(setup.adapter is not None, tally)
+
+    def as_phase(function: Callable[..., Any]) -> Callable[..., Any]:
+        def loading(*args: Any) -> Any:
+            with phase("load"):
+                return function(*args)
+
+        return loading
 
     new_group = dist.new_group
 
@@ -166,7 +178,8 @@ def substitute() -> None:
     FrozenTower._name_weights = TrainedTower._name_weights  # whatever the values
     ModelWorker._encoded_media = TrainingWorker._sent_weights = lambda self: {}  # sums over the ranks
     FrozenTower._missing = lambda self, found: [key for key, entry in found.items() if entry is None]
-    model_builder._read_model = read_model
+    model_builder._read_model = as_phase(model_builder._read_model if has_files else read_model)
+    model_builder.fill_model = as_phase(model_builder.fill_model)
     engine_host.build_rollout_engine = engine
     registry.TOLERANCE = dict.fromkeys(registry.TOLERANCE, float("inf"))
     dist.new_group = fake_group
@@ -328,7 +341,7 @@ def make_batch(folder: Path, shape: str, setup: Setup, position_rows: int) -> An
     return DataProto.from_dict(tensors, objects)
 
 
-def run_phases(worker: Any, batch: Any, setup: Setup, phase: Any) -> None:
+def run_phases(worker: Any, batch: Any, setup: Setup, phase: Phase, tally: Tally) -> None:
     """Do one step's work of a rank, in the trainer's order."""
     if setup.fine_tuning:
         with phase("validation"):
@@ -373,7 +386,17 @@ def run_phases(worker: Any, batch: Any, setup: Setup, phase: Any) -> None:
     with phase("save_checkpoint"):
         files = (worker.tokenizer, worker.processor) if worker.rank == 0 else None
         for model in worker.trained:
-            model.snapshot(model_only=False, copies=True, extra={}, files=files)
+            snapshot = model.snapshot(model_only=False, copies=True, extra={}, files=files)
+            tally.phase.written += written_bytes(snapshot.tensors, worker.rank)
+
+
+def written_bytes(tensors: dict[str, Tensor], rank: int) -> int:
+    """Count what torch.distributed.checkpoint lets a rank write of its part of a checkpoint."""
+    from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
+
+    plan = create_default_local_save_plan(tensors, is_coordinator=rank == 0)
+    parts = [item.tensor_data for item in plan.items if item.tensor_data is not None]
+    return sum(part.properties.dtype.itemsize * part.chunk.sizes.numel() for part in parts)
 
 
 def send_weights(worker: Any) -> None:
@@ -389,15 +412,15 @@ def send_weights(worker: Any) -> None:
     worker.publisher.close()
 
 
-def run_texts(folder: Path, spec: dict[str, Any], setup: Setup, phase: Any) -> None:
+def run_texts(folder: Path, spec: dict[str, Any], setup: Setup, phase: Phase, tally: Tally) -> None:
     worker = build_worker(folder, setup, spec["ranks"])
     with phase("init_model"):
         worker.init_model()
     batch = make_batch(folder, spec["shape"], setup, worker.policy.forward.family.position_rows)
-    run_phases(worker, batch, setup, phase)
+    run_phases(worker, batch, setup, phase, tally)
 
 
-def run_pictures(folder: Path, spec: dict[str, Any], setup: PictureSetup, phase: Any) -> None:
+def run_pictures(folder: Path, spec: dict[str, Any], setup: PictureSetup, phase: Phase) -> None:
     substitute_pictures(phase)
     worker = build_picture_worker(folder, setup, spec["ranks"])
     with phase("init_model"):
@@ -408,6 +431,7 @@ def run_pictures(folder: Path, spec: dict[str, Any], setup: PictureSetup, phase:
 def run(spec: dict[str, Any], on_error: Callable[[Exception], None] = lambda error: None) -> dict[str, Any]:
     setup = (PictureSetup if spec.get("pictures") else Setup)(**spec["setup"])
     os.environ |= {"RANK": str(setup.rank), "WORLD_SIZE": str(spec["ranks"]), "LOCAL_RANK": "0"}
+    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # threads would read outside of the mode
     torch.set_num_threads(1)
     tally = Tally()
     install(tally)
@@ -415,7 +439,6 @@ def run(spec: dict[str, Any], on_error: Callable[[Exception], None] = lambda err
     count_lists(tally)
     skip_head_kernels()
     start_processes(setup.rank, spec["ranks"])
-    substitute()
     mark_micro_batches(tally)
     if spec.get("mistake"):
         getattr(mistakes, spec["mistake"])()
@@ -427,16 +450,24 @@ def run(spec: dict[str, Any], on_error: Callable[[Exception], None] = lambda err
             yield
         measured.seconds += time.perf_counter() - start
 
+    files = getattr(setup, "files", None)
+    substitute(tally, phase, has_files=files is not None)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if isinstance(setup, PictureSetup):
             write_pipeline(folder, spec["shape"], setup.layers)
         else:
             write_model(folder, spec["shape"], setup.override)
+        if files is not None:
+            write_virtual_files(folder, in_fp8=files == FP8)
         with VirtualGPU(tally) as mode:
             mode.on_error = on_error
-            work: Any = run_pictures if isinstance(setup, PictureSetup) else run_texts
-            work(folder, spec, setup, phase)
+            if files is not None:
+                read_virtual_files(mode.fake, tally, in_fp8=files == FP8)
+            if isinstance(setup, PictureSetup):
+                run_pictures(folder, spec, setup, phase)
+            else:
+                run_texts(folder, spec, setup, phase, tally)
     return {name: phase.to_json() for name, phase in tally.phases.items()}
 
 

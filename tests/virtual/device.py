@@ -84,12 +84,12 @@ class Module(backend_registration._DummyBackendModule):
     def empty_cache(self) -> None: ...
 
     def max_memory_allocated(self, device: Any = None) -> int:
-        return self.tally.peak
+        return self.tally.device.peak
 
     max_memory_reserved = max_memory_allocated
 
     def memory_allocated(self, device: Any = None) -> int:
-        return self.tally.live
+        return self.tally.device.live
 
     def reset_peak_memory_stats(self, device: Any = None) -> None:
         self.tally.reset_peak()

@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -34,11 +35,15 @@ class PhaseReport:
     start: int  # bytes held when the phase began
     peak: int  # most bytes held at once
     end: int  # bytes held when it ended
+    host_start: int  # bytes in host memory, of weights, moments and what is copied from the device
+    host_peak: int
     flops: dict[str, int]  # by operation
     collectives: list[list[Any]]  # in order: name, shapes, dtype, (number, first, last) of ranks, bytes
     copies: dict[str, list[int]]  # by "in PLACE" or "out PLACE": number and bytes
     micro_copies: list[dict[str, int]]  # from the host, of each micro batch, by place
     micro_reads: list[dict[str, int]]  # waits of the host, of each micro batch, by place
+    given: list[list[Any]]  # to the engine, in order: name and bytes
+    written: int  # bytes of tensors that the rank writes to disk
 
     @property
     def total_flops(self) -> int:
@@ -48,10 +53,10 @@ class PhaseReport:
     def collective_bytes(self) -> int:
         return sum(collective[4] for collective in self.collectives)
 
-    @property
-    def order(self) -> list[tuple[str, str, int]]:
-        """The collectives without the sizes, which may differ between ranks with other rows."""
-        return [(name, dtype, ranks[0]) for name, _, dtype, ranks, _ in self.collectives]
+    def order(self, groups: Collection[tuple[int, ...]] | None = None) -> list[tuple[str, str, int]]:
+        """Collectives, by default of all groups; sizes, left out, differ between ranks with other rows."""
+        issued = [(name, dtype, tuple(ranks)) for name, _, dtype, ranks, _ in self.collectives]
+        return [(name, dtype, ranks[0]) for name, dtype, ranks in issued if groups is None or ranks in groups]
 
     def most_reads(self) -> Counter[str]:
         return max(map(Counter, self.micro_reads), key=lambda counts: counts.total(), default=Counter())

@@ -121,8 +121,10 @@ class VirtualGPU(TorchDispatchMode):
         for tensor in _leaves(out if isinstance(out, tuple | list) else (out,), {}):
             if isinstance(tensor, FakeTensor):
                 if _kind(tensor) == TYPE:
-                    self.tally.hold(tensor)
-                elif is_pinned:
+                    self.tally.device.hold(tensor)
+                elif _kind(tensor) == "cpu":
+                    self.tally.host.hold(tensor)
+                if is_pinned:
                     tensor.is_in_pinned_memory = True
         return out
 
@@ -163,7 +165,7 @@ class VirtualGPU(TorchDispatchMode):
             return value
         with self.fake:
             out = torch.empty(value.shape, dtype=value.dtype, device=TYPE)
-        self.tally.hold(out)
+        self.tally.device.hold(out)
         _set_value(out, value)
         return out
 
@@ -197,6 +199,7 @@ class VirtualGPU(TorchDispatchMode):
             return tensor.clone()
         with self.fake:
             out = aten.clone.default(tensor)
+        self.tally.host.hold(out)
         out.is_in_pinned_memory = True
         return out
 
@@ -248,7 +251,7 @@ class VirtualGPU(TorchDispatchMode):
             out = func(*args, **kwargs)
         for tensor in tree_leaves(out):
             if _kind(tensor) == TYPE:
-                self.tally.hold(tensor)
+                self.tally.device.hold(tensor)
         group = (*args, *kwargs.values())[-1]
         if not isinstance(group, Tensor):  # else it waits for one
             group = _resolve_process_group(group) if isinstance(group, str) else group
@@ -311,7 +314,8 @@ def track_resizes(tally: Tally) -> None:
     @functools.wraps(original)
     def resize_(storage: torch.UntypedStorage, size: int) -> Any:
         result = original(storage, size)
-        tally.resize(storage)
+        tally.device.resize(storage)
+        tally.host.resize(storage)
         return result
 
     torch.UntypedStorage.resize_ = resize_

@@ -80,11 +80,12 @@ CASES = (
 
 @dataclass(frozen=True)
 class Planned:
-    """The plan of a case: its run, its policy, and bytes on the device by phase."""
+    """The plan of a case: its run, its policy, and bytes on the device and in host memory by phase."""
 
     run: PlannedRun
     policy: HeldModel
     peaks: dict[str, int]
+    host: dict[str, int]  # of the first rank, without its process
     resting: int  # of all models
     lengths: ExpectedLengths
 
@@ -104,9 +105,13 @@ def planned(case: Case, layers: int | None = None) -> Planned:
         phase.name: phase.device_bytes - sum(phase.device.get(part, 0) for part in NOT_OF_A_MODEL)
         for phase in plan.phases
     }
+    host = {
+        phase.name: sum((phase.host | phase.first_rank).values()) - phase.host["process"]
+        for phase in plan.phases
+    }
     resting = sum(model.resting_weights + model.resting_state for model in (policy, *others))
     rows = Responses(setup.response_width, setup.response_width)
-    return Planned(run, policy, peaks, resting, ExpectedLengths(setup.prompt_length, rows))
+    return Planned(run, policy, peaks, host, resting, ExpectedLengths(setup.prompt_length, rows))
 
 
 def _without_media(run: PlannedRun, setup: Setup) -> PlannedRun:

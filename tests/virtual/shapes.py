@@ -123,6 +123,7 @@ class Setup:
     dtype: str | None = None  # of the stored weights, `fsdp.torch_dtype`
     lora_rank: int = 0
     offload: bool = False  # weights and moments between uses
+    files: str | None = None  # that weights are read from, as stored: "bf16" or "fp8"; None makes them
     own_engine: bool = False  # in another process, which takes the weights over a link
     cpu_offload: bool = False  # `fsdp.enable_cpu_offload` of the actor
     reference: bool = False

@@ -33,60 +33,40 @@ class PhaseTally:
     start: int = 0  # bytes held when the phase began
     peak: int = 0  # most bytes held at once
     end: int = 0  # bytes held when it ended
+    host_start: int = 0  # bytes in host memory, of tensors that have no values
+    host_peak: int = 0
     flops: dict[str, int] = field(default_factory=dict)  # by operation
     collectives: list[Collective] = field(default_factory=list)
     copies: dict[str, list[int]] = field(default_factory=dict)  # "in" or "out", place: count and bytes
     # inside micro batches, by place in the sources: number for each micro batch
     micro_copies: list[dict[str, int]] = field(default_factory=list)  # from the host
     micro_reads: list[dict[str, int]] = field(default_factory=list)  # the host waits for the device
+    given: list[tuple[str, int]] = field(default_factory=list)  # to the engine: name and bytes
+    written: int = 0  # bytes of tensors that the rank writes to disk
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
-class Tally:
-    """Counts of the phase that runs; filled by `VirtualGPU`."""
+class Memory:
+    """Storages of tensors that one kind of memory holds."""
 
     def __init__(self) -> None:
-        self.phases: dict[str, PhaseTally] = {}
         self.live = self.peak = 0
-        self.phase = PhaseTally()
-        self.in_micro_batch = False
         self._sizes: dict[int, int] = {}
-
-    @contextmanager
-    def measured(self, name: str) -> Iterator[PhaseTally]:
-        self.reset_peak()
-        outer = self.phase
-        self.phase = self.phases.setdefault(name, PhaseTally(start=self.live))
-        try:
-            yield self.phase
-        finally:
-            self.reset_peak()
-            self.phase.end = self.live
-            self.phase = outer
-
-    def reset_peak(self) -> None:
-        # of the module: a phase keeps its own
-        self.phase.peak = max(self.phase.peak, self.peak)
-        self.peak = self.live
-
-    def begin_micro_batch(self) -> None:
-        self.in_micro_batch = True
-        self.phase.micro_copies.append({})
-        self.phase.micro_reads.append({})
-
-    def end_micro_batch(self) -> None:
-        self.in_micro_batch = False
 
     def hold(self, tensor: torch.Tensor) -> None:
         """Count the storage of a tensor until it is freed or resized."""
         storage = tensor.untyped_storage()
-        key = id(storage)
-        if key not in self._sizes:
-            self._sizes[key] = 0
-            weakref.finalize(storage, self._forget, key).atexit = False
+        if id(storage) not in self._sizes:
+            self.ignore(tensor)
             self.resize(storage)
+
+    def ignore(self, tensor: torch.Tensor) -> None:
+        """Count no bytes for the storage of a tensor: pages of a file."""
+        storage = tensor.untyped_storage()
+        self._sizes[id(storage)] = 0
+        weakref.finalize(storage, self._forget, id(storage)).atexit = False
 
     def resize(self, storage: torch.UntypedStorage) -> None:
         key = id(storage)
@@ -95,12 +75,53 @@ class Tally:
             self._grow(size - self._sizes[key])
             self._sizes[key] = size
 
+    def reset_peak(self) -> None:
+        self.peak = self.live
+
     def _forget(self, key: int) -> None:
         self._grow(-self._sizes.pop(key))
 
     def _grow(self, size: int) -> None:
         self.live += size
         self.peak = max(self.peak, self.live)
+
+
+class Tally:
+    """Counts of the phase that runs; filled by `VirtualGPU`."""
+
+    def __init__(self) -> None:
+        self.phases: dict[str, PhaseTally] = {}
+        self.device, self.host = Memory(), Memory()
+        self.phase = PhaseTally()
+        self.in_micro_batch = False
+
+    @contextmanager
+    def measured(self, name: str) -> Iterator[PhaseTally]:
+        self.reset_peak()
+        outer = self.phase
+        start = PhaseTally(start=self.device.live, host_start=self.host.live)
+        self.phase = self.phases.setdefault(name, start)
+        try:
+            yield self.phase
+        finally:
+            self.reset_peak()
+            self.phase.end = self.device.live
+            self.phase = outer
+
+    def reset_peak(self) -> None:
+        # of the module: a phase keeps its own
+        self.phase.peak = max(self.phase.peak, self.device.peak)
+        self.phase.host_peak = max(self.phase.host_peak, self.host.peak)
+        self.device.reset_peak()
+        self.host.reset_peak()
+
+    def begin_micro_batch(self) -> None:
+        self.in_micro_batch = True
+        self.phase.micro_copies.append({})
+        self.phase.micro_reads.append({})
+
+    def end_micro_batch(self) -> None:
+        self.in_micro_batch = False
 
     def add_flops(self, name: str, count: int) -> None:
         self.phase.flops[name] = self.phase.flops.get(name, 0) + count
